@@ -37,7 +37,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.hub import model_folder
 from rorqual.models.loader import checkpoint_files
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.overlap import run_one
 
 SAMPLE = Path(__file__).parent / "heldout-sample.txt"
@@ -146,12 +146,9 @@ class Reader:
         segment = AttentionMetadata(
             self.table[None], torch.tensor([count], device=self.device), (count,), (count,)
         )
-        cos, sin = self.model.rotary.rows(positions)
-        return run_one(
-            self.model.forward(
-                ForwardBatch(ids, positions, slots, cos, sin, positions, self.pool, prefill=segment)
-            )
-        )
+        places = TokenPlaces(*self.model.rotary.rows(positions), slots)
+        step = ForwardBatch(ids, positions, places, positions, self.pool, prefill=segment)
+        return run_one(self.model.forward(step))
 
 
 # ---------------------------------------------------------------- multi-token prediction

@@ -9,8 +9,16 @@ from math import prod
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+    "int8": 1,
+}
 FP8 = "float8_e4m3fn"
+INT8 = "int8"
 KV_DTYPES = {
     "auto": None,
     "bfloat16": "bfloat16",
@@ -19,8 +27,11 @@ KV_DTYPES = {
     "fp8": FP8,
     "fp8_e4m3": FP8,
     "float8_e4m3fn": FP8,
+    "int8": INT8,
 }
-LATENT_GROUP = 128  # latent columns that share a scale in an fp8 cache
+# how an 8-bit cache is held: torch's index operations take no e4m3, so its planes are bytes
+EIGHT_BITS = {FP8: "uint8", INT8: "int8"}
+LATENT_GROUP = 128  # latent columns that share a scale in an 8-bit cache
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
@@ -82,37 +93,40 @@ def kv_dtype(name: str | None) -> str | None:
     return KV_DTYPES[name or "auto"]
 
 
-def check_fp8_cache(model: ModelConfig, form: str) -> None:
-    """Raises ConfigError where the cache cannot be fp8: it is a format of MLA's latents."""
+def short_name(dtype: str) -> str:
+    """An 8-bit cache's dtype as users write it."""
+    return "fp8" if dtype == FP8 else dtype
+
+
+def check_8bit_cache(model: ModelConfig, form: str, dtype: str) -> None:
+    """Raises ConfigError where the model's cache cannot have an 8-bit `dtype`."""
     mla = model.attention
-    others = "auto, bfloat16, float16, float32"
     if not isinstance(mla, MLAConfig):
-        reason = "is for the latent cache of MLA models, and this one has grouped-query attention"
-        raise ConfigError(f"kv_cache_dtype=fp8 {reason}; accepted: {others}")
+        return
+    name = f"kv_cache_dtype={short_name(dtype)}"
     if form == "CD":
         raise ConfigError(
-            "kv_cache_dtype=fp8 does not go with MLA form CD, which caches no latent; "
+            f"{name} does not go with MLA form CD, which caches no latent; "
             "accepted: CC, A_CC, A_CC_ME, AM_CC_ME"
         )
     if mla.kv_lora_rank % 4 or mla.rope_dim % 2:
         sizes = f"kv_lora_rank={mla.kv_lora_rank} and qk_rope_head_dim={mla.rope_dim}"
         raise ConfigError(
-            f"kv_cache_dtype=fp8 wants a latent of a multiple of 4 columns, not {sizes}; "
-            f"accepted here: {others}"
+            f"{name} wants a latent of a multiple of 4 columns, not {sizes}; "
+            "accepted here: auto, bfloat16, float16, float32"
         )
 
 
-def fp8_latent_plane(mla: MLAConfig, rope_dtype: str) -> Plane:
-    """One token as one row of bytes: latent [C] e4m3 | scales [C / 128, rounded up] fp32 | rope key
-    [rope] in the activations' dtype.
+def packed_latent_plane(mla: MLAConfig, rope_dtype: str, dtype: str) -> Plane:
+    """One token as one row of bytes: latent [C] e4m3 or int8 | scales [C / 128, rounded up] fp32 |
+    rope key [rope] in the activations' dtype.
 
     656 bytes at 512 + 64 columns in bf16, the row of FlashMLA: a page is one piece of memory, moved
     and addressed as one.
     """
     scales = -(-mla.kv_lora_rank // LATENT_GROUP) * DTYPE_BYTES["float32"]
-    return Plane(
-        "latent", "uint8", (mla.kv_lora_rank + scales + mla.rope_dim * DTYPE_BYTES[rope_dtype],)
-    )
+    width = mla.kv_lora_rank + scales + mla.rope_dim * DTYPE_BYTES[rope_dtype]
+    return Plane("latent", EIGHT_BITS[dtype], (width,))
 
 
 def mla_planes(mla: MLAConfig, form: str, dtype: str, activations: str) -> tuple[Plane, ...]:
@@ -122,15 +136,20 @@ def mla_planes(mla: MLAConfig, form: str, dtype: str, activations: str) -> tuple
         heads = mla.num_heads
         return Plane("k", dtype, (heads, mla.qk_dim), 0), Plane("v", dtype, (heads, mla.v_dim), 0)
     return (
-        fp8_latent_plane(mla, activations)
-        if dtype == FP8
+        packed_latent_plane(mla, activations, dtype)
+        if dtype in EIGHT_BITS
         else Plane("latent", dtype, (mla.latent_dim,)),
     )
 
 
 def gqa_planes(gqa: GQAConfig, dtype: str) -> tuple[Plane, ...]:
+    """In 8 bits a third plane holds a scale for each token's key and value of each head: it moves
+    with the page, so that a page explains itself wherever it goes."""
     shape = (gqa.num_kv_heads, gqa.head_dim)
-    return Plane("k", dtype, shape, 0), Plane("v", dtype, shape, 0)
+    held = EIGHT_BITS.get(dtype, dtype)
+    planes = Plane("k", held, shape, 0), Plane("v", held, shape, 0)
+    scales = Plane("scales", "float32", (gqa.num_kv_heads, 2), 0)
+    return (*planes, scales) if dtype in EIGHT_BITS else planes
 
 
 def check_forms(prefill: str, decode: str) -> None:
@@ -163,8 +182,8 @@ def kv_spec(
     attention = model.attention
     activations = activations or model.dtype
     dtype = kv_dtype(dtype) or activations
-    if dtype == FP8:
-        check_fp8_cache(model, mla_form)
+    if dtype in EIGHT_BITS:
+        check_8bit_cache(model, mla_form, dtype)
     planes = (
         mla_planes(attention, mla_form, dtype, activations)
         if isinstance(attention, MLAConfig)

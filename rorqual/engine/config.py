@@ -77,9 +77,10 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        "The cache's dtype: auto (the model's), or as --dtype, or fp8 (also fp8_e4m3, "
-        "float8_e4m3fn; MLA models): latents as e4m3 with a scale for each 128 columns, rope keys "
-        "as they are; half the bytes.",
+        "The cache's dtype: auto (the model's), or as --dtype, or in half the bytes fp8 (also "
+        "fp8_e4m3, float8_e4m3fn) or int8. MLA: a scale for each 128 columns of a latent, rope "
+        "keys as they are. Grouped-query attention: a scale for each token's key and value of a "
+        "head.",
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N.", group="Model")
     weights: str = option(

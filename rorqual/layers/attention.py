@@ -58,14 +58,16 @@ class GQA:
         qkv = self.qkv.forward(step.layout.gather(x)).view(
             step.num_tokens, -1, self.config.head_dim
         )
-        q = self.ops.gqa_prologue(qkv, self.weights, step.places, (planes["k"], planes["v"]))
+        q = self.ops.gqa_prologue(qkv, self.weights, step.places, tuple(planes.values()))
         out = step.between(self._attend, (q,), tuple(q.shape))
         return self.out.forward(out.flatten(1))
 
     def _attend(self, step: ForwardBatch, q: Tensor) -> Tensor:
         planes = step.pool.layers[self.index]
         outs = [
-            self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale)
+            self.ops.attention(
+                q[part], planes["k"], planes["v"], segment, self.scale, planes.get("scales")
+            )
             for segment, part in step.segments
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)

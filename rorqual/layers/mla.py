@@ -29,7 +29,7 @@ from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, PartialAttention, Stretch
-from rorqual.ops.reference import Weight, dequantize, whole_keys
+from rorqual.ops.reference import Weight, dequantize, in_8_bits, whole_keys
 from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
 
@@ -243,8 +243,8 @@ class MLA:
         if form == "AM_CC_ME":
             assert query_in is not None
             return self._attend_materialized(query_in, planes["latent"], step, segment, part)
-        # an fp8 cache keeps latent and rope key apart
-        if form == "A_CC" and planes["latent"].dtype != torch.uint8:
+        # an 8-bit cache keeps latent and rope key apart
+        if form == "A_CC" and not in_8_bits(planes["latent"]):
             return self._attend_joined(q, planes["latent"], segment)
         return self.out.forward(
             self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale)

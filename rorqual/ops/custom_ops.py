@@ -26,7 +26,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
-from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight, in_8_bits
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 # Whose operators run: torch calls them with tensors and numbers alone.
@@ -151,7 +151,7 @@ class TracedOps(Ops):
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
         """Quantized in an operator, so that a compiled step writes the very bytes that others
         write."""
-        if plane.dtype != torch.uint8:
+        if not in_8_bits(plane):
             return super().write_latent(plane, slots, entries, rank)
         torch.ops.rorqual.write_latent(plane, slots, entries, rank)
 
@@ -196,19 +196,35 @@ class TracedOps(Ops):
 
     @entry
     def gqa_prologue(
-        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
-        if not self.inner.opaque("gqa_prologue", w.q_norm):
+        """With an 8-bit cache always an operator: see write_latent."""
+        scales = planes[2] if len(planes) > 2 else None
+        if scales is None and not self.inner.opaque("gqa_prologue", w.q_norm):
             return super().gqa_prologue(qkv, w, places, planes)
         return torch.ops.rorqual.gqa_prologue(
-            qkv, w.q_norm, w.k_norm, w.eps, places.cos, places.sin, *planes, places.slots
+            qkv,
+            w.q_norm,
+            w.k_norm,
+            w.eps,
+            places.cos,
+            places.sin,
+            *planes[:2],
+            places.slots,
+            scales,
         )
 
     @entry
     def attention(
-        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        k_plane: Tensor,
+        v_plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        return torch.ops.rorqual.attention(q, k_plane, v_plane, scale)
+        return torch.ops.rorqual.attention(q, k_plane, v_plane, scale, scales)
 
     @entry
     def latent_attention(
@@ -376,8 +392,8 @@ def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float
 
 @_operator(
     "(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos, Tensor sin, "
-    "Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor",
-    lambda qkv, q_norm, k_norm, eps, cos, sin, k, v, slots: qkv.new_empty(
+    "Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor(c!)? scales) -> Tensor",
+    lambda qkv, q_norm, k_norm, eps, cos, sin, k, v, slots, scales: qkv.new_empty(
         qkv.shape[0], qkv.shape[1] - 2 * k.shape[2], qkv.shape[2]
     ),
 )
@@ -391,18 +407,20 @@ def _gqa_prologue(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     w = GQAWeights(q_norm, k_norm, eps)
     places = TokenPlaces(cos, sin, slots)
-    return _table().inner.gqa_prologue(qkv, w, places, (k, v)).contiguous()
+    planes = (k, v) if scales is None else (k, v, scales)
+    return _table().inner.gqa_prologue(qkv, w, places, planes).contiguous()
 
 
 @_operator(
-    "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
-    lambda q, k, v, scale: q.new_empty(q.shape[0], q.shape[1], v.shape[-1]),
+    "(Tensor q, Tensor k, Tensor v, float scale, Tensor? scales) -> Tensor",
+    lambda q, k, v, scale, scales: q.new_empty(q.shape[0], q.shape[1], v.shape[-1]),
 )
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return _table().inner.attention(q, k, v, _segment(), scale).contiguous()
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: Tensor | None) -> Tensor:
+    return _table().inner.attention(q, k, v, _segment(), scale, scales).contiguous()
 
 
 @_operator(

@@ -295,12 +295,11 @@ class Ops:
         reference.write_cache(plane, slots, values)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an fp8
+        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an 8-bit
         cache, its rows those of `pack_latent`."""
+        packed = reference.in_8_bits(plane)
         self.write_cache(
-            plane,
-            slots,
-            reference.pack_latent(entries, rank) if plane.dtype == torch.uint8 else entries,
+            plane, slots, reference.pack_latent(entries, rank, plane.dtype) if packed else entries
         )
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
@@ -382,29 +381,50 @@ class Ops:
         return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
-        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
         """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries
-        and keys; keys and values go to the `planes` (K, V) at their slots."""
+        and keys; keys and values go to the `planes` at their slots: (K, V), and of an 8-bit
+        cache (`pack_heads`) its scales [pages, page, G, 2] fp32, of a key and of a value."""
         groups = planes[0].shape[2]
         heads = qkv.shape[1] - 2 * groups
         q, k, v = qkv.split((heads, groups, groups), 1)
         qk = torch.cat((self.norm(q, w.q_norm, w.eps), self.norm(k, w.k_norm, w.eps)), 1)
         q, k = self.rope(qk, places.cos, places.sin, interleaved=False).split((heads, groups), 1)
-        self.write_cache(planes[0], places.slots, k)
-        self.write_cache(planes[1], places.slots, v)
+        self.write_heads(planes, places.slots, k, v)
         return q
 
+    def write_heads(self, planes: tuple[Tensor, ...], slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keys and values [T, G, D] to `planes` at `slots`, as gqa_prologue has them."""
+        if len(planes) > 2:
+            k, k_scale = reference.pack_heads(k, planes[0].dtype)
+            v, v_scale = reference.pack_heads(v, planes[1].dtype)
+            self.write_cache(planes[2], slots, torch.stack((k_scale, v_scale), -1))
+        self.write_cache(planes[0], slots, k)
+        self.write_cache(planes[1], slots, v)
+
     def attention(
-        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        k_plane: Tensor,
+        v_plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H,
-        D] to [T, H, Dv]."""
+        D] to [T, H, Dv]. `scales`: those of an 8-bit cache, as gqa_prologue writes them."""
         lens = segment.kv_lens.tolist()
         out = []
         for i, part in enumerate(q.split(segment.query_lens)):
             k = reference.read_cache(k_plane, segment.tables[i], lens[i])
             v = reference.read_cache(v_plane, segment.tables[i], lens[i])
+            if scales is not None:
+                k_scale, v_scale = reference.read_cache(scales, segment.tables[i], lens[i]).unbind(
+                    -1
+                )
+                k = reference.unpack_heads(k, k_scale, q.dtype)
+                v = reference.unpack_heads(v, v_scale, q.dtype)
             out.append(reference.causal_attention(part, k, v, scale))
         return torch.cat(out)
 
@@ -416,7 +436,7 @@ class Ops:
         segment: AttentionMetadata,
         scale: float,
     ) -> Tensor:
-        """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an fp8 one:
+        """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an 8-bit one:
         each head scores q_latent [T, H, C] against the latent and q_rope [T, H, rope] against
         the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
         lens = segment.kv_lens.tolist()
@@ -427,7 +447,7 @@ class Ops:
             rows = reference.read_cache(plane, segment.tables[i], lens[i])
             entries = (
                 reference.unpack_latent(rows, rank, q_latent.dtype)
-                if plane.dtype == torch.uint8
+                if reference.in_8_bits(plane)
                 else rows
             )[:, None]
             out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
@@ -519,7 +539,7 @@ class Ops:
         rows = self.gather(plane, segment)
         return (
             reference.unpack_latent(rows, rank, dtype)
-            if plane.dtype == torch.uint8
+            if reference.in_8_bits(plane)
             else rows.to(dtype)
         )
 

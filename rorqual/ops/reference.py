@@ -19,12 +19,15 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops.rounding import (
     ACTIVATION_BLOCK,
     FP8,
-    FP8_MAX,
-    LEAST_AMAX,
+    by_group,
     rounded,
+    to_8_bits,
     unpack_int4,
 )
 from rorqual.request import GREEDY_TEMPERATURE
+
+# what the planes of an 8-bit cache hold, by their dtype: torch's index operations take no e4m3
+EIGHT_BIT_NUMBERS = {torch.uint8: FP8, torch.int8: torch.int8}
 
 
 @dataclass
@@ -153,11 +156,8 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(
         tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK
     )
-    # by a number torch would, on a GPU, multiply with its rounded inverse
-    most = torch.full((), FP8_MAX, device=x.device)
-    scale = blocks.abs().amax(-1).clamp(LEAST_AMAX) / most
-    data = (blocks / scale[..., None]).to(FP8).flatten(1)
-    return data[:, :columns], scale
+    data, scale = to_8_bits(blocks, FP8)
+    return data.flatten(1)[:, :columns], scale
 
 
 def dequantize_activation(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,35 +242,54 @@ def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
     return plane[table[:pages]].flatten(0, 1)[:length]
 
 
-def pack_latent(entries: Tensor, rank: int) -> Tensor:
-    """Cache entries [T, C + rope] to rows of an fp8 cache, [T, bytes] uint8: latent e4m3 | fp32
-    scales | rope key as it is.
+def in_8_bits(plane: Tensor) -> bool:
+    """Whether a plane of the cache holds e4m3 (bytes) or int8."""
+    return plane.dtype in EIGHT_BIT_NUMBERS
+
+
+def pack_latent(entries: Tensor, rank: int, kind: torch.dtype = torch.uint8) -> Tensor:
+    """Cache entries [T, C + rope] to rows of an 8-bit cache, [T, bytes]: latent | fp32 scales |
+    rope key as it is. kind: the plane's dtype; uint8 holds e4m3, int8 itself.
 
     One scale a token and 128 columns, by the rule of `quantize_activation`; a latent of fewer
     columns has one.
     """
-    data, scales = quantize_activation(entries[:, :rank])
-    rope = entries[:, rank:].contiguous()
-    return torch.cat([part.view(torch.uint8) for part in (data, scales, rope)], 1)
+    groups = by_group(entries[:, :rank], ACTIVATION_BLOCK)
+    data, scales = to_8_bits(groups, EIGHT_BIT_NUMBERS[kind])
+    parts = data.flatten(1)[:, :rank].contiguous(), scales, entries[:, rank:].contiguous()
+    return torch.cat([part.view(kind) for part in parts], 1)
 
 
 def latent_parts(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of fp8 cache rows [..., bytes]: latent [..., C] e4m3, scales [..., C / 128] fp32,
-    rope key [..., rope] in `dtype`."""
+    """Views of an 8-bit cache's rows [..., bytes]: latent [..., C] e4m3 or int8, scales [..., C /
+    128] fp32, rope key [..., rope] in `dtype`."""
     scales = rank + 4 * -(-rank // ACTIVATION_BLOCK)
     return (
-        rows[..., :rank].view(FP8),
+        rows[..., :rank].view(EIGHT_BIT_NUMBERS[rows.dtype]),
         rows[..., rank:scales].view(torch.float32),
         rows[..., scales:].view(dtype),
     )
 
 
 def unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Rows of an fp8 cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope
+    """Rows of an 8-bit cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope
     key was written."""
     latent, scales, rope = latent_parts(rows, rank, dtype)
     wide = latent.float() * scales.repeat_interleave(ACTIVATION_BLOCK, -1)[..., :rank]
     return torch.cat((wide.to(dtype), rope), -1)
+
+
+def pack_heads(heads: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys or values [T, G, D] as an 8-bit cache holds them: [T, G, D] of the plane's dtype
+    `kind`, and scales [T, G] fp32, one a token and head."""
+    data, scale = to_8_bits(heads.float(), EIGHT_BIT_NUMBERS[kind])
+    return data.view(kind), scale
+
+
+def unpack_heads(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `pack_heads`, up to its rounding: data [..., G, D], scales [..., G]."""
+    wide = data.contiguous().view(EIGHT_BIT_NUMBERS[data.dtype]).float()
+    return (wide * scales[..., None]).to(dtype)
 
 
 def by_query_head(x: Tensor, heads: int) -> Tensor:

@@ -38,6 +38,16 @@ def by_group(x: Tensor, group: int) -> Tensor:
     return wide.view(tokens, -(-columns // group), group)
 
 
+def to_8_bits(groups: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Columns that share a scale, [..., n] fp32, in 8 bits: e4m3 or int8, and their scales [...]
+    fp32. The largest becomes the largest that the number holds; it counts as 1e-4 at least."""
+    # by a number torch would, on a GPU, multiply with its rounded inverse
+    most = torch.full((), FP8_MAX if number == FP8 else INT8_MAX, device=groups.device)
+    scale = groups.abs().amax(-1).clamp(LEAST_AMAX) / most
+    steps = groups / scale[..., None]
+    return (steps if number == FP8 else steps.round().clamp(-most, most)).to(number), scale
+
+
 def rounded(x: Tensor, kind: str) -> Tensor:
     """x [T, columns] as a product with rounded activations sees it, in fp32. kind: one of
     config.quant.ACTIVATIONS but "wide" and "fp8_group"."""

@@ -8,6 +8,7 @@ import torch
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KV_DTYPES, MLA_FORMS, kv_dtype, kv_spec
 from rorqual.config.hf import read_config
+from rorqual.config.model import GQAConfig
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
 from tests.config.test_model_config import QWEN3, V3
@@ -62,11 +63,6 @@ def test_auto_is_the_dtype_of_the_activations() -> None:
 
 
 def test_models_and_forms_without_a_latent_are_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"kv_cache_dtype=fp8 .*grouped-query.*accepted: auto, bfloat16, float16, float32",
-    ):
-        kv_spec(read_config(QWEN3), 16, "fp8")
     v3 = read_config(V3)
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype=fp8 .*CD.*accepted: CC, A_CC, A_CC_ME, AM_CC_ME"
@@ -76,3 +72,32 @@ def test_models_and_forms_without_a_latent_are_refused() -> None:
         assert kv_spec(v3, 16, "fp8", form) == kv_spec(v3, 16, "fp8")
     with pytest.raises(ConfigError, match="kv_lora_rank=30"):
         kv_spec(read_config({**V3, "kv_lora_rank": 30}), 16, "fp8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 .*CD"):
+        kv_spec(v3, 16, "int8", "CD")
+
+
+@pytest.mark.parametrize(("name", "held"), [("fp8", torch.uint8), ("int8", torch.int8)])
+def test_grouped_query_attention_has_a_scale_for_each_key_and_value(
+    name: str, held: torch.dtype
+) -> None:
+    """3 % of the numbers' bytes at 128 columns; cut with the heads."""
+    config = read_config(QWEN3)
+    assert isinstance(config.attention, GQAConfig)
+    groups = config.attention.num_kv_heads
+    width = config.attention.head_dim
+    spec = kv_spec(config, 16, name)
+    assert spec.bytes_per_token == config.num_layers * groups * 2 * (width + 4)
+    assert 2 * spec.shard(2).bytes_per_token == spec.bytes_per_token
+    layer = KVPool(spec, 2, torch.device("cpu")).layers[0]
+    k, k_scale = reference.pack_heads(torch.ones(3, groups, width), held)
+    assert layer["k"].shape[2:] == k.shape[1:] == layer["v"].shape[2:]
+    assert layer["k"].dtype == layer["v"].dtype == k.dtype == held
+    assert layer["scales"].shape[2:] == (groups, 2)
+    assert layer["scales"].dtype == k_scale.dtype
+
+
+@pytest.mark.parametrize(("name", "held"), [("fp8", torch.uint8), ("int8", torch.int8)])
+def test_a_latent_in_int8_is_as_large_as_one_in_fp8(name: str, held: torch.dtype) -> None:
+    pool = KVPool(kv_spec(read_config(V3), 4, name), 3, torch.device("cpu"))
+    assert pool.layers[0]["latent"].shape == (3, 4, 656)
+    assert pool.layers[0]["latent"].dtype == held

@@ -64,7 +64,10 @@ class Driver:
         for planes in self.pool.layers:
             for plane in planes.values():
                 # NaN as fp8, bf16 and fp32 alike
-                plane.fill_(255 if plane.dtype == torch.uint8 else float("nan"))
+                if plane.is_floating_point():
+                    plane.fill_(float("nan"))
+                else:
+                    plane.view(torch.uint8).fill_(255)
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 

@@ -34,6 +34,8 @@ KERNELS = {
     "mla": "mla_decode",
     "mla fp8": "mla_decode",
     "gqa": "gqa_decode",
+    "gqa fp8": "gqa_decode",
+    "gqa int8": "gqa_decode",
     "prefill": "prefill",
     "prefill paged": "prefill",
 }
@@ -233,7 +235,7 @@ class MlaSetup:
         shape = self.shape
         rows = shape.queries * shape.heads
         configs = [
-            mla.config_for(self.q_latent, rows, shape.fp8, shape.requests, shape.longest),
+            mla.config_for(self.q_latent, rows, self.cache.dtype, shape.requests, shape.longest),
             *mla.configs_for(rows, self.q_latent.dtype, shape.fp8),
         ]
         data = (self.q_latent, self.q_rope, self.cache, self.tables, self.kv_lens, self.scale)
@@ -283,10 +285,13 @@ def mla_case(
 
 @dataclass(frozen=True)
 class GqaShape:
+    """held: the cache's dtype, uint8 for e4m3."""
+
     requests: int
     longest: int
     queries: int
     mixed: bool
+    held: torch.dtype = torch.bfloat16
     heads: int = 32
     groups: int = 4
     width: int = 128
@@ -298,7 +303,9 @@ class GqaShape:
     @property
     def moved(self) -> int:
         rows = self.requests * self.queries * self.heads
-        return sum(self.lens) * 2 * self.groups * self.width * 2 + rows * self.width * 4
+        scale = 0 if self.held == torch.bfloat16 else 4
+        entry = 2 * self.groups * (self.width * self.held.itemsize + scale)
+        return sum(self.lens) * entry + rows * self.width * 4
 
 
 class GqaSetup:
@@ -315,6 +322,14 @@ class GqaSetup:
         self.k, self.v = (
             torch.randn(*pages, device=device, dtype=torch.bfloat16) for _ in range(2)
         )
+        self.held = (self.k, self.v)
+        self.scales: Tensor | None = None
+        if shape.held != torch.bfloat16:
+            packed = [reference.pack_heads(x.flatten(0, 1), shape.held) for x in self.held]
+            self.held = (packed[0][0].view(pages), packed[1][0].view(pages))
+            self.scales = torch.stack([scale.view(pages[:3]) for _, scale in packed], -1)
+            # what the kernel is compared with: the cache as it reads
+            self.k, self.v = (reference.unpack_heads(*x, torch.float32).view(pages) for x in packed)
         rows = (tokens, shape.heads, shape.width)
         self.q = torch.randn(self.copies, *rows, device=device, dtype=torch.bfloat16)
         self.kv_lens = torch.tensor(self.lens, device=device)
@@ -328,8 +343,7 @@ class GqaSetup:
             self.plans[config] = gqa.gqa_plan(self.kv_lens, *sizes, config)
         return gqa.gqa_decode(
             self.q[i],
-            self.k,
-            self.v,
+            *self.held,
             self.tables[i],
             self.kv_lens,
             self.scale,
@@ -337,6 +351,7 @@ class GqaSetup:
             self.plans[config],
             self.out,
             config,
+            self.scales,
         )
 
     def error(self, got: Tensor) -> float:
@@ -354,11 +369,12 @@ class GqaSetup:
     def setup(self) -> AttentionSetup:
         shape = self.shape
         configs = [
-            gqa.config_for(self.q[0], self.k, shape.requests, shape.longest),
+            gqa.config_for(self.q[0], self.held[0], shape.requests, shape.longest),
             *gqa.configs_for(shape.requests, shape.longest, self.q.dtype),
         ]
         named = {
             "dtype": "bfloat16",
+            "cache": gqa.CACHES.get(shape.held, "plain"),
             "heads": shape.heads,
             "groups": shape.groups,
             "width": shape.width,
@@ -370,16 +386,23 @@ class GqaSetup:
             configs,
             self.error,
             {**named, **sizes_near(shape.requests, shape.longest)},
-            {} if shape.mixed else {"FA3": partial(peers.fa3_paged, *data)},
+            {"FA3": partial(peers.fa3_paged, *data)}
+            if not shape.mixed and self.scales is None
+            else {},
         )
 
 
 def gqa_case(
-    requests: int, longest: int, queries: int = 1, mixed: bool = False, peer: float | None = None
+    requests: int,
+    longest: int,
+    queries: int = 1,
+    mixed: bool = False,
+    peer: float | None = None,
+    held: torch.dtype = torch.bfloat16,
 ) -> AttentionCase:
-    shape = GqaShape(requests, longest, queries, mixed)
+    shape = GqaShape(requests, longest, queries, mixed, held)
     return AttentionCase(
-        "gqa",
+        " ".join(("gqa", gqa.CACHES.get(held, ""))).strip(),
         shape_name(requests, longest, "", queries, mixed),
         shape.moved,
         4 * sum(shape.lens) * shape.heads * queries * shape.width,
@@ -546,6 +569,11 @@ def cases() -> list[AttentionCase]:
         gqa_case(8, 1024),
         gqa_case(64, 4096, peer=132.4),
         gqa_case(64, 4096, queries=3, mixed=True),
+        *(
+            gqa_case(requests, longest, held=held)
+            for held in gqa.CACHES
+            for requests, longest in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 4096))
+        ),
         prefill_case(1, 4096, 0, 128, 128, (192, 128), False),
         prefill_case(4, 1024, 0, 128, 128, (192, 128), False),
         prefill_case(1, 1024, 7168, 128, 128, (192, 128), False),

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 from rorqual.cache.pool import KVPool
-from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
+from rorqual.cache.spec import (
+    DTYPE_BYTES,
+    EIGHT_BITS,
+    FP8,
+    KVSpec,
+    check_8bit_cache,
+    kv_dtype,
+    kv_spec,
+    short_name,
+)
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
@@ -65,8 +74,9 @@ def read_model(config: EngineConfig) -> ModelConfig:
     if config.fixed_experts and not all(model.moe_layers):
         check_fixed_experts(model, config.parallel)
     _check_graphs(config, model)
-    if kv_dtype(config.kv_cache_dtype) == FP8:
-        check_fp8_cache(model, config.mla_decode)
+    cached = kv_dtype(config.kv_cache_dtype)
+    if cached in EIGHT_BITS:
+        check_8bit_cache(model, config.mla_decode, cached)
     return model
 
 
@@ -167,25 +177,28 @@ class Worker:
         return result
 
     def _check_cache_dtype(self) -> None:
-        """Before weights are loaded: what the device cannot do with an fp8 cache."""
+        """Before weights are loaded: what the device cannot do with an 8-bit cache."""
         config = self.config
         platform = self.platform
-        if kv_dtype(config.kv_cache_dtype) != FP8:
+        dtype = kv_dtype(config.kv_cache_dtype)
+        if dtype not in EIGHT_BITS:
             return
         others = "auto, bfloat16, float16, float32"
-        if not platform.converts_fp8:
+        if dtype == FP8 and not platform.converts_fp8:
             raise ConfigError(
                 "kv_cache_dtype=fp8 needs compute capability 8.9, not "
-                f"{platform.describe()}; accepted here: {others}"
+                f"{platform.describe()}; accepted here: int8, {others}"
             )
+        if not isinstance(self.model_config.attention, MLAConfig):
+            return
         spec = kv_spec(
             self.model_config, 1, config.kv_cache_dtype, config.mla_decode, activations=self.dtype
         )
         row = spec.layers[0][0].bytes_per_token
         if platform.name == "cuda" and row % 16:
             raise ConfigError(
-                f"kv_cache_dtype=fp8: a row of this model's cache has {row} bytes, no "
-                f"multiple of 16; accepted here: {others}"
+                f"kv_cache_dtype={short_name(dtype)}: a row of this model's cache has {row} "
+                f"bytes, no multiple of 16; accepted here: {others}"
             )
 
     def _max_model_len(self) -> int:

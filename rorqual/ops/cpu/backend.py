@@ -157,13 +157,15 @@ class CpuOps(Ops):
         x = hidden_of(x)
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
         suits = (
-            plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
+            plane is not None
+            and (plane.dtype == x.dtype or reference.in_8_bits(plane))
+            and not w.keep_query_input
         )
         native = self._products(x, *weights) if suits else None
         if native is None or plane is None:
             return super().mla_prologue(x, w, places, plane)
         # the kernel writes entries as they are; torch's calls quantize them
-        if plane.dtype == torch.uint8:
+        if reference.in_8_bits(plane):
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
             rows = TokenPlaces(places.cos, places.sin, torch.arange(x.shape[0]))
             q = native.mla_prologue(x, w, rows, entries)
@@ -175,27 +177,46 @@ class CpuOps(Ops):
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
     ) -> Activation:
         segment = _one_query_each(segment)
-        native = self._native(q, w.kv_b.data) if plane.dtype in (q.dtype, torch.uint8) else None
+        packed = reference.in_8_bits(plane)
+        native = self._native(q, w.kv_b.data) if packed or plane.dtype == q.dtype else None
         if native is None or segment.tokens != len(segment):
             return super().mla_absorbed(q, w, plane, segment, scale)
         if w.scratch is None:  # the prologue, which else makes it, was torch's
             w.scratch = native.mla_layer(w, w.down.columns)
         tables = segment.tables
-        if plane.dtype == torch.uint8:
+        if packed:
             plane, tables = _dequantized_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
         return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale).flatten(1)
 
     def gqa_prologue(
-        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
-        native = self._native(qkv, w.q_norm) if planes[0].dtype == qkv.dtype else None
+        packed = reference.in_8_bits(planes[0])
+        suits = packed or planes[0].dtype == qkv.dtype
+        native = self._native(qkv, w.q_norm) if suits else None
         if native is None:
             return super().gqa_prologue(qkv, w, places, planes)
-        return native.gqa_prologue(qkv, w, places, planes)
+        if packed:  # the kernel writes heads as they are; torch's calls quantize them
+            tokens, _, width = qkv.shape
+            k, v = qkv.new_empty(2, 1, tokens, planes[0].shape[2], width)
+            rows = TokenPlaces(places.cos, places.sin, torch.arange(tokens))
+            q = native.gqa_prologue(qkv, w, rows, (k, v))
+            self.write_heads(planes, places.slots, k[0], v[0])
+            return q
+        return native.gqa_prologue(qkv, w, places, (planes[0], planes[1]))
 
     def attention(
-        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        k_plane: Tensor,
+        v_plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
+        """The pages of an 8-bit cache that the segment reads are widened first."""
+        if scales is not None:
+            k_plane, v_plane, segment = _widened_pages(k_plane, v_plane, scales, segment, q.dtype)
         planes = (k_plane, v_plane)
         segment = _one_query_each(segment)
         same = all(
@@ -237,7 +258,7 @@ class CpuOps(Ops):
         entries = _entries(plane, index)  # [R, L, C + rope]
         entries = (
             _unpack_latent(entries, rank, q_latent.dtype)
-            if plane.dtype == torch.uint8
+            if reference.in_8_bits(plane)
             else entries.to(q_latent.dtype)
         )
         q = torch.cat((q_latent, q_rope), -1)[:, None]
@@ -281,7 +302,8 @@ class CpuOps(Ops):
         self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
     ) -> Tensor:
         rows = self.gather(plane, segment)
-        return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
+        packed = reference.in_8_bits(plane)
+        return _unpack_latent(rows, rank, dtype) if packed else rows.to(dtype)
 
     # ---- experts
 
@@ -466,9 +488,22 @@ def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
 def _unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """reference.unpack_latent by table, the same bits."""
     _, scales, rope = reference.latent_parts(rows, rank, dtype)
-    wide = E4M3.index_select(0, rows[..., :rank].reshape(-1).int()).view(*rows.shape[:-1], rank)
+    wide = _wide(rows[..., :rank])
     wide *= scales.repeat_interleave(reference.ACTIVATION_BLOCK, -1)[..., :rank]
     return torch.cat((wide.to(dtype), rope), -1)
+
+
+def _wide(data: Tensor) -> Tensor:
+    """Numbers of an 8-bit cache in fp32, e4m3 by table."""
+    if data.dtype == torch.int8:
+        return data.float()
+    return E4M3.index_select(0, data.reshape(-1).int()).view(data.shape)
+
+
+def _pages_read(segment: AttentionMetadata, page: int) -> tuple[Tensor, Tensor]:
+    """The pages of a segment [R * P], and block tables [R, P] where these stand side by side."""
+    tables = segment.tables[:, : -(-max(segment.max_kv_lens) // page)]
+    return tables.reshape(-1), torch.arange(tables.numel()).view(tables.shape)
 
 
 def _dequantized_pages(
@@ -476,10 +511,25 @@ def _dequantized_pages(
 ) -> tuple[Tensor, Tensor]:
     """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block
     tables [R, P]."""
-    tables = segment.tables[:, : -(-max(segment.max_kv_lens) // plane.shape[1])]
-    return _unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(
-        tables.numel()
-    ).view(tables.shape)
+    pages, tables = _pages_read(segment, plane.shape[1])
+    return _unpack_latent(plane[pages], rank, dtype), tables
+
+
+def _widened_pages(
+    k_plane: Tensor, v_plane: Tensor, scales: Tensor, segment: AttentionMetadata, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """The pages of a segment side by side in `dtype`, [R * P, page, G, D] each, and the segment
+    that finds them there."""
+    pages, tables = _pages_read(segment, k_plane.shape[1])
+    both = scales[pages]
+    k, v = (
+        (_wide(plane[pages]) * both[..., i, None]).to(dtype)
+        for i, plane in enumerate((k_plane, v_plane))
+    )
+    where = AttentionMetadata(
+        tables, segment.kv_lens, segment.query_lens, segment.max_kv_lens, segment.exact
+    )
+    return k, v, where
 
 
 def _fused(

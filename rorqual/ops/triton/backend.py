@@ -17,11 +17,11 @@ such a fallback cannot be captured in a graph. No other entry does.
 |                              | latent as well                                                    |
 | gqa_prologue                 | the head size is no power of two                                  |
 | latent_attention             | latent or rope size is no power of two of at least 16; the        |
-|                              | cache's format is neither the queries' nor fp8                    |
-|                              | on a GPU also: rows of an fp8 cache are no multiple of 16 bytes  |
-| write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two         |
-| attention, dense_attention   | a head is wider than 256 columns; the cache's format is not the   |
-|                              | queries'                                                          |
+|                              | cache's format is neither the queries' nor of 8 bits              |
+|                              | on a GPU also: rows of an 8-bit cache no multiple of 16 bytes     |
+| write_latent, latent_entries | an 8-bit cache whose latent or rope size is no power of two       |
+| attention, dense_attention   | a head is wider than 256 columns; the cache's format is neither   |
+|                              | the queries' nor of 8 bits                                        |
 | stretch_attention            | as dense_attention                                                |
 
 Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's
@@ -168,7 +168,7 @@ class TritonOps(Ops):
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
         """Only where the prologue could not write: it quantizes on the way."""
-        if plane.dtype == torch.uint8 and latent_fp8.supported(rank, entries.shape[1] - rank):
+        if reference.in_8_bits(plane) and latent_fp8.supported(rank, entries.shape[1] - rank):
             latent_fp8.write(plane, slots, entries, rank)
         else:
             super().write_latent(plane, slots, entries, rank)
@@ -265,14 +265,20 @@ class TritonOps(Ops):
         return q, None
 
     def gqa_prologue(
-        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
         if not _power(qkv.shape[2]):
             return super().gqa_prologue(qkv, w, places, planes)
         return rope_kv_write.heads_epilogue(qkv.flatten(1), w, places, planes)
 
     def attention(
-        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        k_plane: Tensor,
+        v_plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """A few query tokens of each request share one pass over keys and values; chunks of
         prompt go tile by tile."""
@@ -281,8 +287,9 @@ class TritonOps(Ops):
             return self.latent_attention(
                 q[..., :rank], q[..., rank:], k_plane[:, :, 0], segment, scale
             )
-        if max(q.shape[-1], rank) > WIDEST_HEAD or not k_plane.dtype == v_plane.dtype == q.dtype:
-            return super().attention(q, k_plane, v_plane, segment, scale)
+        fits = scales is not None or k_plane.dtype == v_plane.dtype == q.dtype
+        if max(q.shape[-1], rank) > WIDEST_HEAD or not fits:
+            return super().attention(q, k_plane, v_plane, segment, scale, scales)
         known = derived(segment)
         if (
             known.decodes
@@ -290,11 +297,9 @@ class TritonOps(Ops):
             and k_plane.is_contiguous()
             and v_plane.is_contiguous()
         ):
-            return _gqa_decode(q, k_plane, v_plane, known, scale)
-        starts = known.query_starts()
-        return prefill.paged_prefill(
-            q, k_plane, v_plane, segment.tables, starts, segment.kv_lens, known.most_queries, scale
-        )
+            return _gqa_decode(q, k_plane, v_plane, known, scale, scales)
+        where = (segment.tables, known.query_starts(), segment.kv_lens, known.most_queries)
+        return prefill.paged_prefill(q, k_plane, v_plane, *where, scale, scales=scales)
 
     def latent_attention(
         self,
@@ -307,9 +312,10 @@ class TritonOps(Ops):
         """The decode kernel. Chunks of prompt go through it as well, each token as a request of
         its own: many passes over the cache."""
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
-        if plane.dtype == torch.uint8 and plane.shape[-1] % 16 and not INTERPRETED:
+        packed = reference.in_8_bits(plane)
+        if packed and plane.shape[-1] % 16 and not INTERPRETED:
             fits = False  # the compiler takes rows for aligned to more bytes than these are
-        if not fits or plane.dtype not in (q_latent.dtype, torch.uint8):
+        if not fits or not (packed or plane.dtype == q_latent.dtype):
             return super().latent_attention(q_latent, q_rope, plane, segment, scale)
         known = derived(segment)
         if not known.decodes:
@@ -379,9 +385,9 @@ class TritonOps(Ops):
     def latent_entries(
         self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
     ) -> Tensor:
-        """Packed as by `gather`; an fp8 cache is read once and dequantized on the way."""
+        """Packed as by `gather`; an 8-bit cache is read once and dequantized on the way."""
         rope = plane.shape[2] - rank - 4 * latent_fp8.groups_of(rank)
-        if plane.dtype != torch.uint8 or not latent_fp8.supported(rank, rope // dtype.itemsize):
+        if not reference.in_8_bits(plane) or not latent_fp8.supported(rank, rope // dtype.itemsize):
             return super().latent_entries(plane, segment, rank, dtype)
         return latent_fp8.read(plane, derived(segment).gather_slots(plane.shape[1]), rank, dtype)
 
@@ -583,7 +589,12 @@ def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
 
 
 def _gqa_decode(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, scale: float
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    known: Derived,
+    scale: float,
+    scales: Tensor | None,
 ) -> Tensor:
     where = known.segment
     heads = q.shape[1]
@@ -596,9 +607,8 @@ def _gqa_decode(
             where.kv_lens, known.longest, known.most_queries, heads, groups, width, config
         ),
     )
-    return gqa.gqa_decode(
-        q, k_plane, v_plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config
-    )
+    cached = (where.tables, where.kv_lens, scale, known.longest, plan)
+    return gqa.gqa_decode(q, k_plane, v_plane, *cached, config=config, scales=scales)
 
 
 def _mla_decode(
@@ -608,7 +618,7 @@ def _mla_decode(
     heads = q_latent.shape[1]
     rank = q_latent.shape[2]
     config = mla.config_for(
-        q_latent, known.most_queries * heads, plane.dtype == torch.uint8, len(where), known.longest
+        q_latent, known.most_queries * heads, plane.dtype, len(where), known.longest
     )
     plan = known.plan(
         (config, heads, rank),

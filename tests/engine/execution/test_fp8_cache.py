@@ -1,5 +1,5 @@
-"""kv_cache_dtype=fp8: the tokens do not depend on how they were computed, and the cache is as large
-as the planner says.
+"""kv_cache_dtype=fp8 and int8: the tokens do not depend on how they were computed, and the cache
+is as large as the planner says.
 
 Attention reads what the cache holds, the step's own tokens included, so a chunked prompt, a cached
 prefix and a recomputed request see the same entries as a whole prompt. fp32 activations, tiny
@@ -129,6 +129,82 @@ def test_drafts_change_no_token(
     assert sum(llm.engine.stats.accepted) > 0
 
 
+# ---- the other two: int8 latents, and heads in either number
+
+
+OTHERS = [("v3", "int8"), ("qwen", "fp8"), ("qwen", "int8")]
+OTHER_SETTINGS: list[dict[str, Any]] = [
+    {"chunked_prefill_size": 7, "steps_in_flight": 2},
+    {"num_pages": 30, "enable_prefix_caching": False},
+    {"num_speculative_tokens": 2, "drafter": "ngram"},
+]
+
+
+@pytest.fixture(scope="module", params=OTHERS, ids="-".join)
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, list[list[int]]]:
+    """(checkpoint, the cache's dtype, the tokens of one request after another)."""
+    option, dtype = request.param
+    path = tmp_path_factory.mktemp(option)
+    save(option, path)
+    found = one_by_one(path, kv_cache_dtype=dtype)
+    assert found != one_by_one(path), "nothing was quantized"
+    return path, dtype, found
+
+
+@pytest.mark.parametrize("options", OTHER_SETTINGS, ids=name_of)
+def test_other_8bit_caches_do_not_depend_on_it_either(
+    other: tuple[Path, str, list[list[int]]], options: dict[str, Any]
+) -> None:
+    path, dtype, expected = other
+    llm = engine(path, kv_cache_dtype=dtype, **options)
+    held = torch.uint8 if dtype == "fp8" else torch.int8
+    layers = llm.engine.worker.runner.pool.layers
+    assert {planes.get("k", planes.get("latent")).dtype for planes in layers} == {held}
+    assert_same(greedy(llm, BATCH), expected)
+    assert_same(greedy(llm, BATCH), expected)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "chunked_prefill_size": 5}], ids=str)
+def test_other_8bit_caches_on_several_ranks(
+    other: tuple[Path, str, list[list[int]]], layout: dict[str, Any]
+) -> None:
+    """Scales are cut with the heads."""
+    path, dtype, expected = other
+    llm = engine(path, threads=1, num_pages=200, kv_cache_dtype=dtype, **layout)
+    try:
+        assert_same(greedy(llm, BATCH), expected)
+    finally:
+        llm.engine.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_other_8bit_caches_in_compiled_steps(
+    other: tuple[Path, str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    from rorqual.engine.execution.compiled import CompiledForward
+
+    path, dtype, expected = other
+    monkeypatch.setattr(CompiledForward, "_inductor", lambda self, graph, inputs: graph.forward)
+    monkeypatch.setattr("rorqual.engine.execution.worker.ops_for", lambda name: CpuOps(native))
+    llm = engine(path, exe_mode="compile", kv_cache_dtype=dtype)
+    assert_same(greedy(llm, BATCH), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_heads_in_8_bits_stay_near_fp32(tmp_path: Path, dtype: str) -> None:
+    save("qwen", tmp_path)
+    ids = torch.randint(0, 128, (3, 23), generator=torch.Generator().manual_seed(0))
+    exact = all_logits(load(tmp_path, CpuOps()), ids, [9, 17])
+    ours = all_logits(load(tmp_path, CpuOps()), ids, [9, 17], kv_dtype=dtype)
+    similar = torch.cosine_similarity(exact, ours, dim=-1)
+    print(f"{dtype}: least {similar.min():.5f}, median {similar.median():.5f}")
+    assert similar.median() > {"fp8": 0.998, "int8": 0.9998}[dtype]
+    assert similar[:, 1:].max() < 1 - 1e-9, "nothing was quantized"
+
+
 def test_recorded_steps(
     drafting: Path, expected_drafting: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,17 +319,14 @@ def test_the_same_memory_holds_more_tokens(folder: Path) -> None:
 def test_what_cannot_have_it_says_so_before_loading(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save("qwen", tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_dtype=fp8 .*grouped-query.*accepted: auto, bfloat16"
-    ):
-        engine(tmp_path, **FP8)
-    with pytest.raises(ConfigError, match="grouped-query"):
-        engine(tmp_path, tp=2, **FP8)
     with pytest.raises(ConfigError, match=r"does not go with MLA form CD"):
         engine(folder, mla_prefill="CD", mla_decode="CD", **FP8)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8'.*accepted: .*fp8"):
-        EngineConfig("x", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int4'.*accepted: .*fp8.*int8"):
+        EngineConfig("x", kv_cache_dtype="int4")
     monkeypatch.setattr(CpuPlatform, "converts_fp8", False)
-    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9.*accepted here: int8"):
         engine(folder, **FP8)
+    save("qwen", tmp_path)
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
+        engine(tmp_path, **FP8)
+    assert greedy(engine(folder, kv_cache_dtype="int8"), BATCH[:1]), "any device holds int8"

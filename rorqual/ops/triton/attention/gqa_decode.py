@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.reference import EIGHT_BIT_NUMBERS
 from rorqual.ops.triton.attention.mla_decode import (
     LOG2E,
     _row,
@@ -23,6 +24,7 @@ from rorqual.ops.triton.attention.mla_decode import (
     _softmax_step,
     _store_part,
     _whole,
+    widened,
 )
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
@@ -33,6 +35,8 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
     zeroed_counters,
 )
+
+CACHES = {torch.uint8: "fp8", torch.int8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class GqaDecodeConfig:
 def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> GqaDecodeConfig:
     """The configuration for that many requests of that length."""
     shape = {
+        "cache": CACHES.get(k_plane.dtype, "plain"),
         "heads": q.shape[1],
         "groups": k_plane.shape[2],
         "width": q.shape[2],
@@ -132,6 +137,7 @@ def _gqa_decode_kernel(
     q,
     k_plane,
     v_plane,
+    scales,
     k_tma,
     v_tma,
     tables,
@@ -147,6 +153,7 @@ def _gqa_decode_kernel(
     q_head,
     kv_row,
     kv_head,
+    scale_row,
     table_row,
     out_token,
     out_head,
@@ -164,11 +171,13 @@ def _gqa_decode_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     FINISH: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a
     head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
-    key/value heads], where FINISH: zero, and left zero."""
+    key/value heads], where FINISH: zero, and left zero. SCALED: the cache is an 8-bit one; a key's
+    scale goes to its scores, a value's to its weights."""
     wait_for_inputs(DEPENDENT)
     DTYPE: tl.constexpr = q.dtype.element_ty
     group = tl.program_id(0)
@@ -182,6 +191,7 @@ def _gqa_decode_kernel(
     inside = (columns < SIZE)[None, :]
     k_head = k_plane + group * kv_head + columns
     v_head = v_plane + group * kv_head + columns
+    scale_head = scales + group * 2 if SCALED else k_plane
 
     all_tiles = tl.load(starts + requests)
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
@@ -228,6 +238,7 @@ def _gqa_decode_kernel(
 
             for j in tl.range(low, plain, num_stages=STAGES):
                 if TMA:
+                    slots = _row(table, j * BLOCK_N, PAGE) + offsets
                     here = _row(table, j * BLOCK_N, PAGE).to(tl.int32)
                     k = k_tma.load([here, group * WIDTH])
                     v = v_tma.load([here, group * WIDTH])
@@ -238,9 +249,15 @@ def _gqa_decode_kernel(
                         slots = _slots(table, j * BLOCK_N + offsets, length, PAGE)
                     k = _whole(k_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
                     v = _whole(v_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
-                scores = tl.dot(queries, k.T, input_precision=PRECISION)
+                scores = tl.dot(queries, widened(k, DTYPE).T, input_precision=PRECISION)
+                if SCALED:
+                    scale_rows = scale_head + slots * scale_row
+                    scores *= tl.load(scale_rows)[None, :]
                 weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
-                acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
+                if SCALED:
+                    weights *= tl.load(scale_rows + 1)[None, :]
+                acc *= shrink[:, None]
+                acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
 
             for j in tl.range(plain, high, num_stages=1):
                 n = j * BLOCK_N + offsets
@@ -249,12 +266,18 @@ def _gqa_decode_kernel(
                 ok = (n < length)[:, None] & inside
                 k = tl.load(k_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
                 v = tl.load(v_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
-                scores = tl.dot(queries, k.T, input_precision=PRECISION)
+                scores = tl.dot(queries, widened(k, DTYPE).T, input_precision=PRECISION)
+                if SCALED:
+                    scale_rows = scale_head + slots * scale_row
+                    scores *= tl.load(scale_rows, mask=n < length, other=0.0)[None, :]
                 seen = n[None, :] <= (length - QUERIES + query)[:, None]
                 weights, shrink, peak, total = _softmax_step(
                     tl.where(seen, scores, float("-inf")), factor, peak, total
                 )
-                acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
+                if SCALED:
+                    weights *= tl.load(scale_rows + 1, mask=n < length, other=0.0)[None, :]
+                acc *= shrink[:, None]
+                acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
 
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             if (position == begin) & (stop == end):
@@ -360,6 +383,7 @@ def gqa_decode(
     plan: SplitPlan | None = None,
     out: Tensor | None = None,
     config: GqaDecodeConfig | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of R requests with the same number of query tokens each (T / R), causal among them.
 
@@ -367,6 +391,7 @@ def gqa_decode(
     same dtype; tables [R, columns] int, entries past a request's end are never used; kv_lens [R]
     int, cached tokens including this step's (0 gives zeros). Returns [T, H, D]. Nothing is read
     back to the host. `plan` (from gqa_plan, same config) saves making it anew in each layer.
+    scales [pages, page, G, 2] fp32: of an 8-bit cache (`reference.pack_heads`).
     """
     tokens, heads, width = q.shape
     requests = kv_lens.shape[0]
@@ -376,7 +401,8 @@ def gqa_decode(
     )
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
     finish = config.finish and requests * k_plane.shape[2] <= COUNTERS
-    _launch(q, (k_plane, v_plane), tables, kv_lens, scale * LOG2E, plan, out, config, finish)
+    work = (tables, kv_lens, scale * LOG2E, plan, out, config, finish)
+    _launch(q, (k_plane, v_plane), scales, *work)
     if not finish:
         combine(plan, out, requests)
     return out
@@ -384,7 +410,8 @@ def gqa_decode(
 
 def _launch(
     q: Tensor,
-    planes: tuple[Tensor, Tensor],
+    planes: tuple[Tensor, ...],
+    scales: Tensor | None,
     tables: Tensor,
     kv_lens: Tensor,
     factor: float,
@@ -394,6 +421,9 @@ def _launch(
     finish: bool,
 ) -> None:
     """finish: whoever is last puts partial results together."""
+    if scales is not None:
+        assert scales.is_contiguous()
+        planes = tuple(plane.view(EIGHT_BIT_NUMBERS[plane.dtype]) for plane in planes)
     for plane in planes:
         assert plane.is_contiguous()
         assert plane.shape == planes[0].shape
@@ -407,6 +437,7 @@ def _launch(
     _gqa_decode_kernel[(groups, plan.workers)](
         q,
         *planes,
+        scales,
         *describe,
         tables,
         kv_lens,
@@ -419,6 +450,7 @@ def _launch(
         factor,
         *q.stride()[:2],
         *planes[0].stride()[1:3],
+        0 if scales is None else scales.stride(1),
         tables.stride(0),
         *out.stride()[:2],
         requests,
@@ -435,6 +467,7 @@ def _launch(
         tma,
         "ieee" if q.dtype == torch.float32 else "tf32",
         finish,
+        scales is not None,
         num_warps=config.warps,
         **dependent(q.device),
     )

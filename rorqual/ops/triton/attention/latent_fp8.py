@@ -1,9 +1,9 @@
-"""The rows of an fp8 latent cache (`reference.pack_latent`): how kernels quantize one, write many,
-and read them back in order.
+"""The rows of an 8-bit latent cache (`reference.pack_latent`): how kernels quantize one, write
+many, and read them back in order. And how they quantize heads (`reference.pack_heads`).
 
-A row is bytes: latent [C] e4m3 | scales [C / 128] fp32 | rope key [rope] as it is; 656 of them at
-512 + 64 columns in bf16. The cache is addressed through one pointer to bytes; what lies in a row is
-found by casting it.
+A row is bytes: latent [C], e4m3 or int8 as the cache's dtype says | scales [C / 128] fp32 | rope
+key [rope] as it is; 656 of them at 512 + 64 columns in bf16. The cache is addressed through one
+pointer to bytes; what lies in a row is found by casting it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,26 @@ def supported(rank: int, rope: int) -> bool:
 
 
 @triton.jit
+def steps_of(groups, scales, INT8: tl.constexpr):
+    """groups [n, columns] fp32 in steps of scales [n], as e4m3 or int8; divided as torch divides,
+    halves to even."""
+    steps = tl.div_rn(groups, tl.broadcast_to(scales[:, None], groups.shape))
+    if INT8:
+        # at 2^23 and a half more the spacing of fp32 is one: the sum rounds
+        whole = (steps + 12582912.0) - 12582912.0
+        return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
+    else:
+        return steps.to(tl.float8e4nv)
+
+
+@triton.jit
+def scale_of(most, INT8: tl.constexpr):
+    """The scale of columns whose largest is `most`."""
+    LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
+    return tl.div_rn(tl.maximum(most, 1e-4), LARGEST)
+
+
+@triton.jit
 def store_row(latent, key, row, write, RANK: tl.constexpr, ROPE: tl.constexpr):
     """Quantize latent, fp32 [RANK] holding values of the activations' dtype, and store it, its
     scales and the rope key [ROPE] at `row`.
@@ -35,16 +55,16 @@ def store_row(latent, key, row, write, RANK: tl.constexpr, ROPE: tl.constexpr):
     Divisions are correctly rounded: these bytes are the reference's, whoever writes them.
     """
     GROUPS: tl.constexpr = (RANK + 127) // 128
+    INT8: tl.constexpr = row.dtype.element_ty == tl.int8
+    NUMBER: tl.constexpr = tl.int8 if INT8 else tl.float8e4nv
     blocks = tl.reshape(latent, (GROUPS, RANK // GROUPS))
-    scales = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4), 448.0)
-    data = tl.div_rn(blocks, tl.broadcast_to(scales[:, None], (GROUPS, RANK // GROUPS))).to(
-        tl.float8e4nv
-    )
+    scales = scale_of(tl.max(tl.abs(blocks), 1), INT8)
+    data = steps_of(blocks, scales, INT8)
     columns = tl.arange(0, RANK)
     group = tl.arange(0, GROUPS)
     rotary = tl.arange(0, ROPE)
     tl.store(
-        row.to(tl.pointer_type(tl.float8e4nv)) + columns,
+        row.to(tl.pointer_type(NUMBER)) + columns,
         tl.reshape(data, (RANK,)),
         mask=write & (columns >= 0),
     )
@@ -79,7 +99,7 @@ def _write_kernel(
 
 
 def write(plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-    """plane [pages, page, bytes] uint8; slots [T] int, flat positions, negative ones not
+    """plane [pages, page, bytes] uint8 or int8; slots [T] int, flat positions, negative ones not
     written; entries [T, C + rope]."""
     assert entries.stride(1) == 1
     assert plane.is_contiguous()
@@ -109,7 +129,8 @@ def _read_kernel(
     target = out + index * (RANK + ROPE)
     columns = tl.arange(0, RANK)
     rotary = tl.arange(0, ROPE)
-    data = tl.load(row.to(tl.pointer_type(tl.float8e4nv)) + columns).to(tl.float32)
+    NUMBER: tl.constexpr = tl.int8 if plane.dtype.element_ty == tl.int8 else tl.float8e4nv
+    data = tl.load(row.to(tl.pointer_type(NUMBER)) + columns).to(tl.float32)
     scales = tl.load((row + RANK).to(tl.pointer_type(tl.float32)) + tl.arange(0, GROUPS))
     wide = tl.reshape(data, (GROUPS, RANK // GROUPS)) * scales[:, None]
     tl.store(target + columns, tl.reshape(wide, (RANK,)).to(dtype))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.reference import latent_parts
+from rorqual.ops.reference import EIGHT_BIT_NUMBERS, in_8_bits, latent_parts
 from rorqual.ops.triton.attention.latent_fp8 import groups_of
 from rorqual.ops.triton.attention.split_kv import (
     LatentDecode,
@@ -61,11 +61,13 @@ class MlaDecodeConfig:
 
 
 def config_for(
-    q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int
+    q: Tensor, rows: int, held: torch.dtype, requests: int, max_kv_len: int
 ) -> MlaDecodeConfig:
     """The configuration for `rows` = query tokens x heads of a request, and that many requests
-    of that length. Rules that ship name "hopper" where theirs would not fit an older GPU."""
-    cache = "fp8" if fp8_cache else "plain"
+    of that length; `held`: the cache's dtype. Rules that ship name "hopper" where theirs would not
+    fit an older GPU, or is a kernel's that takes no int8."""
+    cache = "fp8" if held in EIGHT_BIT_NUMBERS else "plain"
+    hopper = is_hopper(q.device) and held != torch.int8
     shape = {
         "dtype": str(q.dtype)[6:],
         "cache": cache,
@@ -73,9 +75,7 @@ def config_for(
         "requests": requests,
         "kv": max_kv_len,
     }
-    return tuning.config_for(
-        "mla_decode", MlaDecodeConfig, q.device, **shape, hopper=is_hopper(q.device)
-    )
+    return tuning.config_for("mla_decode", MlaDecodeConfig, q.device, **shape, hopper=hopper)
 
 
 # What mla_decode_sm90_fp8.py takes; shared memory allows no more stages and programs.
@@ -184,6 +184,15 @@ def _whole(pointers, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def widened(x, DTYPE: tl.constexpr):
+    """Cached numbers in the queries' dtype: e4m3 and int8 are exact in it."""
+    if x.dtype == tl.int8:
+        return x.to(tl.float32).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
 def _softmax_step(scores, factor, peak, total):
     """One tile of the online softmax in base 2: (weights, what earlier sums shrink by, peak,
     total). `factor` scales scores, > 0."""
@@ -211,7 +220,7 @@ def _dequantize(
     and both products read its result from shared memory.
     """
     WIDE: tl.constexpr = tl.float16 if tl.float16 == DTYPE else tl.float32
-    if ASSEMBLER and tl.float16 == DTYPE:
+    if ASSEMBLER and tl.float16 == DTYPE and packed.dtype != tl.int8:
         wide = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -288,7 +297,7 @@ def _mla_decode_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (row blocks, workers). `factor` is the softmax scale times log2(e). GROUPS > 0 marks
-    an fp8 cache."""
+    an 8-bit cache."""
     wait_for_inputs(DEPENDENT)
     ROWS: tl.constexpr = HEADS * QUERIES
     KIND: tl.constexpr = q_latent.dtype.element_ty
@@ -426,7 +435,7 @@ def mla_decode(
     use), causal among them.
 
     q_latent [T, H, C], q_rope [T, H, rope] in bf16 or fp32, any token and head strides; cache
-    [pages, page, C + rope] in the same dtype or rows of bytes (fp8, latent_fp8.py); tables [R,
+    [pages, page, C + rope] in the same dtype or rows of bytes (8 bits, latent_fp8.py); tables [R,
     columns] int, entries past a request's end are never used; kv_lens [R] int, cached tokens
     including this step's. Length 0 gives zeros. Returns [T, H, C] in the queries' dtype. Nothing is
     read back to the host. `plan` (from mla_plan, same config) saves making it anew in each layer.
@@ -434,8 +443,7 @@ def mla_decode(
     tokens, heads, rank = q_latent.shape
     requests = kv_lens.shape[0]
     queries = tokens // requests
-    fp8 = cache.dtype == torch.uint8
-    config = config or config_for(q_latent, queries * heads, fp8, requests, max_kv_len)
+    config = config or config_for(q_latent, queries * heads, cache.dtype, requests, max_kv_len)
     plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
     out = (
         torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
@@ -469,10 +477,12 @@ def _launch(work: LatentDecode, config: MlaDecodeConfig) -> None:
     q_latent, cache = work.q_latent, work.cache
     rank = q_latent.shape[2]
     page = cache.shape[1]
-    fp8 = cache.dtype == torch.uint8
+    packed = in_8_bits(cache)
     rows = cache.flatten(0, 1)
     latent, scales, rope = (
-        latent_parts(rows, rank, q_latent.dtype) if fp8 else (rows[:, :rank], None, rows[:, rank:])
+        latent_parts(rows, rank, q_latent.dtype)
+        if packed
+        else (rows[:, :rank], None, rows[:, rank:])
     )
     tma = (
         config.tma
@@ -480,7 +490,7 @@ def _launch(work: LatentDecode, config: MlaDecodeConfig) -> None:
         and cache.stride(1) * cache.element_size() % 16 == 0
     )
     # a bulk copy of scales takes 16 bytes, and what follows them begins on 16
-    tma = tma and (not fp8 or rank % 512 == 0)
+    tma = tma and (not packed or rank % 512 == 0)
     describe = [
         _descriptor(x, config.block_n) if tma and x is not None else None
         for x in (latent, rope, scales)
@@ -506,7 +516,7 @@ def _launch(work: LatentDecode, config: MlaDecodeConfig) -> None:
         work.queries,
         rank,
         work.q_rope.shape[2],
-        groups_of(rank) if fp8 else 0,
+        groups_of(rank) if packed else 0,
         page,
         config.block_h,
         config.block_n,

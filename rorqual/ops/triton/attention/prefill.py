@@ -17,9 +17,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.reference import whole_keys
+from rorqual.ops.reference import EIGHT_BIT_NUMBERS, whole_keys
 from rorqual.ops.triton.attention.gqa_decode import padded
-from rorqual.ops.triton.attention.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
+from rorqual.ops.triton.attention.mla_decode import (
+    LOG2E,
+    _row,
+    _slots,
+    _softmax_step,
+    _whole,
+    widened,
+)
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import is_hopper
 
@@ -114,6 +121,7 @@ def _prefill_kernel(
     q,
     k,
     v,
+    scales,
     k_tma,
     tail_tma,
     v_tma,
@@ -131,6 +139,7 @@ def _prefill_kernel(
     k_head,
     v_row,
     v_head,
+    scale_row,
     table_row,
     total_token,
     total_head,
@@ -149,13 +158,14 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Grid (query blocks, heads, requests), the longest blocks first. PAGE 0: keys are packed,
     request after request. A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no
     TAIL; its V_SIZE columns of values at most V_WIDTH.
 
     SO_FAR: the softmax goes on from `out`, fp32, and the log of its sum in `totals`; query i
-    sees keys up to `firsts` + i."""
+    sees keys up to `firsts` + i. SCALED: keys and values are an 8-bit cache's."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -203,7 +213,7 @@ def _prefill_kernel(
     high = tl.cdiv(tl.minimum(shift + (block + 1) * BLOCK_M, length), BLOCK_N)
 
     for j in tl.range(0, plain, num_stages=STAGES):
-        if TMA:
+        if TMA and not SCALED:
             here = (k_begin + j * BLOCK_N if PAGE == 0 else _row(table, j * BLOCK_N, PAGE)).to(
                 tl.int32
             )
@@ -218,9 +228,17 @@ def _prefill_kernel(
             keys = _whole(k_rows[:, None] + columns[None, :], inside, SIZE >= WIDTH)
             tail = tl.load(k_rows[:, None] + tail_columns[None, :]) if TAIL > 0 else keys
             values = _whole(v_rows[:, None] + v_columns[None, :], v_inside, V_SIZE == V_WIDTH)
-        scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
+        scores = _scores(
+            q_main, q_tail, widened(keys, DTYPE), widened(tail, DTYPE), TAIL, PRECISION
+        )
+        if SCALED:
+            scale_rows = scales + slots * scale_row + group * 2
+            scores *= tl.load(scale_rows)[None, :]
         weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
-        acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
+        if SCALED:
+            weights *= tl.load(scale_rows + 1)[None, :]
+        acc *= shrink[:, None]
+        acc = tl.dot(weights.to(DTYPE), widened(values, DTYPE), acc, input_precision=PRECISION)
 
     for j in tl.range(plain, high, num_stages=1):
         n = j * BLOCK_N + offsets
@@ -235,12 +253,20 @@ def _prefill_kernel(
             else keys
         )
         values = tl.load(v_rows[:, None] + v_columns[None, :], mask=ok & v_inside, other=0.0)
-        scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
+        scores = _scores(
+            q_main, q_tail, widened(keys, DTYPE), widened(tail, DTYPE), TAIL, PRECISION
+        )
+        if SCALED:
+            scale_rows = scales + slots * scale_row + group * 2
+            scores *= tl.load(scale_rows, mask=n < length, other=0.0)[None, :]
         seen = n[None, :] <= tl.minimum(shift + rows, length - 1)[:, None]
         weights, shrink, peak, total = _softmax_step(
             tl.where(seen, scores, float("-inf")), factor, peak, total
         )
-        acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
+        if SCALED:
+            weights *= tl.load(scale_rows + 1, mask=n < length, other=0.0)[None, :]
+        acc *= shrink[:, None]
+        acc = tl.dot(weights.to(DTYPE), widened(values, DTYPE), acc, input_precision=PRECISION)
 
     some = tl.where(total > 0, total, 1.0)
     acc = acc / some[:, None]
@@ -291,6 +317,7 @@ def _launch(
     config: PrefillConfig | None,
     so_far: SoFar | None = None,
     k_rope: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
@@ -308,7 +335,7 @@ def _launch(
     if out is None:
         out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     v_width = padded(v.shape[2])
-    if config.gluon and is_hopper(q.device):
+    if config.gluon and is_hopper(q.device) and scales is None:
         from rorqual.ops.triton.attention import prefill_sm90
 
         if prefill_sm90.supported(q, k, v, page, k_rope):
@@ -318,19 +345,28 @@ def _launch(
     if k_rope is not None:
         k = whole_keys(k, k_rope)
     exact = main + tail == width and v_width == v.shape[2]
-    tma = config.tma and exact and _bulk(k) and _bulk(v) and page % config.block_n == 0
+    # a tile of 8 bits is addressed by its rows, whose scales are wanted too
+    tma = (
+        config.tma
+        and scales is None
+        and exact
+        and _bulk(k)
+        and _bulk(v)
+        and page % config.block_n == 0
+    )
     describe = [
         _descriptor(x, config.block_n, n) if tma and n else None
         for x, n in ((k, main), (k, tail), (v, v_width))
     ]
     grid = (triton.cdiv(max_query_len, config.block_m), heads, kv_lens.shape[0])
     _prefill_kernel[grid](
-        q, k, v, *describe, tables, query_starts, key_starts, kv_lens, firsts, totals, out,
+        q, k, v, scales, *describe, tables, query_starts, key_starts, kv_lens, firsts, totals, out,
         scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if scales is None else scales.stride(0),
         0 if tables is None else tables.stride(0), *total_steps, out.stride(0), out.stride(1),
         so_far is not None, heads // k.shape[1], width, main, tail, v.shape[2], v_width, page,
         config.block_m, config.block_n, config.stages, tma,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        "ieee" if q.dtype == torch.float32 else "tf32", scales is not None, num_warps=config.warps,
     )  # fmt: skip
     return out
 
@@ -370,10 +406,15 @@ def paged_prefill(
     scale: float,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attention over cached keys. q [T, H, D]; planes [pages, page, G, D] and [.., Dv]; tables
     [R, columns] int, entries past a request's end are never used; query_starts [R + 1] and
-    kv_lens [R] as in `dense_prefill`. Returns [T, H, Dv]."""
+    kv_lens [R] as in `dense_prefill`. scales [pages, page, G, 2] fp32: of an 8-bit cache
+    (`reference.pack_heads`). Returns [T, H, Dv]."""
+    if scales is not None:
+        k_plane, v_plane = (x.view(EIGHT_BIT_NUMBERS[x.dtype]) for x in (k_plane, v_plane))
+        scales = scales.flatten(0, 1)
     k = k_plane.flatten(0, 1)
     v = v_plane.flatten(0, 1)
     return _launch(
@@ -389,4 +430,5 @@ def paged_prefill(
         scale,
         out,
         config,
+        scales=scales,
     )

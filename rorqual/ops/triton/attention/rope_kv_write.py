@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rorqual.ops.activation import Quantized
 from rorqual.ops.interface import GQAWeights, TokenPlaces
-from rorqual.ops.triton.attention.latent_fp8 import store_row
+from rorqual.ops.reference import EIGHT_BIT_NUMBERS
+from rorqual.ops.triton.attention.latent_fp8 import scale_of, steps_of, store_row
 from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
@@ -110,7 +111,7 @@ def _store_entry(
     INTERLEAVED: tl.constexpr,
 ):
     """[norm(latent) | rotated key] of one token, from base [RANK + ROPE] to target, where a
-    cache of bytes is an fp8 one."""
+    cache of bytes is an 8-bit one."""
     dtype: tl.constexpr = base.dtype.element_ty
     offsets = tl.arange(0, RANK)
     rotary = tl.arange(0, ROPE)
@@ -121,7 +122,7 @@ def _store_entry(
     value = tl.load(base + RANK + rotary).to(tl.float32)
     other = tl.load(base + RANK + partner).to(tl.float32)
     key = _rotated(value, other, tl.load(cos + pair), tl.load(sin + pair), sign).to(dtype)
-    if target.dtype.element_ty == tl.uint8:
+    if target.dtype.element_ty == tl.uint8 or target.dtype.element_ty == tl.int8:
         store_row(latent.to(tl.float32), key, target, write, RANK, ROPE)
     else:
         tl.store(target + offsets, latent.to(target.dtype.element_ty), mask=write & (offsets >= 0))
@@ -218,8 +219,8 @@ def latent_epilogue(
     """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its
     latent), the kv latent and the rope key.
 
-    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one
-    (latent_fp8.py). With q_weight [query] returns norm(query latent) [T, query], quantized if
+    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an 8-bit
+    one (latent_fp8.py). With q_weight [query] returns norm(query latent) [T, query], quantized if
     `quant`; without it None: the query needs no norm, and the last rope columns of each of its
     `heads` are rotated where they are. rank and rope must be powers of two.
     """
@@ -294,6 +295,20 @@ def _store_pairs(target, first, second, present, HALF: tl.constexpr):
 
 
 @triton.jit
+def _store_8_bits(target, scale, first, second, present, HALF: tl.constexpr):
+    """Halves of heads [n, HALF] in the target's number, and one scale a head."""
+    INT8: tl.constexpr = target.dtype.element_ty == tl.int8
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    scales = scale_of(most, INT8)
+    place = target[:, None] + tl.arange(0, HALF)[None, :]
+    tl.store(place, steps_of(first, scales, INT8), mask=present[:, None])
+    tl.store(place + HALF, steps_of(second, scales, INT8), mask=present[:, None])
+    tl.store(scale, scales, mask=present)
+
+
+@triton.jit
 def _heads_kernel(
     x,
     q_weight,
@@ -303,6 +318,7 @@ def _heads_kernel(
     slots,
     k_plane,
     v_plane,
+    scales,
     q,
     x_row,
     k_slot,
@@ -315,10 +331,11 @@ def _heads_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, part): BLOCK query heads, or in the last part all keys and values of the
-    token."""
+    token. SCALED: to an 8-bit cache."""
     wait_for_inputs(DEPENDENT)
     HALF: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = x.dtype.element_ty
@@ -339,24 +356,37 @@ def _heads_kernel(
         present = (group < GROUPS) & (slot >= 0)
         keys = row + HEADS * SIZE + group * SIZE
         k1, k2 = _normed_pairs(keys, k_weight, cos, sin, present, eps, HALF, dtype)
-        _store_pairs(k_plane + slot * k_slot + group * k_head, k1, k2, present, HALF)
+        k_place = k_plane + slot * k_slot + group * k_head
         values = (keys + GROUPS * SIZE)[:, None] + tl.arange(0, HALF)[None, :]
         v1 = tl.load(values, mask=present[:, None], other=0.0)
         v2 = tl.load(values + HALF, mask=present[:, None], other=0.0)
-        _store_pairs(v_plane + slot * v_slot + group * v_head, v1, v2, present, HALF)
+        v_place = v_plane + slot * v_slot + group * v_head
+        if SCALED:
+            scale = scales + (slot * GROUPS + group) * 2
+            _store_8_bits(k_place, scale, k1, k2, present, HALF)
+            _store_8_bits(v_place, scale + 1, v1, v2, present, HALF)
+        else:
+            _store_pairs(k_place, k1, k2, present, HALF)
+            _store_pairs(v_place, v1, v2, present, HALF)
 
 
 def heads_epilogue(
-    x: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
+    x: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
 ) -> Tensor:
     """After Qwen3's joint projection: x [T, (H + 2 G) D] holds queries, keys and values, head after
     head.
 
     Norms queries and keys by head (weights [D]), rotates them (half-split pairs; cos and sin [T,
     D/2] fp32), writes keys and values to planes [pages, page, G, D] at their slots, and returns the
-    queries [T, H, D]. D must be a power of two.
+    queries [T, H, D]. D must be a power of two. With a third plane, scales [pages, page, G, 2], the
+    cache is an 8-bit one.
     """
     size = w.q_norm.shape[0]
+    scales = planes[2] if len(planes) > 2 else None
+    planes = planes[:2]
+    if scales is not None:
+        assert scales.is_contiguous()
+        planes = tuple(plane.view(EIGHT_BIT_NUMBERS[plane.dtype]) for plane in planes)
     k_plane, v_plane = planes
     groups = k_plane.shape[2]
     tokens = x.shape[0]
@@ -381,6 +411,7 @@ def heads_epilogue(
             places.slots,
             k_plane,
             v_plane,
+            scales,
             q,
             x.stride(0),
             *k_plane.stride()[1:3],
@@ -391,6 +422,7 @@ def heads_epilogue(
             size,
             block,
             next_power(groups),
+            scales is not None,
             num_warps=4,
             **dependent(x.device),
         )

@@ -1,4 +1,4 @@
-"""The fp8 latent cache: what a row holds, that every backend writes the same bytes and reads
+"""The 8-bit latent cache: what a row holds, that every backend writes the same bytes and reads
 them alike. Interpreted without a GPU."""
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 SIZES = [(512, 64, BF16), (64, 16, BF16), (32, 16, FP32), (256, 64, torch.float16)]
 PAGE = 8
+KINDS = [torch.uint8, torch.int8]  # e4m3 and int8
 
 
 def backends() -> list[Ops]:
@@ -49,9 +50,10 @@ def entries_of(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> Ten
     return (torch.randn(count, width, generator=generator) * sizes).to(dtype).to(DEVICE)
 
 
-def emptied(pages: int, width: int) -> Tensor:
-    """Bytes that read as NaN, whichever part of a row they are; page 0 is zero, as in a pool."""
-    plane = torch.full((pages, PAGE, width), 255, dtype=torch.uint8, device=DEVICE)
+def emptied(pages: int, width: int, kind: torch.dtype = torch.uint8) -> Tensor:
+    """Bytes that read as NaN, whichever part of a row they are (of int8 the scales alone); page 0
+    is zero, as in a pool."""
+    plane = torch.full((pages, PAGE, width), 255, dtype=torch.uint8, device=DEVICE).view(kind)
     plane[0] = 0
     return plane
 
@@ -76,6 +78,22 @@ def test_a_row_reads_back_within_e4m3_rounding(rank: int, rope: int, dtype: torc
         assert ((read - block).abs() <= block.abs() / 16 * 1.01 + largest / 448 / 512 * 1.01).all()
 
 
+@pytest.mark.parametrize(("rank", "rope", "dtype"), SIZES)
+def test_an_int8_row_reads_back_within_half_a_step(
+    rank: int, rope: int, dtype: torch.dtype
+) -> None:
+    entries = entries_of(40, rank + rope, FP32).to(dtype)
+    rows = reference.pack_latent(entries, rank, torch.int8)
+    assert rows.dtype == torch.int8
+    back = reference.unpack_latent(rows, rank, dtype)
+    assert torch.equal(back[:, rank:], entries[:, rank:])
+    for first in range(0, rank, 128):
+        block, read = (x[:, first : min(first + 128, rank)].double() for x in (entries, back))
+        step = block.abs().amax(-1, keepdim=True).clamp(1e-4) / 127
+        rounding = read.abs().clamp(torch.finfo(dtype).tiny) * torch.finfo(dtype).eps
+        assert ((read - block).abs() <= step * 0.501 + rounding).all()
+
+
 def test_values_on_the_grid_are_exact_and_zero_stays_zero() -> None:
     grid = torch.tensor([448.0, -448.0, 1.0, 0.0, 0.109375, -30.0, 2.0**-9, 240.0]).repeat(16)[None]
     entries = torch.cat((torch.cat((grid, torch.zeros_like(grid))), torch.ones(2, 4)), 1)
@@ -89,15 +107,17 @@ def test_values_on_the_grid_are_exact_and_zero_stays_zero() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("rank", "rope", "dtype"), SIZES)
 def test_kernels_write_the_references_bytes_and_read_them_back(
-    rank: int, rope: int, dtype: torch.dtype
+    rank: int, rope: int, dtype: torch.dtype, kind: torch.dtype
 ) -> None:
     entries = entries_of(30, rank + rope, dtype)
     entries[3] = 0
-    rows = reference.pack_latent(entries, rank)
-    plane = emptied(5, rows.shape[1])
-    before = emptied(5, rows.shape[1])
+    entries[4, : rank // 2] = 2.5 * entries[4].abs().amax() / 127  # halves, to even
+    rows = reference.pack_latent(entries, rank, kind)
+    plane = emptied(5, rows.shape[1], kind)
+    before = emptied(5, rows.shape[1], kind)
     slots = (torch.randperm(32, generator=torch.Generator().manual_seed(1))[:30] + PAGE).to(DEVICE)
     hidden = slots.clone()
     hidden[7] = -1
@@ -125,9 +145,10 @@ def layer(dtype: torch.dtype, **changes: Any) -> MLAWeights:
     [{}, {"q_lora_rank": None, "kv_lora_rank": 256}, {"kv_lora_rank": 36}],
     ids=["tiny", "wide", "odd"],
 )
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("ops", backends(), ids=named)
 def test_a_prologue_writes_its_own_entries_quantized(
-    ops: Ops, changes: dict[str, Any], dtype: torch.dtype
+    ops: Ops, kind: torch.dtype, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Bit for bit what packing the entries of an unquantised cache gives; the queries do not
     change."""
@@ -139,9 +160,9 @@ def test_a_prologue_writes_its_own_entries_quantized(
     slots = torch.tensor([9, 31, 8, 17, 12], device=DEVICE)
     plain = torch.zeros(4, PAGE, width, dtype=dtype, device=DEVICE)
     _, q, _ = ops.mla_prologue(x, w, TokenPlaces(angle.cos(), angle.sin(), slots), plain)
-    plane = emptied(4, rank + 4 * -(-rank // 128) + 16 * dtype.itemsize)
+    plane = emptied(4, rank + 4 * -(-rank // 128) + 16 * dtype.itemsize, kind)
     expected = plane.clone()
-    expected.flatten(0, 1)[slots] = reference.pack_latent(plain.flatten(0, 1)[slots], rank)
+    expected.flatten(0, 1)[slots] = reference.pack_latent(plain.flatten(0, 1)[slots], rank, kind)
     _, again, returned = ops.mla_prologue(x, w, TokenPlaces(angle.cos(), angle.sin(), slots), plane)
     assert returned is None
     assert torch.equal(plane, expected)
@@ -152,17 +173,17 @@ def test_a_prologue_writes_its_own_entries_quantized(
 
 
 def cached(
-    lens: list[int], rank: int, rope: int, dtype: torch.dtype
+    lens: list[int], rank: int, rope: int, dtype: torch.dtype, kind: torch.dtype = torch.uint8
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(plane, tables, what each request's rows read as)."""
     pages = [-(-n // PAGE) for n in lens]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(4)) + 1
     tables = torch.zeros(len(lens), max(pages) + 1, dtype=torch.int64)
     rows = [
-        reference.pack_latent(entries_of(max(n, 1), rank + rope, dtype, i) / 10, rank)[:n]
+        reference.pack_latent(entries_of(max(n, 1), rank + rope, dtype, i) / 10, rank, kind)[:n]
         for i, n in enumerate(lens)
     ]
-    plane = emptied(sum(pages) + 1, rows[0].shape[1])
+    plane = emptied(sum(pages) + 1, rows[0].shape[1], kind)
     for i, (count, own) in enumerate(zip(pages, order.split(pages), strict=True)):
         tables[i, :count] = own
         at = torch.arange(lens[i])
@@ -192,15 +213,16 @@ CASES = [
 
 @pytest.mark.parametrize(("lens", "queries", "slack"), CASES, ids=["decode", "drafts", "prompt"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("ops", backends(), ids=named)
-def test_attention_over_an_fp8_cache(
-    ops: Ops, dtype: torch.dtype, lens: list[int], queries: int, slack: int
+def test_attention_over_an_8bit_cache(
+    ops: Ops, kind: torch.dtype, dtype: torch.dtype, lens: list[int], queries: int, slack: int
 ) -> None:
     rank = 128
     rope = 16
     heads = 3
     scale = 0.05
-    plane, tables, entries = cached(lens, rank, rope, dtype)
+    plane, tables, entries = cached(lens, rank, rope, dtype, kind)
     bounds = tuple(min(n + slack, tables.shape[1] * PAGE) for n in lens)
     where = AttentionMetadata(
         tables, torch.tensor(lens, device=DEVICE), (queries,) * len(lens), bounds, exact=not slack

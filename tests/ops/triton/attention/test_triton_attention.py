@@ -350,7 +350,9 @@ def test_prefill_goes_on_from_earlier_stretches(dtype: torch.dtype, tma: bool, s
 COMPILE = """
 import sys, torch
 from dataclasses import replace
+from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.triton.attention import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
+from rorqual.ops.triton.attention import rope_kv_write
 from tests.emulation.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
@@ -363,6 +365,20 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
             0.1, 512, config=mla_config)
         latent_fp8.write(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576), 512)
         latent_fp8.read(m(9, 64, 656, t=torch.uint8), i(4), 512, torch.bfloat16)
+    for kind in [torch.int8] + [torch.uint8] * fp8:
+        cache = m(9, 64, 4, 128, t=kind), m(9, 64, 4, 128, t=kind)
+        scales = m(9, 64, 4, 2, t=torch.float32)
+        gqa.gqa_decode(m(4, 32, 128), *cache, i(4, 9), i(4), 0.1, 512, config=gqa_config,
+            scales=scales)
+        prefill.paged_prefill(m(4, 32, 128), *cache, i(1, 9), i(2), i(1), 4096, 0.1,
+            config=prefill_config, scales=scales)
+        rope_kv_write.heads_epilogue(m(4, 5120), GQAWeights(m(128), m(128), 1e-6),
+            TokenPlaces(m(4, 64, t=torch.float32), m(4, 64, t=torch.float32), i(4)),
+            (*cache, scales))
+    held = m(9, 64, 656, t=torch.int8)
+    mla.mla_decode(m(4, 16, 512), m(4, 16, 64), held, i(4, 9), i(4), 0.1, 512, config=mla_config)
+    latent_fp8.write(held, i(4), m(4, 576), 512)
+    latent_fp8.read(held, i(4), 512, torch.bfloat16)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512,
         config=gqa_config)
     joint = replace(gqa_config or gqa.GqaDecodeConfig(64, 4, 3), finish=True)

@@ -170,18 +170,20 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))
     ] == [False, True] * 2
     assert [
-        mla_decode.config_for(q, 16, False, *at).block_n
+        mla_decode.config_for(q, 16, q.dtype, *at).block_n
         for at in ((128, 1024), (256, 1024), (256, 4096))
     ] == [64, 32, 64]
-    assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [
+    assert [mla_decode.config_for(q, rows, q.dtype, 1, 99).block_h for rows in (16, 17, 33)] == [
         16,
         32,
         64,
     ]
     # where there is no Hopper
-    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.MlaDecodeConfig(64, 64, 8, 2)
-    assert mla_decode.config_for(q, 128, False, 1, 99).gluon
-    assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
+    assert mla_decode.config_for(q, 128, torch.uint8, 1, 99) == mla_decode.MlaDecodeConfig(
+        64, 64, 8, 2
+    )
+    assert mla_decode.config_for(q, 128, q.dtype, 1, 99).gluon
+    assert mla_decode.config_for(q.float(), 128, torch.uint8, 1, 99).block_n == 16
     assert prefill.config_for(q, 4, True, 16) == prefill.PrefillConfig(16, 64, 4, 3)
     assert prefill.config_for(
         torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096
