@@ -31,7 +31,7 @@ test-parallel: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parallel tests/engine/distributed \
 		-m "full_matrix or not full_matrix"
 
-# A server under mixed load for MINUTES; fails on a leak or a wrong answer. test-all has a minute.
+# A server under mixed load for MINUTES; fails on a leak or a wrong answer. test-all has half a minute.
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/serve/soak.py --minutes $(MINUTES)
 

@@ -20,9 +20,9 @@ from tests.serve.soak_requests import COMPLETE, Ask, fits, matches, read, wrong
 
 
 @pytest.mark.exhaustive
-def test_a_minute() -> None:
+def test_half_a_minute() -> None:
     with start_server(*soak.OPTIONS) as server:
-        assert soak.soak(server, 1.0) == []
+        assert soak.soak(server, 0.5) == []
 
 
 def watched(memory: list[float], files: list[int]) -> list[str]:

@@ -120,8 +120,12 @@ MORE: list[dict[str, Any]] = [
 # of each: it is cut in some steps, not in those where a rank has too few requests
 CUT: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
+    {"tp": 2, "micro_batches": 2, "num_speculative_tokens": 3, "draft_window": False},
+    {"pp": 2, "dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
     {"dp": 2, "ep": 2, "micro_batches": 3, "exchange": "alltoall", "num_speculative_tokens": 2},
     {"dp": 2, "ep": 2, "micro_batches": 3, "exchange": "low_latency", "redundant_experts": 2},
+]
+CUT_FURTHER: list[dict[str, Any]] = [
     {
         "tp": 2,
         "dp": 2,
@@ -132,9 +136,7 @@ CUT: list[dict[str, Any]] = [
         "num_speculative_tokens": 1,
     },
     {"dp": 2, "micro_batches": 3, "chunked_prefill_size": 3},
-    {"tp": 2, "micro_batches": 2, "num_speculative_tokens": 3, "draft_window": False},
     {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "micro_batches": 2, "num_speculative_tokens": 1},
-    {"pp": 2, "dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
 ]
 
 
@@ -183,7 +185,11 @@ def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[st
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", CUT, ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [*CUT, *(pytest.param(layout, marks=pytest.mark.full_matrix) for layout in CUT_FURTHER)],
+    ids=name_of,
+)
 def test_steps_in_parts(
     expected: list[Any], layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +211,7 @@ def test_more_layouts(expected: list[Any], layout: dict[str, Any]) -> None:
     assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout", [{"tp": 2, "num_speculative_tokens": 2, "drafter": "ngram"}], ids=name_of
 )

@@ -36,6 +36,7 @@ EPLB: dict[str, Any] = {"enable_eplb": True, "eplb_window": 3, "eplb_threshold":
 PROMPTS = [[7, 30, 2, 9, 41], [100, 3], [8] * 19, [55, 56, 57], [1], [90, 91, 92, 93]]
 Tokens = list[list[int]]
 full = pytest.mark.exhaustive
+matrix = (pytest.mark.exhaustive, pytest.mark.full_matrix)
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +91,8 @@ def told(ended: list[LLM], **options: Any) -> tuple[LLM, Tokens]:
         pytest.param({"dp": 2, "ep": 2}, marks=full),
         pytest.param({"tp": 2, "ep": 2, "redundant_experts": 2}, marks=full),
         pytest.param({"dp": 4, "ep": 4, "redundant_experts": 8}, marks=full),
-        pytest.param({"dp": 4, "ep": 4, "exchange": "alltoall"}, marks=full),
-        pytest.param({"dp": 4, "ep": 2, "exchange": "low_latency"}, marks=full),
+        pytest.param({"dp": 4, "ep": 4, "exchange": "alltoall"}, marks=matrix),
+        pytest.param({"dp": 4, "ep": 2, "exchange": "low_latency"}, marks=matrix),
         pytest.param({"tp": 2, "pp": 2, "ep": 2, "redundant_experts": 2}, marks=full),
     ],
     ids=str,

@@ -58,8 +58,9 @@ def checked(
     return lambda *arguments: Interpreter(graph).run(*arguments)
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK, QWEN, WIDE], ids=["v3", "qwen", "v3-fp8"])
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "tokens"), [(DEEPSEEK, 1), (QWEN, 1), (WIDE, 2)], ids=["v3", "qwen", "v3-fp8"]
+)
 def test_operators_are_what_the_graph_says(
     config: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
