@@ -337,7 +337,8 @@ class Request:
     monotonic clock. `client` and `user` within it: in whose name it waits, and is charged for
     (engine/scheduling/waiting_queue.py). `priority`: lower numbers come first.
     `kv_transfer_params`: where the cache of a prompt comes from or goes to; kept, and without
-    effect."""
+    effect. `outputs`: the answer's first tokens, where it was begun elsewhere; it goes on behind
+    them as if they had been drawn here."""
 
     id: str
     prompt: tuple[int, ...]
@@ -349,6 +350,7 @@ class Request:
     user: str = ""
     priority: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    outputs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kv_transfer_params is not None:
@@ -359,6 +361,11 @@ class Request:
             self.priority,
             f"-{MAX_PRIORITY} to {MAX_PRIORITY}",
         )
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that are known before the first is drawn."""
+        return self.prompt + self.outputs if self.outputs else self.prompt
 
     @property
     def stop_ids(self) -> frozenset[int]:

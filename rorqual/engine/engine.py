@@ -122,12 +122,14 @@ class Engine:
 
     # ---- serving
 
-    def add(self, request: Request) -> None:
-        """Queue a request; raises RequestError when it can never be served."""
+    def add(self, request: Request) -> FinishReason | None:
+        """Queue a request; raises RequestError when it can never be served. Not None where the
+        tokens that it came with are all that it may have: it is over, and not queued."""
         vocab = self.model_config.vocab_size
-        wrong = next((token for token in request.prompt if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"the prompt holds token id {wrong}; accepted: 0 to {vocab - 1}")
+        for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
+            wrong = next((token for token in tokens if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise RequestError(f"the {name} holds token id {wrong}; accepted: 0 to {vocab - 1}")
         params = request.params
         for name, ids in (
             ("logit_bias", params.logit_bias or ()),
@@ -152,11 +154,11 @@ class Engine:
             self._check_structured(request)
         with self.changing():
             try:
-                self.scheduler.add(request)
+                over = self.scheduler.add(request)
             except RequestError as error:  # refused before anything was changed
                 refused = error
             else:
-                return
+                return over
         try:
             raise refused
         finally:
@@ -185,7 +187,14 @@ class Engine:
         if self.grammars is None:
             raise RequestError("structured output needs a tokenizer and the package xgrammar")
         assert request.params.structured is not None
-        self.grammars.matcher(request.params.structured)  # refuses here what cannot be compiled
+        matcher = self.grammars.matcher(request.params.structured)  # refused here if not compiled
+        for place, token in enumerate(request.outputs):
+            if not matcher.accept(token):
+                raise RequestError(
+                    f"the structure does not allow token id {token} at place {place} of the answer"
+                )
+        if matcher.done:
+            raise RequestError("the answer that was given is complete by its structure")
 
     def abort(self, request_id: str) -> None:
         with self.changing():

@@ -53,7 +53,8 @@ ToEngine = Add | Cancel | ResetPrefix | StartTrace | StopTrace | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt
+    """New tokens of one request; none where those that it came with are all that it may have.
+    `finish` and `stop_token` on the last; `cached` counts prompt
     tokens the prefix cache held. `prompt_logprobs`: with the first, where asked for, one for each
     token of the prompt but its first. `transfer`: kv_transfer_params of an answer whose tokens go
     on elsewhere, with the last."""

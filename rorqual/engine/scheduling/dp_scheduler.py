@@ -133,24 +133,26 @@ class DataParallelScheduler:
 
     # ---- requests in and out
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> FinishReason | None:
         """Queue a request on the rank where it costs least: live tokens there, and tokens of its
-        own that are not cached there."""
+        own that are not cached there. Not None: see Scheduler."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
         assigned_rank = self.schedulers[0]
         if len(self.schedulers) > 1:
             assigned_rank = min(self.schedulers, key=lambda rank: self._load_with(rank, request))
-        assigned_rank.add(request)
-        self.assigned_rank[request.id] = assigned_rank
+        over = assigned_rank.add(request)
+        if over is None:
+            self.assigned_rank[request.id] = assigned_rank
+        return over
 
     def _load_with(self, rank: Scheduler, request: Request) -> int:
-        return rank.live_tokens + len(request.prompt) - self._cached(rank, request)
+        return rank.live_tokens + len(request.tokens) - self._cached(rank, request)
 
     def _cached(self, rank: Scheduler, request: Request) -> int:
         if not rank.prefix.pages or request.params.prompt_logprobs is not None:
             return 0
-        pages, _ = rank.prefix.match(request.prompt, request.cache_salt)
+        pages, _ = rank.prefix.match(request.tokens, request.cache_salt)
         rank.prefix.release(pages)
         return len(pages) * self.config.page_size
 

@@ -128,11 +128,14 @@ class Scheduler:
 
     # ---- requests in and out
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse it with the reason it can never be served."""
+    def add(self, request: Request) -> FinishReason | None:
+        """Queue a request, or refuse it with the reason it can never be served. Where the tokens
+        that it came with are all that it may have, it is over: says so, and queues nothing."""
         max_total_len = self._target(request)
         if request.id in self.sequences:
             raise RequestError(f"request id {request.id!r} is already in use")
+        if len(request.tokens) == max_total_len:
+            return FinishReason.LENGTH
         if len(self.waiting) >= self.config.max_waiting:
             raise RequestError(f"the queue is full ({self.config.max_waiting} requests wait)")
         seed = (
@@ -143,6 +146,7 @@ class Scheduler:
         self.sequences[request.id] = sequence
         self.live_tokens += sequence.known
         self.waiting.append(sequence)
+        return None
 
     def _target(self, request: Request) -> int:
         length = len(request.prompt)
@@ -160,6 +164,11 @@ class Scheduler:
             )
         else:
             max_total_len = min(most, length + wanted)
+        if length + len(request.outputs) > max_total_len:
+            raise RequestError(
+                f"{len(request.outputs)} tokens of the answer were given; with this prompt it has "
+                f"at most {max_total_len - length}"
+            )
         pages = self._pages_for(max_total_len - 1)
         if pages > self.allocator.capacity:
             have = self.allocator.capacity
@@ -450,7 +459,7 @@ class Scheduler:
         sequence.capacity = len(pages) * size
         sequence.num_computed_tokens = sequence.collected = len(pages) * size
         if sequence.num_cached_prompt is None:
-            sequence.num_cached_prompt = sequence.num_computed_tokens
+            sequence.num_cached_prompt = min(sequence.num_computed_tokens, sequence.prompt_len)
         for _ in range(need):
             self._grow(sequence)
         sequence.slot = self.free_slots.pop()

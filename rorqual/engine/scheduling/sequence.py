@@ -77,8 +77,8 @@ class Sequence:
         self.key = b""
         self.client_account: Account
         self.user_account: Account
-        self.tokens = list(request.prompt)
-        self.prompt_len = len(self.tokens)
+        self.tokens = list(request.tokens)
+        self.prompt_len = len(request.prompt)
         self.stop_ids = request.stop_ids
         self.min_len = self.prompt_len + request.params.min_tokens
         self.slot = -1

@@ -39,7 +39,7 @@ class EngineMeter:
         """A request's last token has come. Times: when it was admitted, when its first token
         came, and now."""
         arrival = sequence.request.arrival
-        outputs = len(sequence.tokens) - sequence.prompt_len
+        outputs = len(sequence.tokens) - len(sequence.request.tokens)
         tpot = (now - first) / (outputs - 1) if outputs > 1 else None
         times = RequestTimes(now, first - arrival, tpot, now - arrival, started - arrival)
         self.finished[reason] += 1

@@ -207,9 +207,12 @@ class EngineProcess:
         """held: what keeps the compiled grammar until the request is live."""
         request = add.request
         try:
-            self.engine.add(request)
+            over = self.engine.add(request)
         except RequestError as error:
             self._refuse(request, error)
+            return
+        if over is not None:
+            self.link.send(messages.StepOutputs([messages.Output(request.id, [], over.value)]))
             return
         live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
         self.live[request.id] = self.unstarted[request.id] = live

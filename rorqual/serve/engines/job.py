@@ -15,6 +15,13 @@ class Canceller(Protocol):
     def cancel(self, ids: list[str]) -> None: ...
 
 
+class Nowhere:
+    """In place of an engine, of a choice that none of them works on."""
+
+    def cancel(self, ids: list[str]) -> None:
+        """Nothing is under way."""
+
+
 class EngineJob:
     """`feed` from the engine's link, `take` from the request's task: whatever came in between is
     taken at once.

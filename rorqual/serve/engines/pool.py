@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.client import ClientUsage, EngineClient
-from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.engines.job import EngineJob, Nowhere
 from rorqual.serve.engines.socket_folder import SocketFolder
 from rorqual.serve.errors import not_ready
 from rorqual.serve.limits import ServerLimits
@@ -245,9 +246,19 @@ class EnginePool:
     def new_id(self) -> str:
         return str(next(self.ids))
 
-    def submit(self, requests: list[Request], every_step: bool, job: EngineJob) -> None:
-        """Send a job's sequences, choice by choice; the job cancels them."""
+    def submit(
+        self,
+        requests: list[Request],
+        every_step: bool,
+        job: EngineJob,
+        over: Collection[int] = (),
+    ) -> None:
+        """Send a job's sequences, choice by choice; the job cancels them. over: choices of which
+        nothing is to come."""
         for choice, request in enumerate(requests):
+            if choice in over:
+                job.placed.append((Nowhere(), request.id))
+                continue
             client = self._choose(request)
             job.placed.append((client, request.id))
             client.add(request, every_step, job, choice, expected_tokens(request))

@@ -23,7 +23,7 @@ from rorqual.serve.errors import ApiError, bad_request, not_ready
 from rorqual.serve.http.anthropic.protocol import CountRequest, MessagesRequest
 from rorqual.serve.http.anthropic.translate import count_tokens, messages_call
 from rorqual.serve.http.auth import Authenticator
-from rorqual.serve.http.calls import Call
+from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
 from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
@@ -41,6 +41,7 @@ from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.responses.protocol import ResponsesRequest
 from rorqual.serve.http.responses.translate import responses_call
+from rorqual.serve.http.resume.marked import ResumableChatCall, ResumableTextCall, resumable
 from rorqual.serve.http.sse import encode
 from rorqual.serve.http.tracing.routes import add_tracing
 from rorqual.serve.http.unknown_fields import UnknownFields
@@ -109,7 +110,8 @@ class Api:
 
     def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""
-        check_room(self.fleet, call.requests, self._retry_after())
+        if call.wanted:
+            check_room(self.fleet, call.wanted, self._retry_after())
         more = self.unknown.headers()
         return StreamResponse(call, self.fleet, self.counts, self.running, more)
 
@@ -149,13 +151,15 @@ def _completions(app: FastAPI, api: Api) -> None:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         api.check_open()
-        return api.admit(await api.builder.chat(body, request.scope[CLIENT]))
+        make = ResumableChatCall if resumable(request.headers) else ChatCall
+        return api.admit(await api.builder.chat(body, request.scope[CLIENT], make))
 
     @app.post("/v1/completions", responses=ANSWERS, tags=["OpenAI"])
     async def complete(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or several."""
         api.check_open()
-        return api.admit(await api.builder.completion(body, request.scope[CLIENT]))
+        make = ResumableTextCall if resumable(request.headers) else TextCall
+        return api.admit(await api.builder.completion(body, request.scope[CLIENT], make))
 
     @app.post("/tokenize", responses=TEXT_ANSWERS, tags=["text"])
     async def tokenize(body: TokenizeRequest) -> Response:

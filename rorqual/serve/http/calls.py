@@ -36,7 +36,8 @@ class Call:
     prompt_top: how many likely tokens to list for each token of a prompt, None for no such list.
     returns_ids: token ids go with the text; `new_ids` are those of the output being noted. as_ids:
     log probabilities name tokens by their ids. more: fields of a whole answer. end: a stream's
-    last bytes.
+    last bytes. over: choices of which the engine has nothing more to say, for the stream goes on
+    from another's (resume/replay.py); early: events that tell their end.
     """
 
     end = DONE
@@ -64,6 +65,13 @@ class Call:
         self.new_ids: list[int] | None = None
         self.token_ids: list[list[int]] = [[] for _ in requests]
         self.more: dict[str, Any] = {}
+        self.over: set[int] = set()
+        self.early: list[bytes] = []
+
+    @property
+    def wanted(self) -> list[Request]:
+        """Those of which an engine must hear."""
+        return [request for i, request in enumerate(self.requests) if i not in self.over]
 
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
         """On a thread: a prompt may have a hundred thousand tokens."""
@@ -103,10 +111,17 @@ class Call:
                 self.open -= 1
                 if reply.stopped:
                     job.cancel(choice)
+                if not output.tokens:
+                    events.append(self.last_event(choice))
+                    continue
             self._note(choice, piece.text, piece.entries, events)
         return events
 
     def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def last_event(self, choice: int) -> bytes:
+        """Of a choice whose text was told before: its end alone."""
         raise NotImplementedError
 
     def _event(self, choice: bytes) -> bytes:
@@ -168,9 +183,18 @@ class ChatCall(Call):
             # clients take the time of the first token from the chunk after the role's
             events.append(self._event(part.content("")))
         if reply.finish is not None:
-            events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
+            events.append(self._last(choice))
         if self.new_ids:
             events.append(self._event(part.content("")))  # of tokens whose text is held
+
+    def _last(self, choice: int) -> bytes:
+        reply = self.replies[choice]
+        assert isinstance(reply, ChatChoiceBuilder)
+        finish = reply.finish_reason or "stop"
+        return self._event(self.parts[choice].last(finish, reply.stop_reason))
+
+    def last_event(self, choice: int) -> bytes:
+        return self._last(choice)
 
     def _role(self, part: ChatChoice, request: Request) -> bytes:
         """The first chunk of a choice, before those of its tokens."""
@@ -301,6 +325,16 @@ class TextCall(Call):
             prompt = encode(self.requests[choice].prompt)
             made = made[:-1] + b',"prompt_token_ids":' + prompt + b"}"
         events.append(self._event(made))
+
+    def last_event(self, choice: int) -> bytes:
+        reply = self.replies[choice]
+        made = self.parts[choice].content("", b"null", reply.finish, reply.stop_reason)
+        return self._event(made)
+
+    def swallow(self, choice: int, entries: Entries) -> None:
+        """Tokens whose text was told before: the offsets of those that follow count it."""
+        if self.top is not None:
+            self._logprobs(choice, entries, with_prompt=False)
 
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
         super().read_scores(items)

@@ -54,6 +54,7 @@ class ChoiceBuilder:
 
     def _whole(self, output: Output) -> Piece:
         """Everything came at once: decode it at once."""
+        self.completion.out.token_ids = output.tokens
         self.tokens = len(output.tokens)
         self.finish = output.finish
         hidden = output.finish == FinishReason.STOP and not self.params.include_stop_str_in_output
@@ -85,6 +86,8 @@ class ChoiceBuilder:
                 self.stop_reason = self.completion.out.stop_reason
                 self.stopped = stopped
                 break
+        if not output.tokens:
+            self.finish = output.finish
         return Piece("".join(texts), self._entries(before))
 
     def _entries(self, before: int) -> list[tuple[int, dict[int, Logprob]]] | None:

@@ -273,7 +273,29 @@ class ResponseFormat(Model):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(Sampling):
+class ResumedChoice(Model):
+    """token_ids: what the stream has accounted for. ended: its end was told too."""
+
+    index: Count
+    token_ids: Annotated[list[TokenId], FAST]
+    ended: bool = False
+
+
+class Resume(Model):
+    """A stream of another server's. Choices that are not listed have not begun."""
+
+    id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+    created: Annotated[int, Field(ge=0, lt=2**53)]
+    choices: Annotated[list[ResumedChoice], FAST]
+
+
+class Resumable(Sampling):
+    rorqual_resume: Resume | None = Field(
+        default=None, description="The stream goes on where another server's ended."
+    )
+
+
+class ChatRequest(Resumable):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -300,7 +322,7 @@ class ChatRequest(Sampling):
     )
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Resumable):
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL] = Field(
         union_mode="left_to_right"
     )

@@ -31,9 +31,11 @@ from rorqual.serve.http.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     NamedTool,
+    Resumable,
     Sampling,
     TokenizeRequest,
 )
+from rorqual.serve.http.resume.replay import resume
 from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.http.structured_output import (
     after_thinking,
@@ -144,7 +146,7 @@ class RequestBuilder:
                     bool(forced),
                 )
             )
-        return _streaming(call, body)
+        return await self._streaming(call, body)
 
     def _render(
         self,
@@ -237,7 +239,9 @@ class RequestBuilder:
 
     # ---- plain completions
 
-    async def completion(self, body: CompletionRequest, client: str) -> TextCall:
+    async def completion(
+        self, body: CompletionRequest, client: str, make: type[TextCall] = TextCall
+    ) -> TextCall:
         self._check_model(body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request(
@@ -277,13 +281,13 @@ class RequestBuilder:
             echo = [text for text in shown for _ in range(count)]
         head = self._head("cmpl", "text_completion", body)
         tokens = sum(map(len, prompts))
-        call = TextCall(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
+        call = make(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
         call.prompt_top = prompt_top
         builder = ChoiceBuilder if most else UnheardChoiceBuilder
         call.replies.extend(
             builder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests)
         )
-        return _streaming(call, body)
+        return await self._streaming(call, body)
 
     # ---- text and tokens alone
 
@@ -468,15 +472,26 @@ class RequestBuilder:
         self._check_ids(prompt, "prompt")
         return self.served.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _head(self, prefix: str, kind: str, body: Sampling) -> ChunkHead:
+    def _head(self, prefix: str, kind: str, body: Resumable) -> ChunkHead:
         name = body.model or self.served.names[0]
+        given = body.rorqual_resume
         return ChunkHead(
-            f"{prefix}-{secrets.token_hex(14)}",
+            given.id if given else f"{prefix}-{secrets.token_hex(14)}",
             kind,
-            int(time.time()),
+            given.created if given else int(time.time()),
             name,
             self.served.fingerprint,
         )
+
+    async def _streaming(self, call: Any, body: Resumable) -> Any:
+        """How the answer is told, and from where on."""
+        _set_stream(call, body)
+        given = body.rorqual_resume
+        if given is not None:
+            if not body.stream:
+                raise bad_request("rorqual_resume needs stream to be true", "rorqual_resume")
+            await resume(call, given, self.served.vocab_size)
+        return call
 
 
 @contextmanager
@@ -488,7 +503,7 @@ def _named(parameter: str) -> Iterator[None]:
         raise bad_request(str(error), parameter) from None
 
 
-def _streaming(call: Any, body: Sampling) -> Any:
+def _set_stream(call: Call, body: Sampling) -> None:
     options = body.stream_options
     if options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
@@ -501,7 +516,6 @@ def _streaming(call: Any, body: Sampling) -> Any:
     call.continuous_usage = bool(
         options and options.include_usage and options.continuous_usage_stats
     )
-    return call
 
 
 def _wrapped(seed: int) -> int:

@@ -65,7 +65,7 @@ class StreamResponse(Response):
         deadline = asyncio.get_running_loop().call_later(timeout, self._late, timeout)
         self.running.add(job)
         try:
-            self.fleet.submit(self.call.requests, self.call.every_step, job)
+            self.fleet.submit(self.call.requests, self.call.every_step, job, self.call.over)
             if self.call.stream:
                 await self._stream(send, scope.get(DIRECT, send))
             else:
@@ -99,18 +99,23 @@ class StreamResponse(Response):
         """direct: takes chunks past the layers that only look at an answer's head."""
         call = self.call
         job = self.job
+        early = events = call.early
         while call.open:
             items = await job.take()
             if call.scores:
                 await asyncio.to_thread(call.read_scores, items)
             if not self.started:
-                await send(_start(200, [*EVENTS, *self.more_headers]))
-                self.started = True
+                await self._start(send)
                 self._sink_into(direct)
             events = call.take(items, job)
+            if early:
+                events = early + events
+                early = []
             if events and call.open:
                 body = events[0] if len(events) == 1 else b"".join(events)
                 await direct({"type": "http.response.body", "body": body, "more_body": True})
+        if not self.started:
+            await self._start(send)
         await send(
             {
                 "type": "http.response.body",
@@ -118,6 +123,10 @@ class StreamResponse(Response):
                 "more_body": False,
             }
         )
+
+    async def _start(self, send: Send) -> None:
+        await send(_start(200, [*EVENTS, *self.more_headers]))
+        self.started = True
 
     def _sink_into(self, direct: Send) -> None:
         """From here on usual chunks leave where the engine's message is read, without waking this

@@ -59,6 +59,9 @@ class ChatChoice:
     def content(self, text: str, logprobs: bytes = b"null") -> bytes:
         return self.text + encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null}'
 
+    def delta(self, fields: dict[str, Any], logprobs: bytes = b"null") -> bytes:
+        return self.start + encode(fields) + b',"logprobs":' + logprobs + b',"finish_reason":null}'
+
     def other(self, name: str, value: Any) -> bytes:
         return self.start + encode({name: value}) + b',"logprobs":null,"finish_reason":null}'
 

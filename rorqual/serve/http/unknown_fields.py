@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "top_a": (0, 0.0),
     "previous_response_id": (),
+    "rorqual_resume": (),
 }
 
 # Of the body being read, in the task that reads it: pydantic's validators have no other place.

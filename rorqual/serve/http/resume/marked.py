@@ -1,0 +1,103 @@
+"""Streams whose events say which tokens they account for, in SSE comments before them. Whoever has
+an event has its comment, and can ask any server with the same model to go on from there.
+
+What was told of a choice after n tokens follows from these tokens alone, however they came. So one
+output of the engine makes one event with text: a reader who had half of what it brought could not
+say so by a number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rorqual.serve.http.calls import Call, ChatCall, TextCall
+from rorqual.serve.http.choice import ChatChoiceBuilder
+from rorqual.serve.http.sse import ChatChoice, Entries, chat_logprobs, encode
+
+HEADER = "x-rorqual-resumable"
+
+
+def resumable(headers: Mapping[str, str]) -> bool:
+    """Whether the caller asks for the comments."""
+    return headers.get(HEADER) == "1"
+
+
+def line(choice: int, tokens: list[int], end: bool = False) -> bytes:
+    """The comment before an event: its choice, and the tokens that no line has named before."""
+    return b": rorqual %d %s%s\n" % (
+        choice,
+        ",".join(map(str, tokens)).encode(),
+        b" end" if end else b"",
+    )
+
+
+class MarkedCall(Call):
+    """named: how many tokens of each choice the lines have named."""
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self.named = [0] * len(self.requests)
+
+    def _opens(self, choice: int) -> bool:
+        """Whether the next event of this choice comes before any token's."""
+        return False
+
+    def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
+        start = len(events)
+        opens = self._opens(choice)
+        super()._note(choice, text, entries, events)
+        reply = self.replies[choice]
+        for place in range(start, len(events)):
+            tokens = [] if opens and place == start else self._tokens(choice)
+            end = reply.finish is not None and place == len(events) - 1
+            events[place] = line(choice, tokens, end) + events[place]
+
+    def _tokens(self, choice: int) -> list[int]:
+        """Those that are not named yet."""
+        before = self.named[choice]
+        self.named[choice] = count = self.replies[choice].tokens
+        return self.replies[choice].completion.out.token_ids[before:count]
+
+    def last_event(self, choice: int) -> bytes:
+        return line(choice, self._tokens(choice), end=True) + super().last_event(choice)
+
+
+class ResumableTextCall(MarkedCall, TextCall):
+    """A completion."""
+
+
+class ResumableChatCall(MarkedCall, ChatCall):
+    """A chat. The events of one output are its role's, where it is the first, one of all its
+    fields, and its end's."""
+
+    def _opens(self, choice: int) -> bool:
+        return self.stream and not self.begun[choice]
+
+    def _fields(
+        self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, events: list[bytes]
+    ) -> None:
+        delta = self._delta(reply, text)
+        if delta:
+            events.append(self._event(part.delta(delta)))
+
+    def _with_logprobs(
+        self,
+        reply: ChatChoiceBuilder,
+        part: ChatChoice,
+        text: str,
+        entries: Entries,
+        events: list[bytes],
+    ) -> None:
+        assert self.top is not None
+        found = encode(chat_logprobs(entries, self.top, self.tokenizer, self.as_ids))
+        delta = {"content": text} if reply.plain else {"content": "", **self._delta(reply, text)}
+        events.append(self._event(part.delta(delta, found)))
+
+    def _delta(self, reply: ChatChoiceBuilder, text: str) -> dict[str, Any]:
+        """Text and calls of a kind are put together: a call may end where the answer does."""
+        delta: dict[str, Any] = {}
+        for name, value in reply.fields(text):
+            if self._shown(name):
+                delta[name] = delta[name] + value if name in delta else value
+        return delta
