@@ -90,7 +90,7 @@ def _join(found: dict[str, Any], choice: dict[str, Any]) -> None:
         if choice.get(name) is not None:
             found.setdefault(name, []).extend(choice[name])
     for name, entries in (choice.get("logprobs") or {}).items():
-        found.setdefault(name, []).extend(entries or ())
+        found.setdefault(f"logprobs {name}", []).extend(entries or ())
 
 
 def stream(url: str, path: str, body: dict[str, Any], **more: Any) -> list[Event]:
