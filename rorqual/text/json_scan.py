@@ -95,8 +95,14 @@ class CallObject:
         text = _loads("".join(self.string))
         if self.key is None:
             self.key = text if isinstance(text, str) else ""
-        elif self.key == "name" and isinstance(text, str):
+        elif self.key == "name" and isinstance(text, str) and not self._told:
             self.name = text
+
+    @property
+    def _told(self) -> bool:
+        """Whether the name was passed on, or could be: a later one comes too late, in whatever
+        pieces the object comes."""
+        return self.name is not None and self.arguments_begun
 
     def _begin_value(self, char: str, pos: int) -> None:
         if self.depth == 1 and self.value_next:

@@ -3,12 +3,13 @@ parts of both, put together, are the undisturbed stream's."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.serve.resuming import check_resumed, joined, resume_field, stream
-from tests.serve.running import Running
+from tests.serve.resuming import check_resumed, resume_field, stream
+from tests.serve.running import Running, start_server
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -139,8 +140,106 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_a_stream_goes_on_wherever_it_was_cut(server: Running, name: str) -> None:
+# The first runs in `make test` too: it has the most.
+FIRST = "several"
+NAMES = [FIRST, *(name for name in BODIES if name != FIRST)]
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_goes_on_wherever_it_was_cut(
+    server: Running, name: str, request: pytest.FixtureRequest
+) -> None:
     path, body = BODIES[name]
-    want = check_resumed(server.url, path, body, some=False)
-    print(want)
+    some = request.config.getoption("--exhaustive") == "no"
+    check_resumed(server.url, path, body, some)
+
+
+ELSEWHERE = ("greedy", "penalties", "several", "chat logprobs", "tool call", "stop string")
+SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--num-speculative-tokens", "2", "--no-enable-prefix-caching"),
+        ("--dp", "2"),
+        ("--replicas", "2"),
+    ],
+    ids=" ".join,
+)
+def test_it_goes_on_with_drafts_ranks_and_several_engines(options: tuple[str, ...]) -> None:
+    with start_server(*SMALL, *options) as server:
+        for name in ELSEWHERE:
+            path, body = BODIES[name]
+            check_resumed(server.url, path, body, some=True)
+
+
+def given(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"rorqual_resume": {"id": "cmpl-1", "created": 1, "choices": [*choices], **more}}
+
+
+def refusal(server: Running, path: str, body: dict[str, Any]) -> str:
+    status, answer = server.request("POST", path, {"stream": True, **body})
+    assert status == 400, answer
+    return str(answer["error"]["message"])
+
+
+def choice(*tokens: int, index: int = 0) -> dict[str, Any]:
+    return {"index": index, "token_ids": [*tokens]}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (given(choice(9), index=1), "not known here"),
+    (given(choice(4096)), "4096 is no token id; accepted: 0 to 4095"),
+    (given(choice(-1)), "greater than or equal to 0"),
+    (given(choice(9, index=1)), "there is no choice 1; accepted: 0 to 0"),
+    (given(choice(9), choice(8)), "choice 0 is listed twice"),
+    (given(choice(*range(300, 321))), "it has 21 tokens, more than max_tokens=20"),
+    ({**given(choice(*range(300, 810))), "max_tokens": 600}, "at most 507"),
+    (given(choice(300, 1, 301)), "it goes on after its end, which is token 2"),
+    ({**given(choice(385, 2538)), "stop": ["all"]}, "it goes on after its end, which is token 1"),
+    ({**given(choice(9)), "stream": False}, "rorqual_resume needs stream to be true"),
+    ({**given(choice(683)), "guided_regex": "[0-9]{3}"}, "does not allow token id 683 at place 0"),
+    ({**given(choice()), "use_beam_search": True}, "use_beam_search is not supported"),
+    ({**given(choice()), "n": 9}, "n=9 is out of range"),
+    (given(choice(), id="a b"), "rorqual_resume.id"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG)
+def test_what_cannot_have_been_is_refused(
+    server: Running, fields: dict[str, Any], words: str
+) -> None:
+    assert words in refusal(server, TEXT, {**PROMPT, **fields})
+
+
+def test_other_apis_do_not_go_on(server: Running) -> None:
+    words = refusal(server, "/v1/responses", {"input": "Hello", **given()})
+    assert words == "rorqual_resume is not supported here"
+
+
+def test_no_comment_comes_unasked(server: Running) -> None:
+    """A stream may go on without them."""
+    body = {**PROMPT, "temperature": 0, "max_tokens": 4, "stream": True}
+    status, plain = server.request("POST", TEXT, body)
+    assert status == 200
+    assert ": rorqual" not in plain
+    whole = stream(server.url, TEXT, body)
+    given = resume_field(whole[:2])
+    status, rest = server.request("POST", TEXT, {**body, "rorqual_resume": given})
+    events = [json.loads(line[6:]) for line in rest.split("\n\n")[:-2]]
+    assert [event["choices"][0]["text"] for event in events] == [
+        event.data["choices"][0]["text"] for event in whole[2:]
+    ]
+    assert {event["id"] for event in events} == {whole[0].data["id"]}
+
+
+def test_nothing_is_left_to_say(server: Running) -> None:
+    """Every choice has ended: what is left of the stream comes without an engine."""
+    body = {**PROMPT, **SEEDED, "n": 2, "max_tokens": 3, "stream_options": {"include_usage": True}}
+    whole = stream(server.url, TEXT, body)
+    (last,) = stream(server.url, TEXT, body, rorqual_resume=resume_field(whole[:-1]))
+    assert last.data["choices"] == []
+    assert last.data["usage"]["completion_tokens"] == 6
