@@ -66,9 +66,8 @@ def joined(events: list[Event]) -> dict[str, Any]:
     for event in events:
         for choice in event.data["choices"]:
             _join(found.setdefault(choice["index"], {}), choice)
-    usage = events[-1].data.get("usage")
-    if usage:
-        usage.pop("prompt_tokens_details")  # another server's cache has other prefixes
+    usage = dict(events[-1].data.get("usage") or {})
+    usage.pop("prompt_tokens_details", None)  # another server's cache has other prefixes
     return {**found, "head": heads.pop(), "usage": usage}
 
 
