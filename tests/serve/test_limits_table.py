@@ -40,6 +40,7 @@ from rorqual.serve.http import (
     unknown_fields,
 )
 from rorqual.serve.http.blocks import tagged
+from rorqual.serve.http.resume import replay
 from rorqual.serve.http.tracing import routes
 from rorqual.serve.limits import ServerLimits
 from rorqual.text import chat_template, grammar_process
@@ -133,6 +134,10 @@ ROWS: dict[str, list[Any]] = {
         request.LONGEST_BAD_WORD,
     ],
     "kv_transfer_params": [request.MAX_TRANSFER, request.DEEPEST_TRANSFER],
+    "id of a stream that goes on": [
+        *map(int, re.findall(r"1,(\d+)", str(protocol.Resume.model_fields["id"].metadata))),
+        replay.LONG_ANSWER,
+    ],
     "chat_template_kwargs": [
         chat_template.MOST_VARIABLES,
         chat_template.DEEPEST_VARIABLES,

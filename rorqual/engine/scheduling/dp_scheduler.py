@@ -140,19 +140,20 @@ class DataParallelScheduler:
             raise RequestError(f"request id {request.id!r} is already in use")
         assigned_rank = self.schedulers[0]
         if len(self.schedulers) > 1:
-            assigned_rank = min(self.schedulers, key=lambda rank: self._load_with(rank, request))
+            tokens = request.tokens
+            assigned_rank = min(
+                self.schedulers,
+                key=lambda rank: rank.live_tokens - self._cached(rank, request, tokens),
+            )
         over = assigned_rank.add(request)
         if over is None:
             self.assigned_rank[request.id] = assigned_rank
         return over
 
-    def _load_with(self, rank: Scheduler, request: Request) -> int:
-        return rank.live_tokens + len(request.tokens) - self._cached(rank, request)
-
-    def _cached(self, rank: Scheduler, request: Request) -> int:
+    def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
         if not rank.prefix.pages or request.params.prompt_logprobs is not None:
             return 0
-        pages, _ = rank.prefix.match(request.tokens, request.cache_salt)
+        pages, _ = rank.prefix.match(tokens, request.cache_salt)
         rank.prefix.release(pages)
         return len(pages) * self.config.page_size
 

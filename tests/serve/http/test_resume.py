@@ -161,17 +161,17 @@ SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512")
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
+    ("options", "names"),
     [
-        ("--num-speculative-tokens", "2", "--no-enable-prefix-caching"),
-        ("--dp", "2"),
-        ("--replicas", "2"),
+        (("--num-speculative-tokens", "2", "--no-enable-prefix-caching"), ELSEWHERE),
+        (("--dp", "2"), ELSEWHERE[1:3]),
+        (("--replicas", "2"), ELSEWHERE[1:3]),
     ],
-    ids=" ".join,
+    ids=["drafts", "ranks", "engines"],
 )
-def test_it_goes_on_with_drafts_ranks_and_several_engines(options: tuple[str, ...]) -> None:
+def test_it_goes_on_elsewhere(options: tuple[str, ...], names: tuple[str, ...]) -> None:
     with start_server(*SMALL, *options) as server:
-        for name in ELSEWHERE:
+        for name in names:
             path, body = BODIES[name]
             check_resumed(server.url, path, body, some=True)
 
@@ -215,9 +215,15 @@ def test_what_cannot_have_been_is_refused(
     assert words in refusal(server, TEXT, {**PROMPT, **fields})
 
 
-def test_other_apis_do_not_go_on(server: Running) -> None:
-    words = refusal(server, "/v1/responses", {"input": "Hello", **given()})
-    assert words == "rorqual_resume is not supported here"
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 4}),
+    ],
+)
+def test_other_apis_do_not_go_on(server: Running, path: str, body: dict[str, Any]) -> None:
+    assert refusal(server, path, {**body, **given()}) == "rorqual_resume is not supported here"
 
 
 def test_no_comment_comes_unasked(server: Running) -> None:
