@@ -106,6 +106,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         TEXT,
         {**PROMPT, **SEEDED, "logprobs": 2, "echo": True, "return_token_ids": True},
     ),
+    "no tokens": (TEXT, {**PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True}),
     "chat logprobs": (
         CHAT,
         {

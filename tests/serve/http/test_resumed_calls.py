@@ -4,6 +4,7 @@ before and what is told behind it make the whole answer."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from rorqual.request import Request, SamplingParams
 from rorqual.serve.engines.job import EngineJob, Nowhere
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.protocol import Resume
+from rorqual.serve.http.resume import replay
 from rorqual.serve.http.resume.marked import ResumableChatCall, ResumableTextCall
-from rorqual.serve.http.resume.replay import resume
+from rorqual.serve.http.resume.replay import LONG_ANSWER, _restore_all, resume
 from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.messages import Output
 from rorqual.text.reasoning import Reasoning
@@ -153,6 +155,25 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("groups", [[1], [3], [1, 4], [1000]], ids=str)
 def test_a_call_goes_on_wherever_it_was_cut(name: str, groups: list[int]) -> None:
     check(CASES[name], groups, [2])
+
+
+def test_long_answers_are_taken_in_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that other streams go on meanwhile."""
+    threads = set()
+
+    def restore(*args: Any) -> None:
+        threads.add(threading.current_thread())
+        _restore_all(*args)
+
+    monkeypatch.setattr(replay, "_restore_all", restore)
+    case = Case("a b 🐋\n" * 700, "length")
+    assert len(case.tokens) > LONG_ANSWER
+    whole = parsed(said(case.call(), case, 0, [1000]).decode())
+    call = case.call()
+    asyncio.run(resume(call, Resume.model_validate(resume_field(whole[:-2])), VOCAB))
+    assert threads.isdisjoint({threading.current_thread()})
+    rest = parsed(said(call, case, len(case.tokens), [1]).decode())
+    assert joined(whole[:-2] + rest) == joined(whole)
 
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
