@@ -99,7 +99,8 @@ class StreamResponse(Response):
         """direct: takes chunks past the layers that only look at an answer's head."""
         call = self.call
         job = self.job
-        early = events = call.early
+        early = call.early
+        events = early
         while call.open:
             items = await job.take()
             if call.scores:

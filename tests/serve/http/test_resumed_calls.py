@@ -28,7 +28,7 @@ from rorqual.serve.messages import Output
 from rorqual.text.reasoning import Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
-from tests.serve.resuming import joined, parsed, resume_field
+from tests.serve.resuming import Event, joined, parsed, resume_field
 
 TOKENIZER = Tokenizer(BUNDLED)
 EOS = 1
@@ -115,14 +115,21 @@ def check(case: Case, groups: list[int], later: list[int]) -> None:
     assert joined(whole) == plain
     for count in range(1, len(whole) + 1):
         kept = whole[:count]
-        field = resume_field(kept)
-        call = case.call()
-        asyncio.run(resume(call, Resume.model_validate(field), VOCAB))
-        begun = len(call.requests[0].outputs)
-        if call.open:
-            assert begun == sum(len(tokens) for e in kept for tokens, _ in e.named.values())
-        rest = parsed(said(call, case, begun, later).decode())
+        rest = behind(case, kept, later)
         assert joined(kept + rest) == plain, f"cut after {count} of {len(whole)} events"
+        kept += rest[: len(rest) // 2]
+        rest = behind(case, kept, groups)
+        assert joined(kept + rest) == plain, f"cut after {count} events, and again"
+
+
+def behind(case: Case, kept: list[Event], groups: list[int]) -> list[Event]:
+    """What another server tells behind these events."""
+    call = case.call()
+    asyncio.run(resume(call, Resume.model_validate(resume_field(kept)), VOCAB))
+    begun = len(call.requests[0].outputs)
+    if call.open:
+        assert begun == sum(len(tokens) for e in kept for tokens, _ in e.named.values())
+    return parsed(said(call, case, begun, groups).decode())
 
 
 THINKS = "<think>\nSo — a 鯨.\n</think>\n\nYes: 🐋"
