@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rorqual.cli.main import app
+from rorqual.config.hf import read_config_file
 from rorqual.errors import ConfigError
+from rorqual.planner.costs import costs
 
 
 def run(*arguments: str) -> str:
@@ -87,6 +89,15 @@ def test_an_fp8_cache_counts_scales_and_rope_keys() -> None:
         assert "cache 40,016 B a token" in text  # 61 x 656
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_8bit_keys_and_values_hold_nearly_twice_the_tokens(dtype: str) -> None:
+    config = read_config_file("rorqual/shapes/qwen3-30b-a3b")
+    plain, packed = (
+        costs.kv_bytes_per_token(config, costs.Format(kv_dtype=name)) for name in (None, dtype)
+    )
+    assert packed == plain // 2 * 132 // 128
+
+
 def test_mistakes() -> None:
     for arguments, message in (
         ((), "name a model"),
@@ -99,7 +110,6 @@ def test_mistakes() -> None:
         (("deepseek-v3", "--count", "0"), "count=0"),
         (("deepseek-v3", "--kv-dtype", "float8_e4m3fn"), "bf16 cache alone"),
         (("deepseek-v3", "--kv-dtype", "fp4"), "accepted: auto, bfloat16, float16, float32, fp8"),
-        (("qwen3-30b-a3b", "--kv-dtype", "fp8", "--profile", "roofline"), "grouped-query"),
     ):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
