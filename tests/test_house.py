@@ -29,7 +29,7 @@ FLOORS = [
     ("models",),
     ("engine",),
     ("disagg", "text"),
-    ("llm", "serve", "planner"),
+    ("llm", "serve", "planner", "route"),
     ("cli", "bench", "__main__"),
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -46,6 +46,7 @@ NO_TORCH = [
     "cache.pages",
     "cache.prefix",
     "parallel.eplb",
+    "route",
     "engine.balance.initial",
     "engine.balance.moves",
     "engine.balance.policy",

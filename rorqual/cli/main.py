@@ -23,6 +23,7 @@ from rorqual.cli.options import (
     with_options,
 )
 from rorqual.cli.plan import plan
+from rorqual.cli.route import route
 from rorqual.cli.serve import serve
 from rorqual.cli.simulate import simulate
 from rorqual.config.log import log_to_stderr
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(serve)
+app.command()(route)
 app.command()(plan)
 app.command()(simulate)
 app.command()(eplb)

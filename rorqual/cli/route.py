@@ -1,0 +1,30 @@
+"""rorqual route: one address before several servers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from rorqual.cli.options import Given, with_options
+from rorqual.errors import ConfigError
+from rorqual.route.config import RouteConfig
+
+
+@with_options(routing=RouteConfig)
+def route(routing: Given) -> None:
+    """Route requests to several servers; streams go on where one dies."""
+    config = RouteConfig(**routing)
+    logging.getLogger("rorqual").setLevel(logging.INFO)
+    sys.exit(_app().run(config))
+
+
+def _app() -> Any:
+    """The router's module, or which extra brings what it needs."""
+    try:
+        from rorqual.route import app
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rorqual route needs the package {error.name!r}; install rorqual[route]"
+        ) from None
+    return app

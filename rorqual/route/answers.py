@@ -1,0 +1,49 @@
+"""What the router itself answers, in the shape OpenAI's clients know."""
+
+from __future__ import annotations
+
+import json
+
+DONE = b"data: [DONE]\n\n"
+RETRY_SECONDS = 2
+
+
+class RouteError(Exception):
+    """An answer that is not a success."""
+
+    def __init__(self, status: int, message: str, code: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def event(self) -> bytes:
+        """As the last of a stream."""
+        return b"data: " + self.body() + b"\n\n" + DONE
+
+    def headers(self) -> dict[str, str]:
+        more = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return {"Content-Type": "application/json", **more}
+
+
+def no_server() -> RouteError:
+    return RouteError(503, "no server can take requests now", "no_server", RETRY_SECONDS)
+
+
+def too_many(count: int) -> RouteError:
+    message = f"{count} requests are open, which is as many as this router takes"
+    return RouteError(503, message, "router_full", RETRY_SECONDS)
+
+
+def stream_lost() -> RouteError:
+    return RouteError(502, "the server that made this answer is lost", "stream_lost")
+
+
+def server_lost() -> RouteError:
+    return RouteError(502, "the servers that were tried broke off", "servers_lost", RETRY_SECONDS)

@@ -1,0 +1,214 @@
+"""The process of `rorqual route`: routes, signals, and the end. Exit status 0 after SIGTERM or
+SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rorqual.errors import ConfigError
+from rorqual.route.admin import Admin
+from rorqual.route.answers import RouteError, too_many
+from rorqual.route.calls import RoutedCall
+from rorqual.route.config import RouteConfig, server_url
+from rorqual.route.forward import Forwarder
+from rorqual.route.health import HealthChecks
+from rorqual.route.metrics import RouteMetrics
+from rorqual.route.policies import NAMED
+from rorqual.route.servers import DOWN, PREFILL, ServerList
+
+log = logging.getLogger("rorqual.route")
+
+HEADER_BYTES = 32 << 10  # all of a request's, and its first line
+READ_BYTES = 1 << 16
+BODY_SECONDS = 60.0  # that a request's body may take
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Router:
+    """All that the routes share. Made inside a running loop."""
+
+    def __init__(self, config: RouteConfig):
+        self.config = config
+        self.metrics = RouteMetrics()
+        policy = NAMED[config.policy]
+        self.servers = ServerList(
+            policy(), policy(), config.breaker_failures, config.breaker_seconds
+        )
+        for role, urls in (
+            ("replica", config.replicas),
+            (PREFILL, config.prefill),
+            ("decode", config.decode),
+        ):
+            for url in urls:
+                self.servers.add(server_url(url), role)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=READ_BYTES,
+            max_line_size=HEADER_BYTES,
+            max_field_size=HEADER_BYTES,
+        )
+        self.checks = HealthChecks(config, self.servers, self.session, self.metrics)
+        self.forwarder = Forwarder(config, self.servers, self.session, self.metrics)
+        self.open = 0
+
+    async def start(self) -> None:
+        """Every server is looked at once before the first request."""
+        await asyncio.gather(*(self.checks.look(server) for server in self.servers))
+        for server in self.servers:
+            self.checks.start(server)
+            if server.state == DOWN:
+                log.warning("%s does not answer yet", server.url)
+
+    async def close(self) -> None:
+        await self.checks.close()
+        await self.session.close()
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            middlewares=[self._errors], client_max_size=self.config.max_body_bytes
+        )
+        app.router.add_get("/live", _live)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.show_metrics)
+        secret = self.config.secret()
+        if secret is not None:
+            Admin(secret, self.servers, self.checks).add_routes(app)
+        app.router.add_route("*", "/v1/{rest:.*}", self.forward)
+        return app
+
+    # ---- routes
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 where a request would find a server."""
+        ready = len(self.servers.usable(prefill=False))
+        body = {"status": "ready" if ready else "no server", "servers_ready": ready}
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        self.metrics.open.set(self.open)
+        body = self.metrics.text(list(self.servers))
+        return web.Response(body=body, headers={"Content-Type": METRICS})
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        if self.open >= self.config.max_in_flight:
+            raise too_many(self.open)
+        self.open += 1
+        try:
+            body = await self._body(request)
+            call = RoutedCall.of(
+                request.method, request.path, request.raw_path, request.headers, body
+            )
+            return await self.forwarder.answer(call, request)
+        finally:
+            self.open -= 1
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read()
+        except TimeoutError:
+            raise RouteError(
+                408, f"the body did not come within {BODY_SECONDS:g} s", "body_timeout"
+            ) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise RouteError(
+                413, f"the body has more than {self.config.max_body_bytes} bytes", "body_too_long"
+            ) from None
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every failure is an answer in one shape."""
+        try:
+            answer = await handler(request)
+        except RouteError as error:
+            answer = _told(error)
+        except web.HTTPException as error:
+            answer = _told(RouteError(error.status, f"{request.path}: {error.reason}", "no_route"))
+        except (ConnectionError, aiohttp.ClientError) as error:
+            if request.transport is None or request.transport.is_closing():
+                raise  # the client has gone
+            log.exception("a request failed")
+            answer = _told(RouteError(500, f"internal error: {type(error).__name__}", "internal"))
+        self.metrics.answers.labels(str(answer.status)).inc()
+        return answer
+
+
+async def _live(request: web.Request) -> web.Response:
+    return web.json_response({"status": "live"})
+
+
+def _told(error: RouteError) -> web.Response:
+    return web.Response(status=error.status, headers=error.headers(), body=error.body())
+
+
+def bind(config: RouteConfig) -> socket.socket:
+    """Before anything else: a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
+        ) from None
+    return sock
+
+
+def run(config: RouteConfig) -> int:
+    """Route until told to stop; returns the exit status."""
+    config.secret()  # raises ConfigError before anything listens
+    sock = bind(config)
+    factory: Any = None
+    with suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(route(config, sock))
+
+
+async def route(config: RouteConfig, sock: socket.socket) -> int:
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    router = Router(config)
+    await router.start()
+    runner = web.AppRunner(
+        router.app(),
+        access_log=None,
+        handler_cancellation=True,  # a client that leaves ends its request
+        shutdown_timeout=config.drain_timeout,
+        max_line_size=HEADER_BYTES,
+        max_field_size=HEADER_BYTES,
+        max_headers=128,
+    )
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=1024).start()
+    host, port = sock.getsockname()[:2]
+    log.info(
+        "routing %d servers on http://%s:%d",
+        len(router.servers.servers),
+        f"[{host}]" if ":" in host else host,
+        port,
+    )
+    await stop.wait()
+    log.info("ending: open requests have %g s", config.drain_timeout)
+    await runner.cleanup()
+    await router.close()
+    return 0

@@ -1,0 +1,123 @@
+"""One request at one server: its beginning, its bytes, and its end when the server is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TypeVar
+
+import aiohttp
+
+from rorqual.route.servers import DOWN, READY, UNREADY, Server
+
+T = TypeVar("T")
+
+
+class ServerLost(Exception):
+    """The server broke off, or was given up. state: what that says of it, if anything."""
+
+    def __init__(self, why: str, state: str | None = None):
+        super().__init__(why)
+        self.state = state
+
+
+class Attempt:
+    """A context: inside, the server counts the request. Belongs to the task that made it; `give_up`
+    may come from any other."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.response: aiohttp.ClientResponse | None = None
+        self.heard = time.monotonic()
+        self.task = asyncio.current_task()
+        self.given_up = ""
+        self.waits = False
+
+    def __enter__(self) -> Attempt:
+        self.server.in_flight += 1
+        self.server.attempts.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.server.in_flight -= 1
+        self.server.attempts.discard(self)
+        if self.response is not None:
+            # the connection is closed unless all was read: a server hears of it
+            self.response.close() if kind else self.response.release()
+
+    def give_up(self, why: str) -> None:
+        """What the server still sends goes nowhere."""
+        if self.given_up:
+            return
+        self.given_up = why
+        if self.waits and self.task is not None:
+            self.task.cancel()
+
+    async def of_server(self, wait: Callable[[], Awaitable[T]]) -> T:
+        """Something that the server is to bring. Raises ServerLost."""
+        if self.given_up:
+            raise ServerLost(self.given_up)
+        self.waits = True
+        try:
+            found = await wait()
+        except asyncio.CancelledError:
+            assert self.task is not None
+            if self.given_up and self.task.uncancel() == 0:
+                raise ServerLost(self.given_up) from None
+            raise
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerLost(f"it cannot be reached: {error}", DOWN) from None
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise ServerLost(f"it broke off: {type(error).__name__}: {error}") from None
+        finally:
+            self.waits = False
+        self.heard = time.monotonic()
+        return found
+
+    async def begin(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        body: bytes,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        """The answer's head. timeout: other limits than the session's."""
+
+        async def request() -> aiohttp.ClientResponse:
+            return await session.request(
+                method,
+                self.server.url + target,
+                data=body or None,
+                headers=headers,
+                allow_redirects=False,
+                timeout=timeout or session.timeout,
+            )
+
+        self.response = await self.of_server(request)
+        return self.response
+
+    async def read_all(self, most: int) -> bytes:
+        """The answer's body. Raises ServerLost, and ValueError where it is longer than `most`."""
+        assert self.response is not None
+        parts = []
+        size = 0
+        while data := await self.of_server(self.response.content.readany):
+            size += len(data)
+            if size > most:
+                raise ValueError(f"an answer has more than {most} bytes")
+            parts.append(data)
+        return b"".join(parts)
+
+
+def state_after(status: int) -> str:
+    """What /health's status says."""
+    return READY if status == 200 else UNREADY

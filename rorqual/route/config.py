@@ -1,0 +1,124 @@
+"""How to route: addresses, servers, policy, time limits. Needs nothing of the extra `route`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rorqual.config.option import check_options, option
+from rorqual.errors import ConfigError
+
+POLICIES = ("power_of_two", "least_loaded", "round_robin", "prefix")
+ROLES = ("replica", "prefill", "decode")
+MOST_SERVERS = 1024
+
+_servers = partial(option, group="Servers")
+_router = partial(option, group="Router")
+_time = partial(option, group="Time limits")
+_limits = partial(option, group="Limits")
+
+
+@dataclass(frozen=True)
+class RouteConfig:
+    """Seconds and bytes, where a name does not say otherwise."""
+
+    replicas: tuple[str, ...] = _servers(
+        (),
+        "URL of a server that computes prompts and answers; may be repeated.",
+        flags=("--replica",),
+    )
+    prefill: tuple[str, ...] = _servers(
+        (), "URL of a server started with --role prefill (or both); may be repeated."
+    )
+    decode: tuple[str, ...] = _servers(
+        (), "URL of a server started with --role decode (or both); may be repeated."
+    )
+    host: str = _router("127.0.0.1", "Address to listen on.")
+    port: int = _router(8080, "0 takes a free one.")
+    policy: str = _router(
+        "power_of_two",
+        "power_of_two: of two drawn servers the one with fewer requests; least_loaded; "
+        "round_robin; prefix: where the longest beginning of the prompt went last, unless that "
+        "server has a quarter more requests than the average.",
+        choices=POLICIES,
+    )
+    admin_secret_file: str | None = _router(
+        None,
+        "A file with the secret for /admin (register, drain, leave). Without it there are no "
+        "such routes.",
+    )
+    health_interval: float = _time(1.0, "Seconds between two looks at a server's /health.")
+    health_timeout: float = _time(2.0, "Seconds that /health may take.")
+    health_failures: int = _time(
+        2, "Looks in a row without an answer after which a server is down.", at_least_one=True
+    )
+    connect_timeout: float = _time(5.0, "Seconds that a connection may take.")
+    stall_timeout: float = _time(
+        5.0, "Seconds of silence after which a stream of a server that is down counts as lost."
+    )
+    resume_wait: float = _time(
+        30.0, "Seconds that a request whose server died waits for another one."
+    )
+    prefill_timeout: float = _time(60.0, "Seconds that a prefill server may take for a prompt.")
+    drain_timeout: float = _time(30.0, "Seconds that open requests have after SIGTERM.")
+    breaker_seconds: float = _time(
+        10.0, "How long a server that failed --breaker-failures requests in a row gets none."
+    )
+    breaker_failures: int = _limits(5, "See --breaker-seconds.", at_least_one=True)
+    tries: int = _limits(3, "Servers that are tried for a request in a row.", at_least_one=True)
+    resumes: int = _limits(8, "Times that a stream goes on elsewhere.")
+    resume_tokens: int = _limits(
+        262_144, "Tokens of a stream that are kept; one with more cannot go on elsewhere."
+    )
+    max_in_flight: int = _limits(4096, "Requests at once; more get 503.", at_least_one=True)
+    max_body_bytes: int = _limits(32 << 20, "Bytes of a request's body.", at_least_one=True)
+    max_answer_bytes: int = _limits(
+        256 << 20, "Bytes of an answer that does not stream.", at_least_one=True
+    )
+    prefill_from: int = _limits(
+        512, "Bytes of prompt from which on it is worth a prefill server of its own."
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError("prefill and decode servers need each other; name both, or replicas")
+        if not (self.replicas or self.decode or self.admin_secret_file):
+            raise ConfigError(
+                "no server is named; accepted: --replica URL, --prefill URL with --decode URL, or "
+                "--admin-secret-file FILE for servers that register"
+            )
+        for url in (*self.replicas, *self.prefill, *self.decode):
+            server_url(url)
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
+        for name in ("health_interval", "health_timeout", "connect_timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is out of range; accepted: above 0"
+                )
+
+    def secret(self) -> str | None:
+        """Of the admin routes, read from its file."""
+        if self.admin_secret_file is None:
+            return None
+        try:
+            found = Path(self.admin_secret_file).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"admin_secret_file={self.admin_secret_file!r} cannot be read: {error}"
+            ) from None
+        if len(found) < 16:
+            raise ConfigError("admin_secret_file holds fewer than 16 characters")
+        return found
+
+
+def server_url(url: str) -> str:
+    """The address without /v1 and a slash at its end. Raises ConfigError."""
+    base = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(base)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigError(f"{url!r} is no address of a server; accepted: http://HOST:PORT")
+    return base

@@ -1,0 +1,175 @@
+"""Streams of server-sent events as they pass: whole events only, without the lines that say which
+tokens they account for; and what is kept of these lines, so that the stream can go on elsewhere
+(serving.md, "Streams that can be continued")."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+MARK = b": rorqual "
+ERROR = b'data: {"error"'
+LAST = b"data: [DONE]"
+LONGEST_EVENT = 16 << 20
+# errors after which another server can go on; others are about the request
+LOST = frozenset(("engine_dead", "shutting_down", "not_ready", "kv_load_failure"))
+
+
+class BadStream(Exception):
+    """What a server sent is no stream of events."""
+
+
+@dataclass
+class ChoiceSoFar:
+    """tokens: their ids as text, with commas between them."""
+
+    tokens: bytearray = field(default_factory=bytearray)
+    count: int = 0
+    ended: bool = False
+
+    def ids(self) -> list[int]:
+        return [int(part) for part in bytes(self.tokens).split(b",")] if self.tokens else []
+
+
+class StreamRecord:
+    """What has gone to the client. marked: every event so far named its tokens. complete: nothing
+    is missing of those names, so that the stream can go on."""
+
+    def __init__(self, most_tokens: int, given: Any = None):
+        self.most_tokens = most_tokens
+        self.choices: dict[int, ChoiceSoFar] = {}
+        self.head: dict[str, Any] | None = None
+        self.events = 0
+        self.marked = True
+        self.tokens = 0
+        self.told_usage = False
+        if isinstance(given, dict):
+            self._continue(given)
+
+    def _continue(self, given: dict[str, Any]) -> None:
+        """The client's request is itself one that goes on."""
+        try:
+            self.head = {"id": str(given["id"]), "created": int(given["created"])}
+            for choice in given["choices"]:
+                ids = ",".join(str(int(token)) for token in choice["token_ids"])
+                self._count(int(choice["index"]), ids.encode(), bool(choice.get("ended")))
+        except (KeyError, TypeError, ValueError):
+            self.marked = False  # the server will say what is wrong
+
+    def _count(self, index: int, ids: bytes, ended: bool) -> None:
+        choice = self.choices.setdefault(index, ChoiceSoFar())
+        if ids:
+            count = ids.count(b",") + 1
+            choice.tokens += b"," + ids if choice.tokens else ids
+            choice.count += count
+            self.tokens += count
+        choice.ended = choice.ended or ended
+        if self.tokens > self.most_tokens:
+            self.marked = False
+            self.choices.clear()
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.marked and self.head is not None
+
+    def finished(self, expected: int, usage: bool) -> bool:
+        """Whether all that is missing is the stream's last line."""
+        ended = sum(choice.ended for choice in self.choices.values())
+        return self.can_go_on and ended >= expected and (self.told_usage or not usage)
+
+    def resume(self) -> dict[str, Any]:
+        """The field that makes another server go on."""
+        assert self.head is not None
+        choices = [
+            {"index": index, "token_ids": choice.ids(), "ended": choice.ended}
+            for index, choice in self.choices.items()
+        ]
+        return {**self.head, "choices": choices}
+
+    def mark(self, line: bytes) -> None:
+        """A line behind MARK: choice, tokens, whether it ends."""
+        choice, _, rest = line.partition(b" ")
+        ids, _, end = rest.partition(b" ")
+        known = choice.isdigit() and (not ids or ids.replace(b",", b"").isdigit())
+        if not known or end not in (b"", b"end"):
+            raise BadStream(f"a line of tokens reads {line[:80]!r}")
+        self._count(int(choice), ids, end == b"end")
+
+    def passed(self, event: bytes, marked: bool) -> None:
+        """An event goes to the client."""
+        self.events += 1
+        if self.head is None and self.marked:
+            self._read_head(event)
+        if marked or not self.marked:
+            return
+        # only the usage comes without tokens, behind all choices
+        if b'"choices":[]' in event:
+            self.told_usage = True
+        else:
+            self.marked = False
+
+    def _read_head(self, event: bytes) -> None:
+        try:
+            found = json.loads(event.removeprefix(b"data:"))
+            self.head = {"id": str(found["id"]), "created": int(found["created"])}
+        except (KeyError, TypeError, ValueError):
+            self.marked = False
+
+
+@dataclass
+class Passed:
+    """What came of some bytes: what goes to the client, whether the stream ended in order, and the
+    error after which it can go on elsewhere."""
+
+    out: bytes
+    done: bool = False
+    lost: bytes | None = None
+
+
+class EventSplitter:
+    """Bytes of one server's stream. keep_marks: the client asked for the lines itself."""
+
+    def __init__(self, record: StreamRecord, keep_marks: bool):
+        self.record = record
+        self.keep_marks = keep_marks
+        self.rest = b""
+
+    def feed(self, data: bytes) -> Passed:
+        """Raises BadStream."""
+        if self.rest:
+            data = self.rest + data
+        end = data.rfind(b"\n\n")
+        if end < 0:
+            self.rest = data
+            if len(data) > LONGEST_EVENT:
+                raise BadStream(f"an event has more than {LONGEST_EVENT} bytes")
+            return Passed(b"")
+        self.rest = data[end + 2 :]
+        out = []
+        for event in data[:end].split(b"\n\n"):
+            body = event
+            marks = []
+            while body.startswith(MARK):
+                line, _, body = body.partition(b"\n")
+                marks.append(line)
+            if body.startswith(b":"):  # a comment, to keep a connection open
+                out.append(event + b"\n\n")
+                continue
+            if self.record.marked and self._is_loss(body):
+                return Passed(b"".join(out), lost=body)
+            for line in marks:
+                self.record.mark(line[len(MARK) :])
+            out.append((event if self.keep_marks else body) + b"\n\n")
+            if body == LAST:
+                return Passed(b"".join(out), done=True)
+            self.record.passed(body, bool(marks))
+        return Passed(b"".join(out))
+
+    def _is_loss(self, event: bytes) -> bool:
+        if not event.startswith(ERROR):
+            return False
+        try:
+            return json.loads(event.removeprefix(b"data:"))["error"].get("code") in LOST
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False

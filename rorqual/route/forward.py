@@ -1,0 +1,311 @@
+"""Requests to servers and answers back: whole ones, which are tried elsewhere until one is there in
+full, and streams, which go on elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rorqual.route.answers import DONE, RouteError, no_server, server_lost, stream_lost
+from rorqual.route.attempt import Attempt, ServerLost
+from rorqual.route.calls import RESUMABLE, RoutedCall, passed_on
+from rorqual.route.config import RouteConfig
+from rorqual.route.events import BadStream, EventSplitter, StreamRecord
+from rorqual.route.metrics import RouteMetrics
+from rorqual.route.servers import UNREADY, Server, ServerList
+
+log = logging.getLogger("rorqual.route")
+
+RETRIED = frozenset((502, 503))  # nothing was done there; another server may have room
+EVENTS = "text/event-stream"
+
+
+class Forwarder:
+    def __init__(
+        self,
+        config: RouteConfig,
+        servers: ServerList,
+        session: aiohttp.ClientSession,
+        metrics: RouteMetrics,
+    ):
+        self.config = config
+        self.servers = servers
+        self.session = session
+        self.metrics = metrics
+
+    async def answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
+        """Raises RouteError, where nothing was sent to the client yet."""
+        if call.wants_prefill(self.config.prefill_from):
+            call.transfer = await self.prefill(call)
+        if call.streams:
+            return await RoutedStream(self, call, request).run()
+        return await self.whole(call)
+
+    async def pick(
+        self, call: RoutedCall, failed: set[Server], started: bool = False
+    ) -> Server | None:
+        """Who answers. A request that failed somewhere, and all the more a stream that the client
+        reads already, waits for a server to come back."""
+        seconds = self.config.resume_wait if failed or started else 0.0
+        return await self.servers.wait(False, call.key, failed, seconds)
+
+    def note(self, server: Server, error: BaseException | None, status: int = 0) -> None:
+        """How an attempt ended."""
+        if isinstance(error, ServerLost):
+            self.metrics.note(server, "lost")
+            self.servers.failed(server, error.state)
+            log.warning("%s lost a request: %s", server.url, error)
+        elif error is not None:
+            self.metrics.note(server, "left")
+        elif status >= 500:
+            self.metrics.note(server, "error")
+            self.servers.failed(server, UNREADY if status == 503 else None)
+        else:
+            self.metrics.note(server, "ok")
+            self.servers.worked(server)
+
+    # ---- prompts
+
+    async def prefill(self, call: RoutedCall) -> dict[str, Any] | None:
+        """Where the answering server finds the prompt's pages; None where it computes the prompt by
+        itself: there is no prefill server, or none brought it."""
+        server = self.servers.pick(True, call.key)
+        if server is None:
+            return None
+        try:
+            found = await self._prefilled(call, server)
+        except (ServerLost, ValueError) as error:
+            log.warning("%s did not compute a prompt: %s", server.url, error)
+            found = None
+        self.metrics.prefills.labels("ok" if found else "failed").inc()
+        return found
+
+    async def _prefilled(self, call: RoutedCall, server: Server) -> dict[str, Any] | None:
+        error: BaseException | None = None
+        status = 0
+        headers = {name: value for name, value in call.headers.items() if name != RESUMABLE}
+        timeout = aiohttp.ClientTimeout(
+            total=self.config.prefill_timeout, sock_connect=self.config.connect_timeout
+        )
+        try:
+            with Attempt(server) as attempt:
+                body = call.prefill_body()
+                answer = await attempt.begin(
+                    self.session, "POST", call.target, headers, body, timeout
+                )
+                status = answer.status
+                data = await attempt.read_all(self.config.max_answer_bytes)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.note(server, error, status)
+        found = json.loads(data).get("kv_transfer_params") if status == 200 else None
+        return found if isinstance(found, dict) else None
+
+    # ---- answers that do not stream
+
+    async def whole(self, call: RoutedCall) -> web.Response:
+        """Nothing is sent before everything is there."""
+        failed: set[Server] = set()
+        refused: web.Response | None = None
+        for number in range(self.config.tries):
+            server = await self.pick(call, failed) if refused is None else self._other(call, failed)
+            if server is None:
+                break
+            if number:
+                self.metrics.retries.inc()
+            try:
+                found = await self._fetch(call, server)
+            except ServerLost:
+                failed.add(server)
+                call.transfer = None
+                continue
+            if found.status not in RETRIED:
+                return found
+            refused = found
+            failed.add(server)
+        if refused is not None:
+            return refused
+        raise server_lost() if failed else no_server()
+
+    def _other(self, call: RoutedCall, failed: set[Server]) -> Server | None:
+        """One that has not refused: to wait is the client's choice, who was told when to ask."""
+        server = self.servers.pick(False, call.key, failed)
+        return None if server in failed else server
+
+    async def _fetch(self, call: RoutedCall, server: Server) -> web.Response:
+        error: BaseException | None = None
+        status = 0
+        try:
+            with Attempt(server) as attempt:
+                body = call.answer_body(None) if call.transfer is not None else call.body
+                answer = await attempt.begin(
+                    self.session, call.method, call.target, call.headers, body
+                )
+                data = await attempt.read_all(self.config.max_answer_bytes)
+                status = answer.status
+                return web.Response(status=status, headers=passed_on(answer.headers), body=data)
+        except ValueError as caught:
+            raise RouteError(502, str(caught), "answer_too_long") from None
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.note(server, error, status)
+
+
+class RoutedStream:
+    """One client's stream, made by one server after another if need be."""
+
+    def __init__(self, forwarder: Forwarder, call: RoutedCall, request: web.Request):
+        self.forwarder = forwarder
+        self.config = forwarder.config
+        self.metrics = forwarder.metrics
+        self.call = call
+        self.request = request
+        given = call.fields.get("rorqual_resume") if call.fields else None
+        self.record = StreamRecord(self.config.resume_tokens if call.can_go_on else 0, given)
+        self.record.marked = self.record.marked and call.can_go_on
+        self.response: web.StreamResponse | None = None  # None until something is sent
+        self.failed: set[Server] = set()
+        self.tries = 0
+        self.resumes = 0
+        self.refused: web.Response | None = None
+        self.loss: bytes | None = None
+
+    async def run(self) -> web.StreamResponse:
+        while True:
+            before = self.record.events
+            server = await self._next()
+            if server is None:
+                return await self._end()
+            try:
+                found = await self._attempt(server)
+            except ServerLost:
+                self.failed.add(server)
+                self.call.transfer = None  # pages are kept for one reader
+                if self.record.events > before:
+                    self.tries = 0
+                if self._completed():
+                    assert self.response is not None
+                    await self.response.write(DONE)
+                    return self.response
+                continue
+            if found is not None:
+                return found
+
+    async def _next(self) -> Server | None:
+        """Who makes what is left; None where nobody can."""
+        started = self.response is not None
+        if started and (not self.record.can_go_on or self.resumes >= self.config.resumes):
+            return None
+        if self.tries >= self.config.tries:
+            return None
+        forwarder = self.forwarder
+        if self.refused is not None and not started:
+            server = forwarder._other(self.call, self.failed)
+        else:
+            server = await forwarder.pick(self.call, self.failed, started)
+        if server is not None and started:
+            self.resumes += 1
+            self.metrics.resumes.inc()
+        elif server is not None and self.tries:
+            self.metrics.retries.inc()
+        self.tries += 1
+        return server
+
+    async def _attempt(self, server: Server) -> web.StreamResponse | None:
+        """The rest of the stream from one server: the answer to the client, or None where another
+        is to be tried."""
+        call = self.call
+        resume = self.record.resume() if self.response is not None else None
+        headers = {**call.headers, **({RESUMABLE: "1"} if call.can_go_on else {})}
+        body = call.answer_body(resume) if resume or call.transfer else call.body
+        error: BaseException | None = None
+        status = 0
+        try:
+            with Attempt(server) as attempt:
+                answer = await attempt.begin(
+                    self.forwarder.session, call.method, call.target, headers, body
+                )
+                status = answer.status
+                if status != 200 or answer.content_type != EVENTS:
+                    data = await attempt.read_all(self.config.max_answer_bytes)
+                    return self._no_stream(server, answer, data)
+                return await self._pass(attempt, answer)
+        except BadStream as caught:
+            error = ServerLost(str(caught))
+            raise error from None
+        except ValueError as caught:
+            raise RouteError(502, str(caught), "answer_too_long") from None
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.forwarder.note(server, error, status)
+
+    def _no_stream(
+        self, server: Server, answer: aiohttp.ClientResponse, data: bytes
+    ) -> web.StreamResponse | None:
+        """An answer of another kind. One that refuses to go on with a stream is no use to the
+        client, who has half of it."""
+        self.failed.add(server)
+        if self.response is not None:
+            log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
+            return None
+        found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
+        if answer.status not in RETRIED:
+            return found
+        self.refused = found
+        return None
+
+    async def _pass(self, attempt: Attempt, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        splitter = EventSplitter(self.record, self.call.keeps_marks)
+        read = answer.content.readany
+        while data := await attempt.of_server(read):
+            passed = splitter.feed(data)
+            if passed.out:
+                if self.response is None:
+                    await self._begin(answer)
+                assert self.response is not None
+                await self.response.write(passed.out)
+            if passed.done:
+                assert self.response is not None
+                return self.response
+            if passed.lost is not None:
+                self.loss = passed.lost
+                raise ServerLost(f"its stream ended with {passed.lost[:200]!r}", UNREADY)
+        if self.record.marked or not self.record.events:
+            raise ServerLost("its stream ended before its last line")
+        # a stream of another kind, which may end without such a line
+        assert self.response is not None
+        if splitter.rest:
+            await self.response.write(splitter.rest)
+        return self.response
+
+    async def _begin(self, answer: aiohttp.ClientResponse) -> None:
+        response = web.StreamResponse(status=200, headers=passed_on(answer.headers))
+        await response.prepare(self.request)
+        self.response = response
+
+    def _completed(self) -> bool:
+        """The server was lost between the last choice's end and the stream's."""
+        return self.response is not None and self.record.finished(
+            max(1, self.call.choices()), self.call.wants_usage()
+        )
+
+    async def _end(self) -> web.StreamResponse:
+        """Nobody goes on."""
+        if self.response is None:
+            if self.refused is not None:
+                return self.refused
+            raise server_lost() if self.failed else no_server()
+        self.metrics.streams_lost.inc()
+        event = stream_lost().event() if self.loss is None else self.loss + b"\n\n" + DONE
+        await self.response.write(event)
+        return self.response

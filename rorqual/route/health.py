@@ -1,0 +1,92 @@
+"""Looks at every server's /health, ends leases, and gives up streams of servers that are down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import aiohttp
+
+from rorqual.route.attempt import state_after
+from rorqual.route.config import RouteConfig
+from rorqual.route.metrics import RouteMetrics
+from rorqual.route.servers import DOWN, Server, ServerList
+
+log = logging.getLogger("rorqual.route")
+
+
+class HealthChecks:
+    """A task for each server of the list, and one that keeps these in step with it."""
+
+    def __init__(
+        self,
+        config: RouteConfig,
+        servers: ServerList,
+        session: aiohttp.ClientSession,
+        metrics: RouteMetrics,
+    ):
+        self.config = config
+        self.servers = servers
+        self.session = session
+        self.metrics = metrics
+        self.tasks: dict[Server, asyncio.Task[None]] = {}
+
+    def start(self, server: Server) -> None:
+        if server not in self.tasks:
+            self.tasks[server] = asyncio.create_task(self._watch(server))
+
+    def leave(self, server: Server, why: str) -> None:
+        """No new requests; those under way end as they do. A server that comes again is another."""
+        log.info("%s left: %s", server.url, why)
+        self.servers.remove(server)
+        self.metrics.forget(server.url)
+        task = self.tasks.pop(server, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            server.look.clear()
+            await self.look(server)
+            if server.lease is not None and time.monotonic() > server.lease:
+                self.leave(server, "its lease ran out")
+                return
+            try:
+                await asyncio.wait_for(server.look.wait(), self.config.health_interval)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(min(0.1, self.config.health_interval))  # failures come in crowds
+
+    async def look(self, server: Server) -> None:
+        """Once."""
+        timeout = aiohttp.ClientTimeout(total=self.config.health_timeout)
+        before = server.state
+        try:
+            async with self.session.get(f"{server.url}/health", timeout=timeout) as answer:
+                state = state_after(answer.status)
+            server.missed = 0
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            server.missed += 1
+            # nobody listens: there is no need to ask again
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            state = DOWN if refused or server.missed >= self.config.health_failures else before
+        self.servers.set_state(server, state)
+        self.metrics.note_state(server)
+        if state != before:
+            log.info("%s is %s", server.url, state)
+        if state == DOWN:
+            self._give_up(server)
+
+    def _give_up(self, server: Server) -> None:
+        """Whatever waits for it and has heard nothing for long enough."""
+        now = time.monotonic()
+        for attempt in list(server.attempts):
+            if now - attempt.heard >= self.config.stall_timeout:
+                attempt.give_up(f"no sign of life for {self.config.stall_timeout:g} s")

@@ -1,0 +1,139 @@
+"""The servers that a router knows: what each is for, whether it can take requests, and which one
+takes the next."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rorqual.route.policies import Policy
+
+PREFILL = "prefill"
+ANSWERS = frozenset(("replica", "decode"))
+READY = "ready"
+UNREADY = "unready"  # it answers, but takes no requests: starting, draining, without an engine
+DOWN = "down"
+
+
+@dataclass(eq=False)
+class Server:
+    """`state` is what /health said last. lease: when a registration ends, None for servers named
+    at the start. strikes: requests that failed in a row; after `breaker_failures` there are none
+    before `closed_until`, and then one at a time."""
+
+    url: str
+    roles: frozenset[str]
+    lease: float | None = None
+    state: str = DOWN
+    draining: bool = False
+    in_flight: int = 0
+    missed: int = 0
+    strikes: int = 0
+    closed_until: float = 0.0
+    attempts: set[Any] = field(default_factory=set)
+    look: asyncio.Event = field(default_factory=asyncio.Event)  # set: look at /health now
+
+    def usable(self, breaker_failures: int) -> bool:
+        if self.state != READY or self.draining:
+            return False
+        if self.strikes < breaker_failures:
+            return True
+        return time.monotonic() >= self.closed_until and not self.in_flight
+
+    def told(self) -> dict[str, Any]:
+        """For /admin/servers."""
+        return {
+            "url": self.url,
+            "roles": sorted(self.roles),
+            "state": self.state,
+            "draining": self.draining,
+            "in_flight": self.in_flight,
+            "failures_in_a_row": self.strikes,
+            "lease_seconds_left": None
+            if self.lease is None
+            else round(self.lease - time.monotonic(), 1),
+        }
+
+
+class ServerList:
+    """By URL. Policies are one for prompts and one for answers, so that neither's turns or
+    memory mix with the other's."""
+
+    def __init__(self, prefill: Policy, answers: Policy, breaker_failures: int, seconds: float):
+        self.servers: dict[str, Server] = {}
+        self.policies = {True: prefill, False: answers}
+        self.breaker_failures = breaker_failures
+        self.breaker_seconds = seconds
+        self.changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(list(self.servers.values()))
+
+    def add(self, url: str, role: str, lease: float | None = None) -> Server:
+        """A server in one more role, or with a lease that ends later."""
+        server = self.servers.get(url)
+        if server is None:
+            server = self.servers[url] = Server(url, frozenset((role,)), lease)
+        else:
+            server.roles |= {role}
+            if server.lease is not None or lease is None:
+                server.lease = lease
+        return server
+
+    def remove(self, server: Server) -> None:
+        if self.servers.get(server.url) is server:
+            del self.servers[server.url]
+        for policy in self.policies.values():
+            policy.forget(server)
+
+    def usable(self, prefill: bool) -> list[Server]:
+        return [
+            server
+            for server in self.servers.values()
+            if (PREFILL in server.roles if prefill else server.roles & ANSWERS)
+            and server.usable(self.breaker_failures)
+        ]
+
+    def pick(self, prefill: bool, key: bytes, without: Collection[Server] = ()) -> Server | None:
+        """For a prompt that begins like `key`; of those `without` one only where there is no
+        other."""
+        usable = self.usable(prefill)
+        rest = [server for server in usable if server not in without] or usable
+        return self.policies[prefill].choose(rest, key) if rest else None
+
+    async def wait(
+        self, prefill: bool, key: bytes, without: Collection[Server], seconds: float
+    ) -> Server | None:
+        """As `pick`, but waits for a server to become usable."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.changed.clear()
+            server = self.pick(prefill, key, without)
+            left = deadline - time.monotonic()
+            if server is not None or left <= 0:
+                return server
+            try:
+                # the breaker opens by the clock, which tells nobody
+                await asyncio.wait_for(self.changed.wait(), min(left, 0.25))
+            except TimeoutError:
+                continue
+
+    def set_state(self, server: Server, state: str) -> None:
+        if server.state != state:
+            server.state = state
+            self.changed.set()
+
+    def failed(self, server: Server, state: str | None = None) -> None:
+        """A request did not get its answer."""
+        server.strikes += 1
+        if server.strikes >= self.breaker_failures:
+            server.closed_until = time.monotonic() + self.breaker_seconds
+        if state is not None and server.state == READY:
+            self.set_state(server, state)
+        server.look.set()
+
+    def worked(self, server: Server) -> None:
+        server.strikes = 0

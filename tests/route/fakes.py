@@ -1,0 +1,320 @@
+"""Servers that speak as `rorqual serve` does and break off where a test says so, and a router in
+this process before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rorqual.route.app import Router
+from rorqual.route.config import RouteConfig
+
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
+QUICK = {
+    "health_interval": 0.05,
+    "health_timeout": 0.2,
+    "stall_timeout": 0.3,
+    "resume_wait": 2.0,
+    "breaker_seconds": 0.3,
+    "prefill_from": 0,
+}
+
+
+def token_of(prompt: str, choice: int, place: int) -> int:
+    """The model: what it says depends on the prompt, the choice and the place alone."""
+    return 1000 * (choice + 1) + (sum(prompt.encode()) + 7 * place) % 997
+
+
+def said(prompt: str, choice: int, count: int) -> str:
+    return "".join(f"<{token_of(prompt, choice, place)}>" for place in range(count))
+
+
+@dataclass
+class Faults:
+    """Each is done once, and then no more. die_after, hang_after, error_after: events of a stream
+    after which it breaks off, is silent, or tells of a dead engine; half: with half an event
+    behind. refuse: a status instead of an answer, as often as `refusals` says."""
+
+    die_after: int | None = None
+    half: bool = False
+    hang_after: int | None = None
+    error_after: int | None = None
+    error_code: str = "engine_dead"
+    before_head: bool = False
+    refuse: int | None = None
+    refusals: int = 1
+    unmarked: bool = False  # as a server of another make
+    slow: float = 0.0  # seconds between events
+
+
+class FakeServer:
+    def __init__(self, name: str = "fake", faults: Faults | None = None):
+        self.name = name
+        self.faults = faults or Faults()
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.left = 0  # requests whose client went away
+        self.wrong: list[str] = []
+        self.healthy = 200
+        self.hangs = False
+        self.url = ""
+        self.runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self.health)
+        app.router.add_route("*", "/v1/{rest:.*}", self.answer)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        found = self.runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{found}"
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def health(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(30)
+        return web.Response(status=self.healthy)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        try:
+            body = json.loads(data) if data else {}
+        except ValueError:
+            return web.json_response({"error": {"message": "no JSON"}}, status=400)
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        faults = self.faults
+        if faults.before_head:
+            faults.before_head = False
+            request.transport.abort()
+            return web.Response()
+        if faults.refuse is not None and faults.refusals:
+            faults.refusals -= 1
+            error = {"error": {"message": f"{self.name} refuses", "code": "busy"}}
+            return web.json_response(error, status=faults.refuse, headers={"Retry-After": "7"})
+        try:
+            if body.get("stream"):
+                return await self.stream(request, body)
+            if body.get("slow"):
+                await asyncio.sleep(5)
+        except (asyncio.CancelledError, ConnectionError):
+            self.left += 1
+            raise
+        prompt = body.get("prompt", "")
+        count = body.get("max_tokens", 8)
+        found: dict[str, Any] = {"server": self.name, "text": said(prompt, 0, count)}
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            found["kv_transfer_params"] = {"from": self.name, "lease": len(self.bodies)}
+        return web.json_response(found, headers={"X-From": self.name})
+
+    async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers=EVENTS)
+        await response.prepare(request)
+        faults = self.faults
+        marked = request.headers.get("X-Rorqual-Resumable") == "1"
+        for number, event in enumerate(self.events(body, marked)):
+            if number == faults.die_after:
+                faults.die_after = None
+                if faults.half:
+                    await response.write(event[: len(event) // 2])
+                    await asyncio.sleep(0.02)
+                request.transport.abort()
+                return response
+            if number == faults.hang_after:
+                faults.hang_after = None
+                self.hangs = True
+                await asyncio.sleep(30)
+            if number == faults.error_after:
+                faults.error_after = None
+                error = {"message": "lost", "type": "server_error", "code": faults.error_code}
+                await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+                await response.write(b"data: [DONE]\n\n")
+                return response
+            await response.write(event)
+            await asyncio.sleep(faults.slow)
+        return response
+
+    def events(self, body: dict[str, Any], marked: bool) -> list[bytes]:
+        """Two tokens an event at most, the choices in turns."""
+        marked = marked and not self.faults.unmarked
+        prompt = body["prompt"]
+        count = body.get("max_tokens", 8)
+        given = body.get("rorqual_resume") or {
+            "id": f"cmpl-{self.name}",
+            "created": 5,
+            "choices": [],
+        }
+        head = {"id": given["id"], "created": given["created"]}
+        found = []
+        before = {choice["index"]: choice for choice in given["choices"]}
+        places = {}
+        for choice in range(body.get("n", 1)):
+            ids = before[choice]["token_ids"] if choice in before else []
+            if ids != [token_of(prompt, choice, place) for place in range(len(ids))]:
+                self.wrong.append(f"choice {choice} goes on behind {ids}")
+            if choice in before and before[choice]["ended"]:
+                continue
+            places[choice] = len(ids)
+            if choice not in before:
+                found.append(self._event(head, choice, [], "", None, marked))
+        while places:
+            for choice, place in list(places.items()):
+                more = [token_of(prompt, choice, at) for at in range(place, min(place + 2, count))]
+                places[choice] += len(more)
+                if more:
+                    text = "".join(f"<{token}>" for token in more)
+                    found.append(self._event(head, choice, more, text, None, marked))
+                else:
+                    found.append(self._event(head, choice, [], "", "length", marked))
+                    del places[choice]
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"completion_tokens": count * body.get("n", 1)}
+            told = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
+            found.append(b"data: " + told.encode() + b"\n\n")
+        return [*found, b"data: [DONE]\n\n"]
+
+    def _event(
+        self,
+        head: dict[str, Any],
+        choice: int,
+        tokens: list[int],
+        text: str,
+        finish: str | None,
+        marked: bool,
+    ) -> bytes:
+        line = f": rorqual {choice} {','.join(map(str, tokens))}{' end' if finish else ''}\n"
+        told = {**head, "choices": [{"index": choice, "text": text, "finish_reason": finish}]}
+        return (line if marked else "").encode() + b"data: " + json.dumps(told).encode() + b"\n\n"
+
+
+@dataclass
+class Told:
+    """What a client read of a stream."""
+
+    status: int
+    raw: str
+    texts: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    ids: set[str] = field(default_factory=set)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    usages: int = 0
+    done: int = 0
+
+    @staticmethod
+    def of(status: int, raw: str) -> Told:
+        told = Told(status, raw)
+        for block in raw.split("\n\n"):
+            if not block or block == "data: [DONE]":
+                told.done += block != ""
+                continue
+            assert block.startswith("data: "), block
+            event = json.loads(block.removeprefix("data: "))
+            if "error" in event:
+                told.errors.append(event["error"])
+                continue
+            told.ids.add(f"{event['id']}@{event['created']}")
+            told.usages += "usage" in event
+            for choice in event["choices"]:
+                index = choice["index"]
+                assert index not in told.ends, "nothing follows the end"
+                told.texts[index] = told.texts.get(index, "") + choice["text"]
+                if choice["finish_reason"]:
+                    told.ends[index] = choice["finish_reason"]
+        return told
+
+    def assert_whole(self, prompt: str, count: int, choices: int = 1, usage: bool = False) -> None:
+        """No token missing or repeated, one end each, one id, one last line."""
+        assert self.status == 200
+        assert self.errors == []
+        assert self.texts == {i: said(prompt, i, count) for i in range(choices)}
+        assert self.ends == dict.fromkeys(range(choices), "length")
+        assert (self.done, self.usages, len(self.ids)) == (1, int(usage), 1)
+
+
+class RouterUnderTest:
+    def __init__(self, router: Router, url: str, session: aiohttp.ClientSession):
+        self.router = router
+        self.url = url
+        self.session = session
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> Told:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as answer:
+            return Told.of(answer.status, await answer.text())
+
+    async def ask(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(self.url + path) as answer:
+            return answer.status, await answer.text()
+
+    async def until(self, condition: Any, seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def server(self, fake: FakeServer) -> Any:
+        return self.router.servers.servers[fake.url]
+
+    def at_rest(self) -> bool:
+        """Nothing is counted that is not there."""
+        servers = list(self.router.servers)
+        return self.router.open == 0 and all(
+            server.in_flight == 0 and not server.attempts for server in servers
+        )
+
+
+@asynccontextmanager
+async def routed(
+    *replicas: FakeServer,
+    prefill: tuple[FakeServer, ...] = (),
+    decode: tuple[FakeServer, ...] = (),
+    **options: Any,
+) -> AsyncIterator[RouterUnderTest]:
+    """A router before servers, which are started where they are not."""
+    fakes = [*replicas, *prefill, *decode]
+    for fake in fakes:
+        if fake.runner is None:
+            await fake.start()
+    config = RouteConfig(
+        replicas=tuple(fake.url for fake in replicas),
+        prefill=tuple(fake.url for fake in prefill),
+        decode=tuple(fake.url for fake in decode),
+        **{**QUICK, "policy": "round_robin", **options},
+    )
+    router = Router(config)
+    await router.start()
+    runner = web.AppRunner(router.app(), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+            under = RouterUnderTest(router, url, session)
+            yield under
+            await under.until(under.at_rest)
+            assert [wrong for fake in fakes for wrong in fake.wrong] == []
+    finally:
+        await runner.cleanup()
+        await router.close()
+        for fake in fakes:
+            await fake.stop()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
