@@ -381,6 +381,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"python3? ", script),
     (r"pytest ", selects_tests),
     (r"rorqual serve\b", only_parse),  # the server of all other commands is started so
+    (r"rorqual route\b", only_parse),  # tests/route/test_real_servers.py starts it
     (r"rorqual .*--launcher ", only_parse),  # hosts or a cluster
     (r"rorqual .*--device cuda", needs_a_card),
     (r"rorqual .*--compare vllm", needs_a_card),

@@ -13,6 +13,7 @@ ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
 LONGEST_EVENT = 16 << 20
 # errors after which another server can go on; others are about the request
+FULL = frozenset(("queue_full", "engine_busy"))
 LOST = frozenset(("engine_dead", "shutting_down", "not_ready", "kv_load_failure"))
 
 
@@ -167,9 +168,22 @@ class EventSplitter:
         return Passed(b"".join(out))
 
     def _is_loss(self, event: bytes) -> bool:
-        if not event.startswith(ERROR):
-            return False
-        try:
-            return json.loads(event.removeprefix(b"data:"))["error"].get("code") in LOST
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return False
+        return event.startswith(ERROR) and is_loss(event.removeprefix(b"data:"))
+
+
+def is_loss(body: bytes) -> bool:
+    """Whether an error says that an engine or a server is lost, not that the request is wrong."""
+    return _code(body) in LOST
+
+
+def is_full(body: bytes) -> bool:
+    """Whether an error says that the server has no room, for anybody."""
+    return _code(body) in FULL
+
+
+def _code(body: bytes) -> Any:
+    try:
+        found = json.loads(body)["error"].get("code")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, str) else None

@@ -14,14 +14,29 @@ from rorqual.route.answers import DONE, RouteError, no_server, server_lost, stre
 from rorqual.route.attempt import Attempt, ServerLost
 from rorqual.route.calls import RESUMABLE, RoutedCall, passed_on
 from rorqual.route.config import RouteConfig
-from rorqual.route.events import BadStream, EventSplitter, StreamRecord
+from rorqual.route.events import BadStream, EventSplitter, StreamRecord, is_full, is_loss
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.servers import UNREADY, Server, ServerList
 
 log = logging.getLogger("rorqual.route")
 
 RETRIED = frozenset((502, 503))  # nothing was done there; another server may have room
+LONGEST_ERROR = 4096  # bytes of an answer that may be one that tells of a lost engine
 EVENTS = "text/event-stream"
+
+
+def is_retried(status: int, body: Any) -> bool:
+    """Whether another server is to be asked: this one has no room, or lost its engine. A client
+    that has more than its share is told so, wherever it asks."""
+    if status in RETRIED:
+        return True
+    known = isinstance(body, bytes) and len(body) < LONGEST_ERROR
+    return known and ((status == 500 and is_loss(body)) or (status == 429 and is_full(body)))
+
+
+def noted(status: int, body: bytes) -> int:
+    """The status that tells of the server's state."""
+    return 503 if status == 500 and is_retried(status, body) else status
 
 
 class Forwarder:
@@ -125,7 +140,7 @@ class Forwarder:
                 failed.add(server)
                 call.transfer = None
                 continue
-            if found.status not in RETRIED:
+            if not is_retried(found.status, found.body):
                 return found
             refused = found
             failed.add(server)
@@ -148,8 +163,10 @@ class Forwarder:
                     self.session, call.method, call.target, call.headers, body
                 )
                 data = await attempt.read_all(self.config.max_answer_bytes)
-                status = answer.status
-                return web.Response(status=status, headers=passed_on(answer.headers), body=data)
+                status = noted(answer.status, data)
+                return web.Response(
+                    status=answer.status, headers=passed_on(answer.headers), body=data
+                )
         except ValueError as caught:
             raise RouteError(502, str(caught), "answer_too_long") from None
         except BaseException as caught:
@@ -236,6 +253,7 @@ class RoutedStream:
                 status = answer.status
                 if status != 200 or answer.content_type != EVENTS:
                     data = await attempt.read_all(self.config.max_answer_bytes)
+                    status = noted(status, data)
                     return self._no_stream(server, answer, data)
                 return await self._pass(attempt, answer)
         except BadStream as caught:
@@ -259,7 +277,7 @@ class RoutedStream:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
             return None
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
-        if answer.status not in RETRIED:
+        if not is_retried(answer.status, data):
             return found
         self.refused = found
         return None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from rorqual.route.servers import READY, Server
 
@@ -13,6 +19,7 @@ class RouteMetrics:
     """Labels: `server` is a URL. Series of a server that left are taken away."""
 
     def __init__(self) -> None:
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.requests = self._counter(
             "requests", "Requests sent to servers, by how that ended", "server", "outcome"

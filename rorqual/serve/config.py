@@ -16,6 +16,7 @@ from rorqual.text.tool_calls import FORMATS
 
 _server = partial(option, group="Server")
 _transfer = partial(option, group="Prefill and decode apart")
+_routers = partial(option, group="Routers")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,13 @@ class ServeConfig:
         "Where pages do not come: compute the prompt here, or fail the request (503).",
         choices=ON_FAILURE,
     )
+    register: tuple[str, ...] = _routers((), "URL of a `rorqual route` to join; may be repeated.")
+    register_secret_file: str | None = _routers(
+        None, "A file with the router's --admin-secret-file secret; needed with --register."
+    )
+    register_url: str | None = _routers(
+        None, "Where the router finds this server; else http://HOST:PORT."
+    )
     structured: bool = option(
         True,
         "Offer grammars; needs xgrammar and a process to compile in.",
@@ -114,6 +122,11 @@ class ServeConfig:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
         if self.role != "none":
             self._check_role()
+        for url in (*self.register, *((self.register_url,) if self.register_url else ())):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        if self.register and self.register_secret_file is None:
+            raise ConfigError("register needs register_secret_file")
 
     def _check_role(self) -> None:
         if self.kv_secret_file is None:

@@ -32,6 +32,7 @@ from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.connection import DirectSend, limited
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
+from rorqual.serve.registration import Registration, read_secret
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import tokenizer_of
@@ -62,6 +63,7 @@ def run(config: ServeConfig, version: str) -> int:
     options = engine_options(config, folder)
     profile_dir(config)  # raises ConfigError before anything is loaded
     config.transfer()  # likewise
+    registration(config, "")
     sock = _bind(config)
     try:
         import uvloop
@@ -201,11 +203,15 @@ async def serve(
         loop.add_signal_handler(number, told.set)
     http = asyncio.create_task(server.serve([sock]))
     engines = asyncio.create_task(fleet.run())
-    beside = (_sample(api), _announce(api, sock), api.memory.run())
+    known = registration(config, address(sock))
+    beside = (_sample(api), _announce(api, sock, known), api.memory.run())
     others = [asyncio.create_task(work) for work in beside]
     stop = asyncio.create_task(told.wait())
     try:
         await asyncio.wait({engines, http, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if known is not None:
+            others[1].cancel()
+            await known.leave()
         return await _end(api, engines, told)
     finally:
         for task in others:
@@ -262,7 +268,8 @@ async def _sample(api: Api) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def _announce(api: Api, sock: socket.socket) -> None:
+async def _announce(api: Api, sock: socket.socket, known: Registration | None) -> None:
+    """Once it is ready; then to routers, for as long as it serves."""
     while not api.fleet.healthy:
         await asyncio.sleep(0.05)
     check_open_files(api.fleet.room)
@@ -270,11 +277,23 @@ async def _announce(api: Api, sock: socket.socket) -> None:
     phases = {"api": api.fleet.began, **slowest.startup}
     told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
     log.warning("ready after %.1f s: %s", sum(phases.values()), told)
+    log.warning("serving %s on %s (docs at /docs)", ", ".join(api.served.names), address(sock))
+    if known is not None:
+        await known.run()
+
+
+def address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.warning(
-        "serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port
-    )
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def registration(config: ServeConfig, url: str) -> Registration | None:
+    """Raises ConfigError where the secret cannot be read."""
+    if not config.register or config.register_secret_file is None:
+        return None
+    secret = read_secret(config.register_secret_file)
+    routers = tuple(router.rstrip("/") for router in config.register)
+    return Registration(routers, secret, config.register_url or url, config.role)
 
 
 def check_open_files(room: int) -> None:

@@ -50,6 +50,7 @@ class Faults:
     before_head: bool = False
     refuse: int | None = None
     refusals: int = 1
+    code: str = "busy"
     unmarked: bool = False  # as a server of another make
     slow: float = 0.0  # seconds between events
 
@@ -103,7 +104,7 @@ class FakeServer:
             return web.Response()
         if faults.refuse is not None and faults.refusals:
             faults.refusals -= 1
-            error = {"error": {"message": f"{self.name} refuses", "code": "busy"}}
+            error = {"error": {"message": f"{self.name} refuses", "code": faults.code}}
             return web.json_response(error, status=faults.refuse, headers={"Retry-After": "7"})
         try:
             if body.get("stream"):

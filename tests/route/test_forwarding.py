@@ -19,7 +19,16 @@ STREAM = {**ASK, "stream": True}
 
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 @pytest.mark.parametrize(
-    "fault", [{"before_head": True}, {"refuse": 503}, {"refuse": 502}, {"die_after": 0}], ids=str
+    "fault",
+    [
+        {"before_head": True},
+        {"refuse": 503},
+        {"refuse": 502},
+        {"refuse": 500, "code": "engine_dead"},
+        {"refuse": 429, "code": "queue_full"},
+        {"die_after": 0},
+    ],
+    ids=str,
 )
 def test_what_one_server_did_not_begin_another_answers(body: Any, fault: dict[str, Any]) -> None:
     if body is ASK and "die_after" in fault:

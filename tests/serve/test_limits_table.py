@@ -192,6 +192,7 @@ NO_LIMITS = {
     "IDLE_POLL_MS",
     "LARGE_BODIES",  # told below the table
     "LATENCY_EVERY",
+    "LEASE_SECONDS",  # told where servers join a router
     "LOWEST",
     "PERCENTILES",
     "PR_SET_PDEATHSIG",
@@ -200,6 +201,7 @@ NO_LIMITS = {
     "ROW_SECONDS",
     "SAMPLE_SECONDS",
     "SHARE_SECONDS",
+    "TIMEOUT",  # of a word to a router
     "SNAPSHOT_SECONDS",
     "STARTUP_FAILED",
     "STEP_FAILED",
