@@ -351,7 +351,7 @@ def make_target(command: Command, place: Place) -> None:
 
 
 def pip_extra(command: Command, place: Place) -> None:
-    extras = re.findall(r"\[(\w+)\]", command.text)
+    extras = [one for some in re.findall(r"\[([\w,]+)\]", command.text) for one in some.split(",")]
     text = (ROOT / "pyproject.toml").read_text()
     assert extras
     for extra in extras:

@@ -184,6 +184,7 @@ print(before, peak(), weight_bytes(model))
 """
 
 
+@pytest.mark.exhaustive
 def test_loading_peaks_little_above_the_weights(tmp_path: Path):
     """One 0.9 GB file: resident memory grows by at most 1.15 times the weights' bytes, mapped
     file pages included."""

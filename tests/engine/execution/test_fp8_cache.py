@@ -153,6 +153,7 @@ def other(
     return path, dtype, found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OTHER_SETTINGS, ids=name_of)
 def test_other_8bit_caches_do_not_depend_on_it_either(
     other: tuple[Path, str, list[list[int]]], options: dict[str, Any]
@@ -166,6 +167,7 @@ def test_other_8bit_caches_do_not_depend_on_it_either(
     assert_same(greedy(llm, BATCH), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "chunked_prefill_size": 5}], ids=str)
 def test_other_8bit_caches_on_several_ranks(
     other: tuple[Path, str, list[list[int]]], layout: dict[str, Any]

@@ -90,6 +90,7 @@ def assert_expected(loop: Loop, requests: list[Request]) -> None:
 # ---- many requests
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ten_thousand_requests_complete(depth: int) -> None:
     scheduler = make(

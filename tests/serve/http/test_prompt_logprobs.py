@@ -97,6 +97,7 @@ def test_prompt_logprobs_in_both_apis(client: openai.OpenAI, said: Any) -> None:
     assert all(2 <= len(entry) <= 3 for entry in scored[1:])
 
 
+@pytest.mark.exhaustive
 def test_scored_prompts_beside_a_stream(server: Running, client: openai.OpenAI) -> None:
     """Chunks go on coming while the log probabilities of long prompts are written."""
     ids = [7] * 500
