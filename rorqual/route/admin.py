@@ -23,8 +23,8 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Admin:
-    """POST register {url, role, lease_seconds}: join, or renew; drain and undrain {url}; leave
-    {url}; GET servers."""
+    """POST register {url, role, lease_seconds}: join, or renew; drain, undrain and leave
+    {url}, or ?server=URL; GET servers."""
 
     def __init__(self, secret: str, servers: ServerList, checks: HealthChecks):
         self.expected = f"Bearer {secret}".encode()
@@ -90,7 +90,8 @@ class Admin:
         return web.json_response({"url": server.url})
 
     async def _server(self, request: web.Request) -> Server:
-        url = _url(await _fields(request))
+        named = request.query.get("server")
+        url = _url(await _fields(request) if named is None else {"url": named})
         server = self.servers.servers.get(url)
         if server is None:
             raise RouteError(404, f"{url} is no server of this router", "no_such_server")

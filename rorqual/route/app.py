@@ -100,18 +100,19 @@ class Router:
 
     async def show_metrics(self, request: web.Request) -> web.Response:
         self.metrics.open.set(self.open)
-        body = self.metrics.text(list(self.servers))
+        body = self.metrics.text(list(self.servers), self.config.breaker_failures)
         return web.Response(body=body, headers={"Content-Type": METRICS})
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
+        if {".", ".."} & set(request.path.split("/")):
+            raise RouteError(404, "a path has no dots of its own", "no_route")
         if self.open >= self.config.max_in_flight:
             raise too_many(self.open)
         self.open += 1
         try:
             body = await self._body(request)
-            call = RoutedCall.of(
-                request.method, request.path, request.raw_path, request.headers, body
-            )
+            target = request.rel_url.raw_path_qs  # also where the client wrote a whole URL
+            call = RoutedCall.of(request.method, request.path, target, request.headers, body)
             return await self.forwarder.answer(call, request)
         finally:
             self.open -= 1

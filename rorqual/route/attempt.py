@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import aiohttp
+from yarl import URL
 
 from rorqual.route.servers import DOWN, READY, UNREADY, Server
 
@@ -95,7 +96,7 @@ class Attempt:
         async def request() -> aiohttp.ClientResponse:
             return await session.request(
                 method,
-                self.server.url + target,
+                URL(self.server.url + target, encoded=True),  # as the client wrote it
                 data=body or None,
                 headers=headers,
                 allow_redirects=False,

@@ -28,6 +28,7 @@ HOP = frozenset(
 RESUMABLE = "X-Rorqual-Resumable"
 CAN_GO_ON = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATES = CAN_GO_ON | {"/v1/responses", "/v1/messages"}
+LONG_BODY = 1 << 18  # bytes from which on to read or write it is worth a thread
 KEY_BYTES = 1 << 17  # of a prompt, for policies that look at it
 # of a request for a prompt alone: what would make its one token dearer, or the answer longer
 NOT_FOR_PREFILL = (

@@ -3,8 +3,10 @@ full, and streams, which go on elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -12,7 +14,7 @@ from aiohttp import web
 
 from rorqual.route.answers import DONE, RouteError, no_server, server_lost, stream_lost
 from rorqual.route.attempt import Attempt, ServerLost
-from rorqual.route.calls import RESUMABLE, RoutedCall, passed_on
+from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, passed_on
 from rorqual.route.config import RouteConfig
 from rorqual.route.events import BadStream, EventSplitter, StreamRecord, is_full, is_loss
 from rorqual.route.metrics import RouteMetrics
@@ -25,18 +27,23 @@ LONGEST_ERROR = 4096  # bytes of an answer that may be one that tells of a lost 
 EVENTS = "text/event-stream"
 
 
-def is_retried(status: int, body: Any) -> bool:
-    """Whether another server is to be asked: this one has no room, or lost its engine. A client
-    that has more than its share is told so, wherever it asks."""
-    if status in RETRIED:
-        return True
-    known = isinstance(body, bytes) and len(body) < LONGEST_ERROR
-    return known and ((status == 500 and is_loss(body)) or (status == 429 and is_full(body)))
+def has_no_room(status: int, body: bytes) -> bool:
+    """Whether another server is to be asked. A client that has more than its share is told so,
+    wherever it asks."""
+    return status in RETRIED or (status == 429 and len(body) < LONGEST_ERROR and is_full(body))
 
 
-def noted(status: int, body: bytes) -> int:
-    """The status that tells of the server's state."""
-    return 503 if status == 500 and is_retried(status, body) else status
+def check_lost(status: int, body: bytes) -> None:
+    """Raises ServerLost where an answer says that it will not come."""
+    if status == 500 and len(body) < LONGEST_ERROR and is_loss(body):
+        raise ServerLost(f"it answers {body[:200]!r}", UNREADY)
+
+
+async def beside(call: RoutedCall, make: Callable[..., bytes], *arguments: Any) -> bytes:
+    """What `make` gives, on a thread where the body is long: all others wait for this one."""
+    if len(call.body) < LONG_BODY:
+        return make(*arguments)
+    return await asyncio.to_thread(make, *arguments)
 
 
 class Forwarder:
@@ -70,6 +77,8 @@ class Forwarder:
 
     def note(self, server: Server, error: BaseException | None, status: int = 0) -> None:
         """How an attempt ended."""
+        if self.servers.servers.get(server.url) is not server:
+            return  # it left meanwhile, and its figures with it
         if isinstance(error, ServerLost):
             self.metrics.note(server, "lost")
             self.servers.failed(server, error.state)
@@ -108,7 +117,7 @@ class Forwarder:
         )
         try:
             with Attempt(server) as attempt:
-                body = call.prefill_body()
+                body = await beside(call, call.prefill_body)
                 answer = await attempt.begin(
                     self.session, "POST", call.target, headers, body, timeout
                 )
@@ -119,7 +128,8 @@ class Forwarder:
             raise
         finally:
             self.note(server, error, status)
-        found = json.loads(data).get("kv_transfer_params") if status == 200 else None
+        told = json.loads(data) if status == 200 else None
+        found = told.get("kv_transfer_params") if isinstance(told, dict) else None
         return found if isinstance(found, dict) else None
 
     # ---- answers that do not stream
@@ -140,7 +150,8 @@ class Forwarder:
                 failed.add(server)
                 call.transfer = None
                 continue
-            if not is_retried(found.status, found.body):
+            assert isinstance(found.body, bytes)
+            if not has_no_room(found.status, found.body):
                 return found
             refused = found
             failed.add(server)
@@ -158,12 +169,13 @@ class Forwarder:
         status = 0
         try:
             with Attempt(server) as attempt:
-                body = call.answer_body(None) if call.transfer is not None else call.body
+                body = await beside(call, call.answer_body, None)
                 answer = await attempt.begin(
                     self.session, call.method, call.target, call.headers, body
                 )
                 data = await attempt.read_all(self.config.max_answer_bytes)
-                status = noted(answer.status, data)
+                status = answer.status
+                check_lost(status, data)
                 return web.Response(
                     status=answer.status, headers=passed_on(answer.headers), body=data
                 )
@@ -242,7 +254,7 @@ class RoutedStream:
         call = self.call
         resume = self.record.resume() if self.response is not None else None
         headers = {**call.headers, **({RESUMABLE: "1"} if call.can_go_on else {})}
-        body = call.answer_body(resume) if resume or call.transfer else call.body
+        body = await beside(call, call.answer_body, resume)
         error: BaseException | None = None
         status = 0
         try:
@@ -253,13 +265,16 @@ class RoutedStream:
                 status = answer.status
                 if status != 200 or answer.content_type != EVENTS:
                     data = await attempt.read_all(self.config.max_answer_bytes)
-                    status = noted(status, data)
+                    check_lost(status, data)
                     return self._no_stream(server, answer, data)
                 return await self._pass(attempt, answer)
         except BadStream as caught:
             error = ServerLost(str(caught))
             raise error from None
         except ValueError as caught:
+            if self.response is not None:  # the client has half a stream already
+                error = ServerLost(str(caught))
+                raise error from None
             raise RouteError(502, str(caught), "answer_too_long") from None
         except BaseException as caught:
             error = caught
@@ -277,7 +292,7 @@ class RoutedStream:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
             return None
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
-        if not is_retried(answer.status, data):
+        if not has_no_room(answer.status, data):
             return found
         self.refused = found
         return None

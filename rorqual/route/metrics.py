@@ -31,6 +31,9 @@ class RouteMetrics:
         self.prefills = self._counter("prefills", "Prompts sent to prefill servers", "outcome")
         self.in_flight = self._gauge("in_flight", "Requests under way", "server")
         self.up = self._gauge("server_ready", "1 where a server takes requests", "server")
+        self.breaker = self._gauge(
+            "breaker_open", "1 where a server failed too often in a row", "server"
+        )
         self.open = self._gauge("open_requests", "Clients' requests that are open")
         self.outcomes: set[tuple[str, str]] = set()
 
@@ -49,13 +52,14 @@ class RouteMetrics:
         self.up.labels(server.url).set(server.state == READY)
 
     def forget(self, url: str) -> None:
-        for metric in (self.in_flight, self.up):
+        for metric in (self.in_flight, self.up, self.breaker):
             metric.remove_by_labels({"server": url})
         for pair in [pair for pair in self.outcomes if pair[0] == url]:
             self.requests.remove(*pair)
             self.outcomes.discard(pair)
 
-    def text(self, servers: list[Server]) -> bytes:
+    def text(self, servers: list[Server], breaker_failures: int) -> bytes:
         for server in servers:
             self.in_flight.labels(server.url).set(server.in_flight)
+            self.breaker.labels(server.url).set(server.strikes >= breaker_failures)
         return generate_latest(self.registry)

@@ -45,6 +45,7 @@ class Faults:
     die_after: int | None = None
     half: bool = False
     hang_after: int | None = None
+    again: int | None = None  # die_after of the streams that follow
     error_after: int | None = None
     error_code: str = "engine_dead"
     before_head: bool = False
@@ -52,6 +53,7 @@ class Faults:
     refusals: int = 1
     code: str = "busy"
     unmarked: bool = False  # as a server of another make
+    strange: bool = False  # an answer that is JSON, but no object
     slow: float = 0.0  # seconds between events
 
 
@@ -61,6 +63,7 @@ class FakeServer:
         self.faults = faults or Faults()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.targets: list[str] = []
         self.left = 0  # requests whose client went away
         self.wrong: list[str] = []
         self.healthy = 200
@@ -96,6 +99,7 @@ class FakeServer:
         except ValueError:
             return web.json_response({"error": {"message": "no JSON"}}, status=400)
         self.bodies.append(body)
+        self.targets.append(request.raw_path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         faults = self.faults
         if faults.before_head:
@@ -114,6 +118,8 @@ class FakeServer:
         except (asyncio.CancelledError, ConnectionError):
             self.left += 1
             raise
+        if faults.strange:
+            return web.json_response([self.name])
         prompt = body.get("prompt", "")
         count = body.get("max_tokens", 8)
         found: dict[str, Any] = {"server": self.name, "text": said(prompt, 0, count)}
@@ -128,7 +134,7 @@ class FakeServer:
         marked = request.headers.get("X-Rorqual-Resumable") == "1"
         for number, event in enumerate(self.events(body, marked)):
             if number == faults.die_after:
-                faults.die_after = None
+                faults.die_after = faults.again
                 if faults.half:
                     await response.write(event[: len(event) // 2])
                     await asyncio.sleep(0.02)

@@ -104,6 +104,9 @@ def test_a_breaker_opens_and_one_request_tries_it() -> None:
             for _ in range(6):
                 await router.ask(ASK)
             assert not router.server(bad).usable(3)
+            told = (await router.get("/metrics"))[1]
+            assert f'breaker_open{{server="{bad.url}"}} 1.0' in told
+            assert f'breaker_open{{server="{good.url}"}} 0.0' in told
             before = len(bad.bodies)
             for _ in range(4):
                 assert (await router.ask(ASK))[1]["server"] == "good"
@@ -179,6 +182,35 @@ def test_limits() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/v1/../health", 404),
+        ("/v1/%2e%2e/health", 404),
+        ("/v1/x/..%2f..%2fhealth", 404),
+        ("/v1/a%20b?x=%2f", 200),
+        ("http://elsewhere/v1/models?x=1", 200),
+    ],
+)
+def test_nothing_but_v1_is_passed_on_and_that_as_it_was(target: str, status: int) -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake) as router:
+            port = int(router.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"GET {target} HTTP/1.1\r\nHost: router\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode())
+            line = await reader.readline()
+            await reader.read()
+            writer.close()
+            assert int(line.split()[1]) == status
+            expected = [target.removeprefix("http://elsewhere")] if status == 200 else []
+            assert fake.targets == expected
+            assert router.server(fake).strikes == 0
+
+    run(test())
+
+
 # ---- prompts computed elsewhere
 
 
@@ -203,7 +235,12 @@ def test_a_prompt_goes_to_a_prefill_server_first(body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("faults", "down"),
-    [(Faults(before_head=True), False), (Faults(refuse=503), False), (Faults(), True)],
+    [
+        (Faults(before_head=True), False),
+        (Faults(refuse=503), False),
+        (Faults(strange=True), False),
+        (Faults(), True),
+    ],
 )
 def test_without_a_prefill_server_the_other_computes_the_prompt(faults: Faults, down: bool) -> None:
     async def test() -> None:
@@ -283,7 +320,7 @@ def test_servers_join_drain_and_leave(tmp_path: Any) -> None:
             assert (status, told["roles"]) == (200, ["replica"])
             await router.until(lambda: router.server(second).state == "ready")
             assert {(await router.ask(ASK))[1]["server"] for _ in range(4)} == {"first", "second"}
-            await admin("drain", url=first.url)
+            assert (await admin(f"drain?server={first.url}"))[0] == 200
             assert {(await router.ask(ASK))[1]["server"] for _ in range(4)} == {"second"}
             await admin("undrain", url=first.url)
             await router.until(lambda: second.url not in router.router.servers.servers)
