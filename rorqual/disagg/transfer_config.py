@@ -10,15 +10,16 @@ from rorqual.errors import ConfigError
 ROLES = ("prefill", "decode", "both")
 ON_FAILURE = ("recompute", "fail")
 SHORTEST_SECRET = 16  # bytes
+PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 
 
 @dataclass(frozen=True)
 class TransferConfig:
     """role: prefill keeps pages for other engines and serves them, decode fetches them, both does
-    both. host, port: where pages are served, 0 for a free port. peers: addresses, HOST or
-    HOST:PORT, that pages may be fetched from. secret: known to all of them. lease_seconds: how long
-    pages are kept for who has not yet fetched them. on_failure: what becomes of a request whose
-    pages do not come."""
+    both. host, port: where pages are served, 0 for a free port. peers: addresses, in PEER_FORMS,
+    that pages may be fetched from. secret: known to all of them. lease_seconds: how long pages are
+    kept for who has not yet fetched them. on_failure: what becomes of a request whose pages do not
+    come."""
 
     role: str
     secret: str
@@ -49,10 +50,13 @@ class TransferConfig:
             raise ConfigError(f"kv_port={self.port} is out of range; accepted: 0 to 65535")
         _private(self.host, "kv_host")
         for peer in self.peers:
+            if "/" in peer:
+                _private_network(peer)
+                continue
             host, _, port = peer.partition(":")
             _private(host, "kv_peers")
             if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-                raise ConfigError(f"kv_peers={peer!r} is no address; accepted: HOST or HOST:PORT")
+                raise ConfigError(f"kv_peers={peer!r} is no address; accepted: {PEER_FORMS}")
 
     @property
     def sends(self) -> bool:
@@ -65,7 +69,22 @@ class TransferConfig:
     def allows(self, host: str, port: int) -> bool:
         """Whether pages may be fetched from there: a request names the address, and must not make
         this process call any it likes."""
-        return host in self.peers or f"{host}:{port}" in self.peers
+        try:
+            address = ipaddress.IPv4Address(host)
+        except ValueError:
+            return False
+        if host in self.peers or f"{host}:{port}" in self.peers:
+            return True
+        return any(address in ipaddress.IPv4Network(peer) for peer in self.peers if "/" in peer)
+
+
+def _private_network(peer: str) -> None:
+    try:
+        network = ipaddress.IPv4Network(peer)
+    except ValueError as error:
+        raise ConfigError(f"kv_peers={peer!r}: {error}; accepted: {PEER_FORMS}") from None
+    if not (network.is_loopback or network.is_private) or network.network_address.is_unspecified:
+        raise ConfigError(f"kv_peers={peer!r} is public; accepted: a private network")
 
 
 def _private(host: str, name: str) -> None:

@@ -74,7 +74,8 @@ class ServeConfig:
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
     kv_port: int = _transfer(0, "Its port; 0 takes a free one. Replicas have the next ones.")
     kv_peers: tuple[str, ...] = _transfer(
-        ("127.0.0.1",), "HOST or HOST:PORT that pages may be fetched from; may be repeated."
+        ("127.0.0.1",),
+        "HOST, HOST:PORT or NETWORK/BITS that pages may be fetched from; may be repeated.",
     )
     kv_secret_file: str | None = _transfer(
         None, "A file with the secret that all who exchange pages know; needed with --role."

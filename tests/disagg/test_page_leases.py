@@ -262,6 +262,9 @@ def test_differences_are_named() -> None:
         ({"host": "0.0.0.0"}, "kv_host='0.0.0.0' is public"),
         ({"peers": ("example.org",)}, "kv_peers='example.org' is no IPv4 address"),
         ({"peers": ("10.0.0.1:0",)}, "kv_peers='10.0.0.1:0' is no address"),
+        ({"peers": ("8.8.0.0/16",)}, "kv_peers='8.8.0.0/16' is public"),
+        ({"peers": ("0.0.0.0/0",)}, "is public"),
+        ({"peers": ("10.0.0.1/8",)}, "has host bits set"),
         ({"lease_seconds": 0.0}, "accepted: 1 to 3600"),
         ({"port": 70000}, "kv_port=70000"),
         ({"on_failure": "pray"}, "kv_load_failure='pray'"),
@@ -273,6 +276,11 @@ def test_options_out_of_range(given: dict[str, Any], message: str) -> None:
 
 
 def test_peers_are_hosts_or_addresses() -> None:
+    network = TransferConfig("decode", SECRET, peers=("10.1.0.0/16", "192.168.7.3"))
+    assert network.allows("10.1.255.3", 9)
+    assert network.allows("192.168.7.3", 9)
+    for other in ("10.2.0.1", "192.168.7.4", "127.0.0.1", "10.1.0.0/16", "localhost", ""):
+        assert not network.allows(other, 9)
     config = TransferConfig("decode", SECRET, peers=("10.0.0.1", "127.0.0.1:9001"))
     assert config.allows("10.0.0.1", 5)
     assert config.allows("127.0.0.1", 9001)
