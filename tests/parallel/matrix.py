@@ -59,12 +59,13 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 def pairwise(cases: list[Case]) -> list[Case]:
     """Greedy: the case with most pairs not seen yet, until every pair that occurs in `cases` has
     been seen."""
-    missing = set().union(*map(pairs, cases))
+    pairs_of = [pairs(case) for case in cases]
+    missing = set().union(*pairs_of)
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(cases)), key=lambda i: len(pairs_of[i] & missing))
+        chosen.append(cases[best])
+        missing -= pairs_of[best]
     return chosen
 
 

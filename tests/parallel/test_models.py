@@ -285,6 +285,7 @@ def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str,
     )
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")
 @pytest.mark.parametrize(

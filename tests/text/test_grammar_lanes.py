@@ -135,6 +135,7 @@ def test_the_same_grammar_is_compiled_once_for_all_who_wait(grammars: XGrammars)
     assert not grammars.jobs
 
 
+@pytest.mark.exhaustive
 def test_nobody_waits_for_what_nobody_wants(grammars: XGrammars) -> None:
     """Requests that were cancelled while they waited cost no time."""
     heard: SimpleQueue[Exception | None] = SimpleQueue()
@@ -147,6 +148,7 @@ def test_nobody_waits_for_what_nobody_wants(grammars: XGrammars) -> None:
     assert not grammars.jobs
 
 
+@pytest.mark.exhaustive
 def test_too_many_are_refused_at_once() -> None:
     grammars = made(waiting=2, seconds=1.0, quick=0.3)
     try:

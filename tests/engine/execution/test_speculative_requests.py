@@ -90,6 +90,7 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_penalties_and_bias_count_along_the_drafts(plain: LLM, fast: LLM):
     texts = [TEXT[i % 4] for i in range(8)]
     params = [greedy(**edit) for edit in EDITS]

@@ -136,6 +136,7 @@ def test_what_is_no_time_is_refused(given: str) -> None:
         EngineConfig("folder", itl_ms=given)
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_the_same_however_prompts_are_chunked() -> None:
     """In fp32; and prompts are really taken in pieces."""
     prompts = [[(7 * i + j) % 4000 for j in range(90 + 40 * i)] for i in range(8)]

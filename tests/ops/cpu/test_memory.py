@@ -35,6 +35,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["fp32", "bf16", "fp32 products", "bf16 products", "logits"])
 def test_kernels_stay_within_their_arrays(program: Path, what: str) -> None:
     # libgomp's threads are still there at the end: what they hold is no leak

@@ -427,6 +427,7 @@ def test_wrong_settings_are_named() -> None:
             make()
 
 
+@pytest.mark.exhaustive
 def test_it_is_much_faster_than_the_real_thing() -> None:
     """Ten minutes of a busy rank in well under a second of this processor for each."""
     start = time.process_time()

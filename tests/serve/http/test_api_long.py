@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_waits_for_a_long_request(roomy: Running, case: str) -> None:
     path, body, words = CASES[case]

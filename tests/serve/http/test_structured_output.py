@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import httpx
 import jsonschema
+import pytest
 
 from tests.serve.running import Running, start_server
 
@@ -99,6 +100,7 @@ async def failures(server: Running, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_random_schemas(server: Running):
     assert asyncio.run(failures(server, IN_SUITE)) == []
 
