@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -17,7 +18,7 @@ from aiohttp import web
 from rorqual.errors import ConfigError
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, too_many
-from rorqual.route.calls import RoutedCall
+from rorqual.route.calls import LONG_BODY, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
 from rorqual.route.forward import Forwarder
 from rorqual.route.health import HealthChecks
@@ -64,6 +65,7 @@ class Router:
         self.checks = HealthChecks(config, self.servers, self.session, self.metrics)
         self.forwarder = Forwarder(config, self.servers, self.session, self.metrics)
         self.open = 0
+        self.held = 0  # bytes of bodies
 
     async def start(self) -> None:
         """Every server is looked at once before the first request."""
@@ -81,6 +83,7 @@ class Router:
         app = web.Application(
             middlewares=[self._errors], client_max_size=self.config.max_body_bytes
         )
+        app.on_response_prepare.append(_nameless)
         app.router.add_get("/live", _live)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.show_metrics)
@@ -109,12 +112,21 @@ class Router:
         if self.open >= self.config.max_in_flight:
             raise too_many(self.open)
         self.open += 1
+        held = 0
         try:
             body = await self._body(request)
+            if self.held + len(body) > self.config.max_held_bytes:
+                raise too_many(self.open)
+            held = len(body)
+            self.held += held
             target = request.rel_url.raw_path_qs  # also where the client wrote a whole URL
-            call = RoutedCall.of(request.method, request.path, target, request.headers, body)
+            read = partial(
+                RoutedCall.of, request.method, request.path, target, request.headers, body
+            )
+            call = read() if held < LONG_BODY else await asyncio.to_thread(read)
             return await self.forwarder.answer(call, request)
         finally:
+            self.held -= held
             self.open -= 1
 
     async def _body(self, request: web.Request) -> bytes:
@@ -146,6 +158,11 @@ class Router:
             answer = _told(RouteError(500, f"internal error: {type(error).__name__}", "internal"))
         self.metrics.answers.labels(str(answer.status)).inc()
         return answer
+
+
+async def _nameless(request: web.Request, response: web.StreamResponse) -> None:
+    """Which library answers, in which version, is nobody's business."""
+    response.headers.pop("Server", None)
 
 
 async def _live(request: web.Request) -> web.Response:

@@ -70,10 +70,13 @@ class RouteConfig:
     tries: int = _limits(3, "Servers that are tried for a request in a row.", at_least_one=True)
     resumes: int = _limits(8, "Times that a stream goes on elsewhere.")
     resume_tokens: int = _limits(
-        262_144, "Tokens of a stream that are kept; one with more cannot go on elsewhere."
+        131_072, "Tokens of a stream that are kept; one with more cannot go on elsewhere."
     )
     max_in_flight: int = _limits(4096, "Requests at once; more get 503.", at_least_one=True)
     max_body_bytes: int = _limits(32 << 20, "Bytes of a request's body.", at_least_one=True)
+    max_held_bytes: int = _limits(
+        1 << 30, "Bytes of all open requests' bodies; more get 503.", at_least_one=True
+    )
     max_answer_bytes: int = _limits(
         256 << 20, "Bytes of an answer that does not stream.", at_least_one=True
     )

@@ -161,6 +161,34 @@ def test_bodies_that_only_the_server_can_judge(body: bytes) -> None:
     run(test())
 
 
+def test_one_server_whose_engine_died_is_waited_for() -> None:
+    async def test() -> None:
+        only = FakeServer("only", Faults(refuse=500, code="engine_dead"))
+        async with routed(only) as router:
+            assert (await router.ask(ASK))[0] == 200
+            only.faults = Faults(refuse=500, code="engine_dead")
+            (await router.post(STREAM)).assert_whole("abc", 4)
+
+    run(test())
+
+
+def test_long_bodies_go_through_threads() -> None:
+    async def test() -> None:
+        prefill, decode = FakeServer("prefill"), FakeServer("decode")
+        prompt = "word " * (1 << 17)
+        async with routed(prefill=(prefill,), decode=(decode,)) as router:
+            for more in ({}, {"stream": True}):
+                body = {"prompt": prompt, "max_tokens": 1, **more}
+                url = router.url + "/v1/completions"
+                async with router.session.post(url, json=body) as answer:
+                    assert answer.status == 200
+                    assert "Server" not in answer.headers
+            assert [body["prompt"] for body in decode.bodies] == [prompt] * 2
+            assert all("kv_transfer_params" in body for body in decode.bodies)
+
+    run(test())
+
+
 def test_limits() -> None:
     async def test() -> None:
         fake = FakeServer("slow", Faults(slow=0.05))
@@ -177,6 +205,10 @@ def test_limits() -> None:
                 (await stream).assert_whole("abc", 20)
             assert (await router.ask(ASK))[0] == 200
             assert (await router.get("/other"))[0] == 404
+            assert router.router.held == 0
+            router.router.held = 1 << 30
+            assert (await router.ask(ASK))[0] == 503
+            router.router.held = 0
             assert (await router.get("/admin/servers"))[0] == 404, "there is no secret"
 
     run(test())
