@@ -1,10 +1,11 @@
 """The process of `rorqual route`: routes, signals, and the end. Exit status 0 after SIGTERM or
-SIGINT."""
+SIGINT, 1 where a second one cut requests off."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,7 @@ log = logging.getLogger("rorqual.route")
 
 HEADER_BYTES = 32 << 10  # all of a request's, and its first line
 READ_BYTES = 1 << 16
+SPARE_FILES = 64  # of the process itself
 BODY_SECONDS = 60.0  # that a request's body may take
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -191,6 +193,7 @@ def bind(config: RouteConfig) -> socket.socket:
 def run(config: RouteConfig) -> int:
     """Route until told to stop; returns the exit status."""
     config.secret()  # raises ConfigError before anything listens
+    allow_open_files(config.max_in_flight)
     sock = bind(config)
     factory: Any = None
     with suppress(ImportError):
@@ -203,8 +206,13 @@ def run(config: RouteConfig) -> int:
 
 async def route(config: RouteConfig, sock: socket.socket) -> int:
     stop = asyncio.Event()
+    hurry = asyncio.Event()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        asyncio.get_running_loop().add_signal_handler(name, told)
     router = Router(config)
     await router.start()
     runner = web.AppRunner(
@@ -226,7 +234,34 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
         port,
     )
     await stop.wait()
-    log.info("ending: open requests have %g s", config.drain_timeout)
-    await runner.cleanup()
+    log.info(
+        "ending: %d open requests have %g s; a second signal ends them now",
+        router.open,
+        config.drain_timeout,
+    )
+    ending = asyncio.create_task(runner.cleanup())
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({ending, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not ending.done():
+        log.warning("ended with %d open requests", router.open)
     await router.close()
-    return 0
+    return 0 if ending.done() else 1
+
+
+def allow_open_files(requests: int) -> None:
+    """Each request has two connections. Without them servers look dead that are not."""
+    needed = 2 * requests + SPARE_FILES
+    most, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return
+    most = needed if allowed == resource.RLIM_INFINITY else min(needed, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, allowed))
+    if most < needed:
+        log.warning(
+            "at most %d files may be open, but %d requests have two connections each: raise the "
+            "limit (ulimit -Hn %d), or lower --max-in-flight",
+            most,
+            requests,
+            needed,
+        )

@@ -121,7 +121,11 @@ class RouteConfig:
 def server_url(url: str) -> str:
     """The address without /v1 and a slash at its end. Raises ConfigError."""
     base = url.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(base)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+    try:
+        parts = urlsplit(base)
+        known = bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
+    except ValueError:  # a port out of range, a label that no name may have
+        known = False
+    if not known or parts.scheme not in ("http", "https") or parts.query:
         raise ConfigError(f"{url!r} is no address of a server; accepted: http://HOST:PORT")
     return base

@@ -141,6 +141,9 @@ class EventSplitter:
         if self.rest:
             data = self.rest + data
         end = data.rfind(b"\n\n")
+        if end < 0 and b"\r\n\r\n" in data:  # servers of another make
+            data = data.replace(b"\r\n", b"\n")
+            end = data.rfind(b"\n\n")
         if end < 0:
             self.rest = data
             if len(data) > LONGEST_EVENT:

@@ -230,7 +230,7 @@ class RoutedStream:
 
     async def _next(self) -> Server | None:
         """Who makes what is left; None where nobody can."""
-        started = self.response is not None
+        started = self.record.events > 0  # a comment alone is nothing that has to go on
         if started and (not self.record.can_go_on or self.resumes >= self.config.resumes):
             return None
         if self.tries >= self.config.tries:
@@ -252,7 +252,7 @@ class RoutedStream:
         """The rest of the stream from one server: the answer to the client, or None where another
         is to be tried."""
         call = self.call
-        resume = self.record.resume() if self.response is not None else None
+        resume = self.record.resume() if self.record.events else None
         headers = {**call.headers, **({RESUMABLE: "1"} if call.can_go_on else {})}
         body = await beside(call, call.answer_body, resume)
         error: BaseException | None = None

@@ -72,7 +72,7 @@ class HealthChecks:
             async with self.session.get(f"{server.url}/health", timeout=timeout) as answer:
                 state = state_after(answer.status)
             server.missed = 0
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no host's name
             server.missed += 1
             # nobody listens: there is no need to ask again
             refused = isinstance(error, aiohttp.ClientConnectorError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -53,7 +55,8 @@ class RouteMetrics:
 
     def forget(self, url: str) -> None:
         for metric in (self.in_flight, self.up, self.breaker):
-            metric.remove_by_labels({"server": url})
+            with suppress(KeyError):  # it was never looked at
+                metric.remove(url)
         for pair in [pair for pair in self.outcomes if pair[0] == url]:
             self.requests.remove(*pair)
             self.outcomes.discard(pair)

@@ -36,8 +36,12 @@ class Server:
     attempts: set[Any] = field(default_factory=set)
     look: asyncio.Event = field(default_factory=asyncio.Event)  # set: look at /health now
 
+    @property
+    def ready(self) -> bool:
+        return self.state == READY and not self.draining
+
     def usable(self, breaker_failures: int) -> bool:
-        if self.state != READY or self.draining:
+        if not self.ready:
             return False
         if self.strikes < breaker_failures:
             return True
@@ -90,12 +94,16 @@ class ServerList:
             policy.forget(server)
 
     def usable(self, prefill: bool) -> list[Server]:
-        return [
+        """Where the breakers of all are open, whoever says that it is ready answers: failures in a
+        row may be those of one client's requests, and to refuse everybody helps nobody. A prompt
+        needs no prefill server."""
+        ready = [
             server
             for server in self.servers.values()
-            if (PREFILL in server.roles if prefill else server.roles & ANSWERS)
-            and server.usable(self.breaker_failures)
+            if (PREFILL in server.roles if prefill else server.roles & ANSWERS) and server.ready
         ]
+        found = [server for server in ready if server.usable(self.breaker_failures)]
+        return found if found or prefill else ready
 
     def pick(self, prefill: bool, key: bytes, without: Collection[Server] = ()) -> Server | None:
         """For a prompt that begins like `key`; of those `without` one only where there is no

@@ -53,6 +53,8 @@ class Faults:
     refusals: int = 1
     code: str = "busy"
     unmarked: bool = False  # as a server of another make
+    comment: bool = False  # before the first event
+    line_ends: bytes = b"\n"
     strange: bool = False  # an answer that is JSON, but no object
     slow: float = 0.0  # seconds between events
 
@@ -64,6 +66,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.targets: list[str] = []
+        self.peers: set[Any] = set()  # connections of requests under /v1/
         self.left = 0  # requests whose client went away
         self.wrong: list[str] = []
         self.healthy = 200
@@ -96,10 +99,11 @@ class FakeServer:
         data = await request.read()
         try:
             body = json.loads(data) if data else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             return web.json_response({"error": {"message": "no JSON"}}, status=400)
         self.bodies.append(body)
         self.targets.append(request.raw_path)
+        self.peers.add(request.transport.get_extra_info("peername"))
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         faults = self.faults
         if faults.before_head:
@@ -132,6 +136,9 @@ class FakeServer:
         await response.prepare(request)
         faults = self.faults
         marked = request.headers.get("X-Rorqual-Resumable") == "1"
+        if faults.comment:
+            await response.write(b": patience\n\n")
+            await asyncio.sleep(0.02)
         for number, event in enumerate(self.events(body, marked)):
             if number == faults.die_after:
                 faults.die_after = faults.again
@@ -150,7 +157,7 @@ class FakeServer:
                 await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
                 await response.write(b"data: [DONE]\n\n")
                 return response
-            await response.write(event)
+            await response.write(event.replace(b"\n", faults.line_ends))
             await asyncio.sleep(faults.slow)
         return response
 

@@ -1,0 +1,179 @@
+"""What servers and clients do that they should not, and what it must not do to others."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from tests.route.fakes import FakeServer, Faults, routed, run, said
+from tests.route.running import start_router
+
+ASK = {"prompt": "abc", "max_tokens": 4}
+STREAM = {**ASK, "stream": True}
+SECRET = "0123456789abcdef"
+
+
+def test_errors_of_one_client_do_not_take_the_servers_from_others() -> None:
+    """Where every breaker is open, servers that say that they are ready are asked all the same."""
+
+    async def test() -> None:
+        fakes = [FakeServer(str(i), Faults(refuse=500, refusals=4)) for i in range(2)]
+        async with routed(*fakes, breaker_failures=2, breaker_seconds=60) as router:
+            for _ in range(8):
+                assert (await router.ask(ASK))[0] == 500
+            assert (await router.ask(ASK))[0] == 200
+            assert (await router.get("/health"))[0] == 200
+
+    run(test())
+
+
+def test_a_server_that_dies_behind_a_comment_has_sent_nothing() -> None:
+    async def test() -> None:
+        bad = FakeServer("bad", Faults(comment=True, die_after=0))
+        good = FakeServer("good")
+        async with routed(good, bad) as router:
+            url = router.url + "/v1/completions"
+            async with router.session.post(url, json=STREAM) as answer:
+                raw = await answer.text()
+            assert raw.startswith(": patience\n\n")
+            assert '"error"' not in raw
+            assert raw.count("data: [DONE]") == 1
+            assert "rorqual_resume" not in good.bodies[0]
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_streams_with_the_other_line_ends_pass_as_they_come(path: str) -> None:
+    """As other servers write them."""
+
+    async def test() -> None:
+        fake = FakeServer("crlf", Faults(unmarked=True, line_ends=b"\r\n", slow=0.05))
+        async with routed(fake) as router:
+            async with router.session.post(router.url + path, json=STREAM) as answer:
+                first = await asyncio.wait_for(answer.content.readany(), 0.2)
+                rest = await answer.read()
+            assert first.startswith(b"data: {")
+            assert (first + rest).endswith(b"data: [DONE]\n\n")
+            assert len(fake.bodies) == 1
+
+    run(test())
+
+
+def test_connections_are_used_again() -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake, health_interval=60.0) as router:
+            for _ in range(6):
+                (await router.post(STREAM)).assert_whole("abc", 4)
+            assert len(fake.peers) == 1, "one connection after another"
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b:1", "http://" + "x" * 70 + ":1", "http://h:99999", "http://no.invalid:1"]
+)
+def test_an_address_that_nobody_has(tmp_path: Path, url: str) -> None:
+    """Refused, or down until its lease ends; the health checks go on."""
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake, admin_secret_file=str(path)) as router:
+            headers = {"Authorization": f"Bearer {SECRET}"}
+            body: dict[str, Any] = {"url": url, "lease_seconds": 1}
+            admin = router.url + "/admin/register"
+            async with router.session.post(admin, json=body, headers=headers) as answer:
+                assert answer.status in (200, 400), await answer.text()
+            for _ in range(2):
+                assert (await router.ask(ASK))[1]["text"] == said("abc", 0, 4)
+            await router.until(lambda: url not in router.router.servers.servers)
+            tasks = router.router.checks.tasks
+            assert [task for task in tasks.values() if task.done()] == []
+
+    run(test())
+
+
+def test_bodies_of_any_depth_do_no_harm() -> None:
+    async def test() -> None:
+        fake = FakeServer("only", Faults(refuse=400))
+        async with routed(fake) as router:
+            for body in (b"[" * 100_000, b'{"prompt":' * 50_000, b'{"prompt": "\\ud800"}'):
+                fake.faults = Faults(refuse=400)
+                url = router.url + "/v1/completions"
+                async with router.session.post(url, data=body) as answer:
+                    assert answer.status == 400, await answer.text()
+
+    run(test())
+
+
+def test_a_name_that_cannot_be_looked_up_does_not_end_the_looks() -> None:
+    """What a resolver raises is no reason to forget a server."""
+
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake) as router:
+            server = router.server(fake)
+            url, server.url = server.url, "http://a..b:1"
+            await router.until(lambda: server.state == "down")
+            server.url = url
+            await router.until(lambda: server.state == "ready")
+
+    run(test())
+
+
+def test_a_second_signal_ends_open_requests_now() -> None:
+    """With at most as many open files as the hard limit allows, which is said."""
+    with ExitStack() as stack:
+        fake, url = stack.enter_context(beside())
+        fake.faults.slow = 0.2
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+        try:
+            router = stack.enter_context(start_router("--replica", url))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        limits = Path(f"/proc/{router.pid}/limits").read_text()
+        soft = int(limits.partition("Max open files")[2].split()[0])
+        assert soft >= min(8192, limit[1])
+        body = b'{"prompt": "abc", "stream": true, "max_tokens": 1000}'
+        stack.enter_context(
+            urllib.request.urlopen(urllib.request.Request(f"{router.url}/v1/completions", body))
+        ).readline()
+        router.process.send_signal(signal.SIGINT)
+        router.wait_until(lambda: "a second signal ends them now" in router.text())
+        assert router.process.poll() is None
+        router.process.send_signal(signal.SIGINT)
+        assert router.process.wait(5) == 1
+        assert "ended with 1 open requests" in router.text()
+        assert "Traceback" not in router.text()
+
+
+@contextmanager
+def beside() -> Iterator[tuple[FakeServer, str]]:
+    """A server on a thread of its own."""
+    fake = FakeServer()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(fake.start(), loop).result(10)
+        yield fake, fake.url
+    finally:
+        asyncio.run_coroutine_threadsafe(fake.stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
