@@ -68,6 +68,7 @@ class Router:
         self.forwarder = Forwarder(config, self.servers, self.session, self.metrics)
         self.open = 0
         self.held = 0  # bytes of bodies
+        self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
         """Every server is looked at once before the first request."""
@@ -115,6 +116,9 @@ class Router:
             raise too_many(self.open)
         self.open += 1
         held = 0
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
         try:
             body = await self._body(request)
             if self.held + len(body) > self.config.max_held_bytes:
@@ -130,6 +134,7 @@ class Router:
         finally:
             self.held -= held
             self.open -= 1
+            self.tasks.discard(task)
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -243,10 +248,14 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({ending, hurried}, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
-    if not ending.done():
-        log.warning("ended with %d open requests", router.open)
+    cut = 0 if ending.done() else router.open
+    if cut:
+        log.warning("%d open requests are cut off", cut)
+        for task in list(router.tasks):
+            task.cancel()
+    await ending
     await router.close()
-    return 0 if ending.done() else 1
+    return 1 if cut else 0
 
 
 def allow_open_files(requests: int) -> None:

@@ -61,6 +61,13 @@ class Attempt:
         if self.waits and self.task is not None:
             self.task.cancel()
 
+    def end_unread(self, seconds: float) -> bool:
+        """Whether the client has taken nothing for so long of what the server sent: then the
+        request ends as if it had left."""
+        if self.waits or self.task is None or time.monotonic() - self.heard < seconds:
+            return False
+        return self.task.cancel()
+
     async def of_server(self, wait: Callable[[], Awaitable[T]]) -> T:
         """Something that the server is to bring. Raises ServerLost."""
         if self.given_up:

@@ -62,6 +62,9 @@ class RouteConfig:
         30.0, "Seconds that a request whose server died waits for another one."
     )
     prefill_timeout: float = _time(60.0, "Seconds that a prefill server may take for a prompt.")
+    reader_timeout: float = _time(
+        60.0, "Seconds that a client may take nothing of its stream before the request ends."
+    )
     drain_timeout: float = _time(30.0, "Seconds that open requests have after SIGTERM.")
     breaker_seconds: float = _time(
         10.0, "How long a server that failed --breaker-failures requests in a row gets none."
@@ -97,7 +100,8 @@ class RouteConfig:
             server_url(url)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
-        for name in ("health_interval", "health_timeout", "connect_timeout", "stall_timeout"):
+        above_zero = ("health_interval", "health_timeout", "connect_timeout", "stall_timeout")
+        for name in (*above_zero, "reader_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is out of range; accepted: above 0"

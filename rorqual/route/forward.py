@@ -87,7 +87,7 @@ class Forwarder:
             self.metrics.note(server, "left")
         elif status >= 500:
             self.metrics.note(server, "error")
-            self.servers.failed(server, UNREADY if status == 503 else None)
+            self.servers.failed(server)  # looks at /health: it may be this request's own fault
         else:
             self.metrics.note(server, "ok")
             self.servers.worked(server)
@@ -153,6 +153,8 @@ class Forwarder:
             assert isinstance(found.body, bytes)
             if not has_no_room(found.status, found.body):
                 return found
+            if is_loss(found.body):
+                call.transfer = None
             refused = found
             failed.add(server)
         if refused is not None:
@@ -286,7 +288,8 @@ class RoutedStream:
         self, server: Server, answer: aiohttp.ClientResponse, data: bytes
     ) -> web.StreamResponse | None:
         """An answer of another kind. One that refuses to go on with a stream is no use to the
-        client, who has half of it."""
+        client, who has half of it. Pages that are lost are not asked for again."""
+        call = self.call
         self.failed.add(server)
         if self.response is not None:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
@@ -294,6 +297,8 @@ class RoutedStream:
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
         if not has_no_room(answer.status, data):
             return found
+        if is_loss(data):
+            call.transfer = None
         self.refused = found
         return None
 

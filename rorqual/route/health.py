@@ -81,6 +81,9 @@ class HealthChecks:
         self.metrics.note_state(server)
         if state != before:
             log.info("%s is %s", server.url, state)
+        for attempt in list(server.attempts):
+            if attempt.end_unread(self.config.reader_timeout):
+                log.warning("a client does not read its stream: its request ends")
         if state == DOWN:
             self._give_up(server)
 

@@ -54,6 +54,7 @@ class Faults:
     code: str = "busy"
     unmarked: bool = False  # as a server of another make
     comment: bool = False  # before the first event
+    flood: int = 0  # MiB of comments before the first event
     line_ends: bytes = b"\n"
     strange: bool = False  # an answer that is JSON, but no object
     slow: float = 0.0  # seconds between events
@@ -136,6 +137,8 @@ class FakeServer:
         await response.prepare(request)
         faults = self.faults
         marked = request.headers.get("X-Rorqual-Resumable") == "1"
+        for _ in range(faults.flood):
+            await response.write(b": " + b"x" * (1 << 20) + b"\n\n")
         if faults.comment:
             await response.write(b": patience\n\n")
             await asyncio.sleep(0.02)
@@ -230,6 +233,9 @@ class Told:
     @staticmethod
     def of(status: int, raw: str) -> Told:
         told = Told(status, raw)
+        if status != 200:
+            told.errors.append(json.loads(raw)["error"])
+            return told
         for block in raw.split("\n\n"):
             if not block or block == "data: [DONE]":
                 told.done += block != ""

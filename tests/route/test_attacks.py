@@ -135,6 +135,55 @@ def test_a_name_that_cannot_be_looked_up_does_not_end_the_looks() -> None:
     run(test())
 
 
+def test_a_refusal_of_one_request_is_not_the_servers_state() -> None:
+    """As of a request whose pages did not come, with --kv-load-failure fail."""
+
+    async def test() -> None:
+        fake = FakeServer("only", Faults(refuse=503, code="kv_load_failure"))
+        async with routed(fake, health_interval=60.0) as router:
+            assert [(await router.ask(ASK))[0] for _ in range(2)] == [503, 200]
+
+    run(test())
+
+
+def test_pages_that_one_server_could_not_read_are_not_asked_for_again() -> None:
+    async def test() -> None:
+        prefill = FakeServer("prefill")
+        for body in (ASK, STREAM):
+            bad = FakeServer("bad", Faults(refuse=503, code="kv_load_failure"))
+            good = FakeServer("good")
+            async with routed(prefill=(prefill,), decode=(good, bad)) as router:
+                assert await router.post(body) if body is STREAM else await router.ask(body)
+                assert "kv_transfer_params" in bad.bodies[0]
+                assert good.bodies == [body]
+
+    run(test())
+
+
+def test_a_client_that_does_not_read_is_let_go() -> None:
+    """It holds a place at a server, and its server has done nothing wrong."""
+
+    async def test() -> None:
+        fake = FakeServer("flood", Faults(flood=40))
+        async with routed(fake, FakeServer(), reader_timeout=0.3) as router:
+            router.router.servers.policies[False].turn = 1  # the first is next
+            port = int(router.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            body = b'{"prompt": "abc", "stream": true}'
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            await reader.readline()
+            await router.until(lambda: fake.left == 1)
+            await router.until(router.at_rest)
+            assert router.server(fake).strikes == 0
+            assert 'outcome="lost"' not in (await router.get("/metrics"))[1]
+            writer.close()
+
+    run(test())
+
+
 def test_a_second_signal_ends_open_requests_now() -> None:
     """With at most as many open files as the hard limit allows, which is said."""
     with ExitStack() as stack:
@@ -158,7 +207,7 @@ def test_a_second_signal_ends_open_requests_now() -> None:
         assert router.process.poll() is None
         router.process.send_signal(signal.SIGINT)
         assert router.process.wait(5) == 1
-        assert "ended with 1 open requests" in router.text()
+        assert "1 open requests are cut off" in router.text()
         assert "Traceback" not in router.text()
 
 
