@@ -77,7 +77,7 @@ class Forwarder:
 
     def note(self, server: Server, error: BaseException | None, status: int = 0) -> None:
         """How an attempt ended."""
-        if self.servers.servers.get(server.url) is not server:
+        if not self.servers.knows(server):
             return  # it left meanwhile, and its figures with it
         if isinstance(error, ServerLost):
             self.metrics.note(server, "lost")

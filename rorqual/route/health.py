@@ -37,13 +37,12 @@ class HealthChecks:
             self.tasks[server] = asyncio.create_task(self._watch(server))
 
     def leave(self, server: Server, why: str) -> None:
-        """No new requests; those under way end as they do. A server that comes again is another."""
+        """No new requests; those under way end as they do, and are watched until then. A server
+        that comes again is another."""
         log.info("%s left: %s", server.url, why)
         self.servers.remove(server)
         self.metrics.forget(server.url)
-        task = self.tasks.pop(server, None)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        server.look.set()
 
     async def close(self) -> None:
         tasks = list(self.tasks.values())
@@ -55,8 +54,11 @@ class HealthChecks:
         while True:
             server.look.clear()
             await self.look(server)
-            if server.lease is not None and time.monotonic() > server.lease:
+            known = self.servers.knows(server)
+            if known and server.lease is not None and time.monotonic() > server.lease:
                 self.leave(server, "its lease ran out")
+            elif not known and not server.attempts:
+                del self.tasks[server]
                 return
             try:
                 await asyncio.wait_for(server.look.wait(), self.config.health_interval)
@@ -78,7 +80,8 @@ class HealthChecks:
             refused = isinstance(error, aiohttp.ClientConnectorError)
             state = DOWN if refused or server.missed >= self.config.health_failures else before
         self.servers.set_state(server, state)
-        self.metrics.note_state(server)
+        if self.servers.knows(server):
+            self.metrics.note_state(server)
         if state != before:
             log.info("%s is %s", server.url, state)
         for attempt in list(server.attempts):

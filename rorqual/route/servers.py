@@ -87,8 +87,12 @@ class ServerList:
                 server.lease = lease
         return server
 
+    def knows(self, server: Server) -> bool:
+        """Whether it has not left."""
+        return self.servers.get(server.url) is server
+
     def remove(self, server: Server) -> None:
-        if self.servers.get(server.url) is server:
+        if self.knows(server):
             del self.servers[server.url]
         for policy in self.policies.values():
             policy.forget(server)

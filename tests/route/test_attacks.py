@@ -126,11 +126,13 @@ def test_a_name_that_cannot_be_looked_up_does_not_end_the_looks() -> None:
     async def test() -> None:
         fake = FakeServer()
         async with routed(fake) as router:
-            server = router.server(fake)
-            url, server.url = server.url, "http://a..b:1"
-            await router.until(lambda: server.state == "down")
-            server.url = url
-            await router.until(lambda: server.state == "ready")
+            checks = router.router.checks
+            server = router.router.servers.add("http://a..b:1", "replica")
+            checks.start(server)
+            await router.until(lambda: server.missed > 2)
+            assert server.state == "down"
+            checks.leave(server, "a test says so")
+            await router.until(lambda: server not in checks.tasks)
 
     run(test())
 
@@ -180,6 +182,31 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
             assert router.server(fake).strikes == 0
             assert 'outcome="lost"' not in (await router.get("/metrics"))[1]
             writer.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["lease", "leave"])
+def test_a_server_that_left_and_is_silent_is_given_up(tmp_path: Path, how: str) -> None:
+    """Its last streams are watched like all others."""
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+
+    async def test() -> None:
+        bad = FakeServer("bad", Faults(hang_after=2))
+        good = FakeServer("good")
+        options = {"admin_secret_file": str(path), "stall_timeout": 1.2}
+        async with routed(good, bad, **options) as router:
+            asking = asyncio.create_task(router.post(STREAM))
+            await router.until(lambda: bad.hangs)
+            server = router.server(bad)
+            if how == "lease":
+                server.lease = 0.0
+            else:
+                router.router.checks.leave(server, "a test says so")
+            (await asyncio.wait_for(asking, 4)).assert_whole("abc", 4)
+            await router.until(lambda: server not in router.router.checks.tasks)
+            assert bad.url not in (await router.get("/metrics"))[1]
 
     run(test())
 
