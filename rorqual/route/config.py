@@ -107,6 +107,15 @@ class RouteConfig:
                     f"{name}={getattr(self, name)} is out of range; accepted: above 0"
                 )
 
+        for name in (
+            *("resume_wait", "prefill_timeout", "drain_timeout", "breaker_seconds"),
+            *("resumes", "resume_tokens", "prefill_from"),
+        ):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is out of range; accepted: from 0 on"
+                )
+
     def secret(self) -> str | None:
         """Of the admin routes, read from its file."""
         if self.admin_secret_file is None:

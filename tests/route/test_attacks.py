@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from rorqual.errors import ConfigError
+from rorqual.route.config import RouteConfig
 from tests.route.fakes import FakeServer, Faults, routed, run, said
 from tests.route.running import start_router
 
@@ -253,3 +255,9 @@ def beside() -> Iterator[tuple[FakeServer, str]]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@pytest.mark.parametrize("name", ["resumes", "drain_timeout", "resume_wait", "prefill_from"])
+def test_numbers_below_zero_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=-1 is out of range"):
+        RouteConfig(replicas=("http://127.0.0.1:1",), **{name: -1})
