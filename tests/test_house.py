@@ -45,6 +45,7 @@ NO_TORCH = [
     "cache.spec",
     "cache.pages",
     "cache.prefix",
+    "cache.events",
     "parallel.eplb",
     "route",
     "engine.balance.initial",

@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from rorqual.cache.events import CacheEvents
 from rorqual.cache.pages import PageAllocator
 
 
@@ -46,6 +47,7 @@ class PrefixCache:
         # prompt tokens of admitted requests, and how many of them were found: the scheduler counts
         self.queries = 0
         self.hits = 0
+        self.events: CacheEvents | None = None  # None: nobody wants to know
 
     @property
     def available(self) -> int:
@@ -93,7 +95,10 @@ class PrefixCache:
         self.forget(page)
 
     def forget(self, page: int) -> None:
-        del self.pages[self.keys.pop(page)]
+        key = self.keys.pop(page)
+        del self.pages[key]
+        if self.events is not None:
+            self.events.removed(key)
         self.allocator.release(page)
 
     def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
@@ -106,7 +111,15 @@ class PrefixCache:
             self.pages[key] = page
             self.keys[page] = key
             self.allocator.hold(page)
+            if self.events is not None:
+                self.events.stored(previous, key, tokens)
         return key
+
+    def record(self) -> CacheEvents:
+        """From now on events are kept."""
+        if self.events is None:
+            self.events = CacheEvents(root_key(), self.page_size)
+        return self.events
 
     def release(self, pages: Sequence[int]) -> None:
         """A request lets go of its pages, last first."""

@@ -11,6 +11,7 @@ from rorqual.config.option import check_options, option
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.cors import CorsConfig
+from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.tool_calls import FORMATS
 
@@ -88,6 +89,15 @@ class ServeConfig:
         "Where pages do not come: compute the prompt here, or fail the request (503).",
         choices=ON_FAILURE,
     )
+    kv_events: str | None = _routers(
+        None,
+        "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are told, in vLLM's "
+        "form. Replicas have the next ports.",
+    )
+    kv_events_replay: str | None = _routers(
+        None, "tcp://ADDRESS:PORT where the last of these are told again; needs --kv-events."
+    )
+    kv_events_topic: str = _routers("", "Their topic.")
     register: tuple[str, ...] = _routers((), "URL of a `rorqual route` to join; may be repeated.")
     register_secret_file: str | None = _routers(
         None, "A file with the router's --admin-secret-file secret; needed with --register."
@@ -126,6 +136,11 @@ class ServeConfig:
         for url in (*self.register, *((self.register_url,) if self.register_url else ())):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError("kv_events_replay needs kv_events")
+        if self.kv_events and not self.engine.get("enable_prefix_caching", True):
+            raise ConfigError("kv_events needs enable_prefix_caching")
+        self.events()
         if self.register and self.register_secret_file is None:
             raise ConfigError("register needs register_secret_file")
 
@@ -140,6 +155,12 @@ class ServeConfig:
             )
         if not self.engine.get("enable_prefix_caching", True):
             raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
+
+    def events(self) -> KVEventsConfig | None:
+        """Where events of the cache are told; None where nobody asks."""
+        if self.kv_events is None:
+            return None
+        return KVEventsConfig(self.kv_events, self.kv_events_replay, self.kv_events_topic)
 
     def transfer(self) -> TransferConfig | None:
         """How pages travel, with the secret read from its file; None without a role."""

@@ -192,6 +192,7 @@ async def serve(
         config.structured,
         where,
         config.transfer(),
+        config.events(),
     )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)

@@ -190,18 +190,22 @@ NO_LIMITS = {
     "BODY_GRACE",  # told in the row of the time to send
     "GUESS_SECONDS",  # told in the row of the wrong keys
     "IDLE_POLL_MS",
+    "KEPT_BATCHES",  # told where routers are
     "LARGE_BODIES",  # told below the table
     "LATENCY_EVERY",
     "LEASE_SECONDS",  # told where servers join a router
     "LOWEST",
     "PERCENTILES",
+    "POLL_MS",
     "PR_SET_PDEATHSIG",
     "RESERVED",  # of a published tokenizer
     "RATE_SECONDS",
     "ROW_SECONDS",
     "SAMPLE_SECONDS",
     "SHARE_SECONDS",
+    "SHORTEST_REQUEST",  # of a protocol
     "TIMEOUT",  # of a word to a router
+    "UNSENT",  # told where routers are
     "SNAPSHOT_SECONDS",
     "STARTUP_FAILED",
     "STEP_FAILED",

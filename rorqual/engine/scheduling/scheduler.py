@@ -584,6 +584,9 @@ class Scheduler:
         self.prefix = PrefixCache(self.allocator, *policy)
         self.prefix.queries = counts.queries
         self.prefix.hits = counts.hits
+        self.prefix.events = counts.events
+        if counts.events is not None:
+            counts.events.cleared()
         self.sequences = {sequence.request.id: sequence for sequence in live}
         self.waiting = WaitingQueue()
         for sequence in live:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from rorqual.cache.events import CacheCleared
 from rorqual.config.log import log_to_stderr
 from rorqual.config.process import process_age
 from rorqual.disagg.kv_transfers import KVTransfers
@@ -33,7 +34,9 @@ from rorqual.platforms import device_of
 from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
+from rorqual.serve.engines.kv_events import KVEventPublisher
 from rorqual.serve.engines.sockets import EngineSockets
+from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.text.child_process import die_with_parent
 from rorqual.text.generation_config import read_generation
 from rorqual.text.grammar import XGrammars
@@ -59,6 +62,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     structured: bool = True
     tokenizer: str | None = None
     transfer: TransferConfig | None = None
+    events: KVEventsConfig | None = None
 
 
 @dataclass(slots=True)
@@ -88,9 +92,11 @@ class EngineProcess:
         link: EngineSockets,
         grammars: XGrammars | None,
         transfers: KVTransfers | None = None,
+        publisher: KVEventPublisher | None = None,
     ):
         self.engine = engine
         self.transfers = transfers
+        self.publisher = publisher
         # their pages are on the way; what keeps a compiled grammar
         self.arriving: dict[str, tuple[messages.Add, Any]] = {}
         self.link = link
@@ -115,6 +121,14 @@ class EngineProcess:
                 self._queue_arrived(self.transfers)
             if self.engine.has_work:
                 self._step()
+            if self.publisher:
+                self._publish(self.publisher)
+
+    def _publish(self, publisher: KVEventPublisher) -> None:
+        for rank, scheduler in enumerate(self.engine.scheduler.schedulers):
+            events = scheduler.prefix.record().drain()
+            if events:
+                publisher.publish(rank, events)
 
     # ---- what comes in
 
@@ -379,8 +393,15 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     startup = {"imports": imports, **engine.stats.startup, "grammars": ready - loaded}
     startup["other"] = max(0.0, ready - sum(startup.values()))
     transfers = KVTransfers(engine, config.transfer, link.wake) if config.transfer else None
+    publisher = None
+    if config.events is not None:
+        for scheduler in engine.scheduler.schedulers:
+            scheduler.prefix.record()
+        publisher = KVEventPublisher(config.events)
+        for rank in range(len(engine.scheduler.schedulers)):
+            publisher.publish(rank, [CacheCleared()])  # what an engine before this one held
     link.send(info(engine, eos, startup))
-    return EngineProcess(engine, link, grammars, transfers)
+    return EngineProcess(engine, link, grammars, transfers, publisher)
 
 
 def main() -> int:
@@ -412,6 +433,8 @@ def main() -> int:
             worker.grammars.close()
         if worker.transfers is not None:
             worker.transfers.close()
+        if worker.publisher is not None:
+            worker.publisher.close()
         link.close()
     return 0
 

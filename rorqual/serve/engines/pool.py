@@ -30,6 +30,7 @@ from rorqual.serve.engines.client import ClientUsage, EngineClient
 from rorqual.serve.engines.job import EngineJob, Nowhere
 from rorqual.serve.engines.socket_folder import SocketFolder
 from rorqual.serve.errors import not_ready
+from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
 
 log = logging.getLogger("rorqual.serve")
@@ -84,10 +85,12 @@ class EnginePool:
         structured: bool = True,
         tokenizer: Path | None = None,
         transfer: TransferConfig | None = None,
+        events: KVEventsConfig | None = None,
     ):
         """tokenizer: the folder of the one whose tokens grammars are about; the model's if None.
-        transfer: of the first engine; each further one has the next port."""
+        transfer, events: of the first engine; each further one has the next port."""
         self.transfer = transfer
+        self.events = events
         self.options = options
         self.limits = limits
         self.restart = restart
@@ -160,6 +163,7 @@ class EnginePool:
             "structured": self.structured,
             "tokenizer": None if self.tokenizer is None else str(self.tokenizer),
             "transfer": self._transfer(engine.index),
+            "events": None if self.events is None else self.events.of_engine(engine.index),
         }
         assert child.stdin is not None
         with suppress(BrokenPipeError):

@@ -1,0 +1,160 @@
+"""What the prefix cache holds, told to routers outside over ZeroMQ, in vLLM's form.
+
+A message has three parts: topic, a number that counts up from 0 (8 bytes, big endian), and a batch
+in MessagePack. Whoever missed some asks at the replay address for those from a number on, and gets
+them one message each and an empty one with the number -1 behind. A block's hash is the first 8
+bytes of its key as an unsigned number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+
+from rorqual.cache.events import CacheEvent, PageRemoved, PageStored
+from rorqual.errors import ConfigError
+from rorqual.serve.kv_events_config import KVEventsConfig
+
+KEPT_BATCHES = 10_000  # that can be replayed
+UNSENT = 10_000  # batches kept for a slow reader, who then misses some
+MEDIUM = "GPU"
+END = (-1).to_bytes(8, "big", signed=True)
+POLL_MS = 100
+SHORTEST_REQUEST = 8  # bytes
+
+
+# The names are vLLM's: they are the tags on the wire.
+class BlockStored(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
+    """token_ids: of all blocks, one behind the other."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def block_hash(key: bytes) -> int:
+    return int.from_bytes(key[:8], "big")
+
+
+def told(events: Sequence[CacheEvent]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    """In vLLM's form: pages of one chain that follow one another are one event."""
+    found: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+    last: bytes | None = None
+    for event in events:
+        if isinstance(event, PageStored):
+            chain = found[-1] if found else None
+            if isinstance(chain, BlockStored) and last is not None and event.previous == last:
+                chain.block_hashes.append(block_hash(event.key))
+                chain.token_ids.extend(event.tokens)
+            else:
+                parent = None if event.previous is None else block_hash(event.previous)
+                size = len(event.tokens)
+                hashes = [block_hash(event.key)]
+                found.append(
+                    BlockStored(hashes, parent, list(event.tokens), size, None, MEDIUM, None)
+                )
+            last = event.key
+            continue
+        last = None
+        if isinstance(event, PageRemoved):
+            if found and isinstance(found[-1], BlockRemoved):
+                found[-1].block_hashes.append(block_hash(event.key))
+            else:
+                found.append(BlockRemoved([block_hash(event.key)], MEDIUM))
+        else:
+            found.append(AllBlocksCleared())
+    return found
+
+
+class KVEventPublisher:
+    """Encodes and sends on a thread of its own; the engine's only queues. Raises ConfigError where
+    an address is taken."""
+
+    def __init__(self, config: KVEventsConfig):
+        self.config = config
+        self.queue: SimpleQueue[tuple[int, list[CacheEvent]] | None] = SimpleQueue()
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self.number = 0
+        self.context = zmq.Context(1)
+        self.sender = self.context.socket(zmq.PUB)
+        self.sender.set_hwm(UNSENT)
+        self.replayer = None if config.replay is None else self.context.socket(zmq.ROUTER)
+        self._bind(self.sender, config.endpoint)
+        if self.replayer is not None and config.replay is not None:
+            self._bind(self.replayer, config.replay)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self.thread.start()
+
+    def _bind(self, sock: zmq.Socket[bytes], address: str) -> None:
+        sock.linger = 0
+        try:
+            sock.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"kv_events: cannot listen on {address}: {error.strerror}") from None
+
+    def publish(self, rank: int, events: list[CacheEvent]) -> None:
+        self.queue.put((rank, events))
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(5)
+        self.context.destroy(0)
+
+    def _run(self) -> None:
+        replaying = None
+        if self.replayer is not None:
+            replaying = threading.Thread(target=self._replay, name="kv-replay", daemon=True)
+            replaying.start()
+        while (item := self.queue.get()) is not None:
+            rank, events = item
+            data = msgspec.msgpack.encode(KVEventBatch(time.time(), told(events), rank))
+            number = self.number
+            self.kept.append((number, data))
+            self.number += 1
+            topic = self.config.topic.encode()
+            self.sender.send_multipart((topic, number.to_bytes(8, "big"), data))
+        self.ended.set()
+        if replaying is not None:
+            replaying.join(2)
+
+    def _replay(self) -> None:
+        assert self.replayer is not None
+        sock = self.replayer
+        while not self.ended.is_set():
+            if not sock.poll(POLL_MS):
+                continue
+            frames = sock.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != SHORTEST_REQUEST:
+                continue  # it is nobody who knows how to ask
+            client, _, wanted = frames
+            first = int.from_bytes(wanted, "big")
+            for number, data in list(self.kept):
+                if number >= first:
+                    sock.send_multipart((client, b"", number.to_bytes(8, "big"), data))
+            sock.send_multipart((client, b"", END, b""))
