@@ -8,6 +8,7 @@ Each rule is a function over a package's sources, so that a planted fault can sh
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -66,6 +67,19 @@ NO_TORCH = [
 HEAVY = {"torch", "triton", "transformers"}
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Once, however many houses the source stands in."""
+    return ast.parse(source)
+
+
+@functools.cache
+def statements(source: str) -> list[ast.Import | ast.ImportFrom | ast.ClassDef]:
+    """Imports and classes anywhere in the text."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, kinds)]
+
+
 @dataclass
 class House:
     """The sources of a package by module name; `packages` are the names that are folders."""
@@ -88,7 +102,7 @@ class House:
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
-        return {name: ast.parse(source, name) for name, source in self.sources.items()}
+        return {name: parsed(source) for name, source in self.sources.items()}
 
     @property
     def modules(self) -> list[str]:
@@ -102,7 +116,7 @@ class House:
         return self.found[name]
 
     def _imports(self, name: str) -> Iterator[str]:
-        for node in ast.walk(self.trees[name]):
+        for node in statements(self.sources[name]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -192,8 +206,8 @@ def crowded_folders(house: House) -> Iterator[str]:
 
 def names_used_twice(house: House) -> Iterator[str]:
     places: dict[str, list[str]] = defaultdict(list)
-    for name, tree in house.trees.items():
-        for node in ast.walk(tree):
+    for name, source in house.sources.items():
+        for node in statements(source):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
     yield from (
