@@ -17,7 +17,8 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2 --processor-minutes 8
 
-# Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases).
+# Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases), but for
+# a few of the longest, which stay test-all's alone: CI has half an hour.
 test-all: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2 --exhaustive all
 

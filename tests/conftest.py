@@ -46,10 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
         "exhaustive(but_first=False): left to `make test-all`; with but_first the first case of "
         "each test function runs in `make test` all the same",
     )
+    config.addinivalue_line(
+        "markers", "longest: exhaustive, and left out of CI's run as well: `make test-all` alone"
+    )
 
 
 def is_exhaustive(item: pytest.Item, seen: set[str]) -> bool:
     """Whether a quick run leaves the test out. `seen`: functions whose first case was met."""
+    if item.get_closest_marker("longest"):
+        return True
     mark = item.get_closest_marker("exhaustive")
     if mark is None:
         return False
@@ -64,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "full_matrix" not in (config.option.markexpr or ""):
         left_out += [item for item in items if item.get_closest_marker("full_matrix")]
     asked = config.option.exhaustive
+    if asked == "only":
+        left_out += [item for item in items if item.get_closest_marker("longest")]
     if asked != "all":
         seen: set[str] = set()
         left_out += [item for item in items if is_exhaustive(item, seen) != (asked == "only")]

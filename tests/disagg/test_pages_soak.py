@@ -62,6 +62,7 @@ class Caller:
             connection.close()
 
 
+@pytest.mark.longest
 def test_no_wrong_token_and_no_page_lost(tmp_path: Path) -> None:
     with (
         server("prefill", tmp_path, *OPTIONS, "--restart") as prefill,

@@ -214,6 +214,7 @@ def test_one_request_beside_400_of_1000_tokens(full_size: Running, users: bool) 
     full_size.wait_until(lambda: not fairness.stats(full_size)["kv"]["used"])
 
 
+@pytest.mark.longest
 def test_shares_cost_little_throughput() -> None:
     """docs/serving.md has the measure; few pairs on a busy machine are not so exact."""
     assert fairness.compare(pairs=9, steps=20) > 0.9

@@ -19,6 +19,7 @@ from tests.serve.soak import Watch
 from tests.serve.soak_requests import COMPLETE, Ask, fits, matches, read, wrong
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_half_a_minute() -> None:
     with start_server(*soak.OPTIONS) as server:

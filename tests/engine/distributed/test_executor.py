@@ -97,10 +97,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "num_speculative_tokens": 2, "chunked_prefill_size": 3},
     {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
     {"pp": 2, "num_speculative_tokens": 2},
-    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
+    {"dp": 2, "ep": 2, "exchange": "low_latency", "num_speculative_tokens": 2},
 ]
 MORE: list[dict[str, Any]] = [
     {"tp": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"dp": 2, "ep": 2, "exchange": "alltoall", "steps_in_flight": 2},
     {"tp": 4, "num_speculative_tokens": 3, "draft_window": False},
     {"dp": 2},

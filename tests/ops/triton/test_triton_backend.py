@@ -183,6 +183,7 @@ def test_fp8_weights() -> None:
     assert torch.cosine_similarity(got, want, dim=-1).median() > 0.999
 
 
+@pytest.mark.longest
 def test_what_norms_quantize_on_the_way_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**WIDE, **ONE, "first_k_dense_replace": 0}
     model = random_model(config, TritonOps(), "float32", torch.device(DEVICE), ("CC", "A_CC_ME"))
@@ -202,6 +203,7 @@ def test_what_norms_quantize_on_the_way_changes_no_bit(monkeypatch: pytest.Monke
     assert len(dropped) == 2 * steps, "before attention and before experts"
 
 
+@pytest.mark.longest
 def test_rows_in_fp8_reach_every_product() -> None:
     """Of a norm's two forms the products read the fp8 one: no other kernel quantizes them."""
     config = {**WIDE, **ONE, "hidden_size": 256, "first_k_dense_replace": 0}

@@ -182,6 +182,7 @@ def test_expert_tiles(kind: str, swap: bool) -> None:
     assert difference(got, reference.experts(x, ids, weights, w)) < LIMITS[kind]
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_direct_form_takes_any_number_of_picks() -> None:
     for kind in ("bf16", "fp8"):

@@ -391,6 +391,7 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128], 256: tuning.near(256)}
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE != "cpu", reason="as the table itself")
 def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
