@@ -193,6 +193,7 @@ class TracedOps(Ops):
         )
 
     joined_heads = entry(Ops.joined_heads)
+    write_heads = entry(Ops.write_heads)  # reached from the reference's prologue alone
 
     @entry
     def gqa_prologue(
