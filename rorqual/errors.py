@@ -31,6 +31,11 @@ class EngineError(RorqualError):
     """The engine can compute nothing more: one of its ranks died, hangs, or failed in a step."""
 
 
+class ExpertsMissing(RorqualError):
+    """No expert server that answers holds an expert that a step needs. A step can be tried again
+    once one does."""
+
+
 class CapacityError(RorqualError):
     """Not enough memory for the weights, or for the cache of even one request."""
 

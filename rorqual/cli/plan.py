@@ -32,7 +32,9 @@ def plan(
     validate: Annotated[
         bool,
         typer.Option(
-            "--validate", help="Print predictions beside published and measured figures instead."
+            "--validate",
+            help="Print predictions beside published and measured figures instead; ends with 1 "
+            "where they stand on times of kernels that have changed since.",
         ),
     ] = False,
     group: Annotated[
@@ -53,7 +55,7 @@ def plan(
 
     console = Console(width=None if Console().is_terminal else 160)
     if validate or question or questions or gpus:
-        _instead(console, validate, group, question, questions)
+        _instead(console, validate, group, question, questions, asked.get("kernels"))
         return
     if model is None:
         raise ConfigError(
@@ -73,14 +75,25 @@ def plan(
 
 
 def _instead(
-    console: Any, validate: bool, group: str | None, question: str | None, questions: bool
+    console: Any,
+    validate: bool,
+    group: str | None,
+    question: str | None,
+    questions: bool,
+    kernels: str | None,
 ) -> None:
     from rorqual.planner.search import report
 
     if validate:
         from rorqual.planner.validation import validation
 
-        report.show_validation(validation.validate(group.split(",") if group else None), console)
+        groups = validation.validate(group.split(",") if group else None, kernels)
+        report.show_validation(groups, console)
+        stale = validation.stale_groups(groups)
+        for line in stale:
+            typer.echo(line, err=True)
+        if stale:
+            raise typer.Exit(1)
     elif question or questions:
         from rorqual.planner.validation import questions as known
         from rorqual.planner.validation.deployed import Line

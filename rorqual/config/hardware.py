@@ -26,6 +26,7 @@ FIELDS = {
     "network",
     "host_link_gb_s",
     "ranks_per_chip",
+    "engine_device",
     "sources",
 }
 FIELDS |= {
@@ -45,6 +46,7 @@ SOURCED = {
     "link": "link",
     "network": "network",
 }
+ENGINE_DEVICES = ("auto", "npu")
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
 
 
@@ -64,7 +66,8 @@ class DeviceSpec:
     multiplied at all.
 
     achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product
-    reach, where measured. launch_gap: seconds between two kernels launched one by one. collectives:
+    reach, where measured. engine_device: what --device names it, where `auto` would not find it.
+    launch_gap: seconds between two kernels launched one by one. collectives:
     measured seconds, {kind: {ranks: [[bytes, seconds], ...]}}.
     """
 
@@ -78,6 +81,7 @@ class DeviceSpec:
     host_link: float
     sources: Mapping[str, str]
     ranks_per_chip: int = 1
+    engine_device: str = "auto"
     achieved_bandwidth: float | None = None
     achieved_flops: Mapping[str, float] = field(default_factory=dict)
     launch_gap: float | None = None
@@ -98,6 +102,10 @@ class DeviceSpec:
         raise ConfigError(
             f"device {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}"
         )
+
+    @property
+    def is_npu(self) -> bool:
+        return self.engine_device == "npu"
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.bandwidth, self.measured))
@@ -121,6 +129,15 @@ def _table(name: str, key: str, value: Any, allowed: set[str]) -> dict[str, Any]
             f"{', '.join(sorted(allowed))}"
         )
     return value
+
+
+def _engine_device(name: str, data: Mapping[str, Any]) -> str:
+    value = data.get("engine_device", "auto")
+    if value not in ENGINE_DEVICES:
+        raise ConfigError(
+            f"device {name}: engine_device={value!r}; accepted: {', '.join(ENGINE_DEVICES)}"
+        )
+    return str(value)
 
 
 def _link(name: str, key: str, value: Any) -> Interconnect:
@@ -197,6 +214,7 @@ def read_device(name: str, data: Any) -> DeviceSpec:
         host_link=_number(name, "host_link_gb_s", data.get("host_link_gb_s", 25)) * 1e9,
         sources=MappingProxyType({str(key): str(value) for key, value in data["sources"].items()}),
         ranks_per_chip=int(_number(name, "ranks_per_chip", data.get("ranks_per_chip", 1))),
+        engine_device=_engine_device(name, data),
         achieved_bandwidth=optional.get("achieved_bandwidth"),
         achieved_flops=MappingProxyType({key: float(value) for key, value in achieved.items()}),
         launch_gap=optional["launch_gap_us"] * 1e-6 if "launch_gap_us" in optional else None,

@@ -166,6 +166,18 @@ def triton_cache_folder() -> Path | None:
     )
 
 
+def hccl_buffer_mb() -> int | None:
+    """MB of a communicator's buffer between NPUs, where the environment names them."""
+    given = os.environ.get("HCCL_BUFFSIZE", "")
+    return int(given) if given.isdigit() else None
+
+
+def hccl_on_vector_cores() -> None:
+    """Collectives between NPUs run on their vector cores, not by the device's CPU, unless the
+    environment says otherwise: what decode steps want. Before the first communicator is made."""
+    os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
+
+
 def child_environment() -> dict[str, str]:
     """What a process started by this one inherits: the same environment, and the folder this
     package was imported from."""

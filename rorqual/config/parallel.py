@@ -32,6 +32,7 @@ from rorqual.errors import ConfigError
 
 MOST_MICRO_BATCHES = 8
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
+REMOTE = "remote"  # experts in other processes (parallel/remote)
 
 NO_SIZES = (
     "exchange",
@@ -86,8 +87,8 @@ class ParallelConfig:
     )
     fp8_dispatch: bool = _parallel(
         False,
-        "The low-latency exchange sends hidden states as e4m3 with one scale for 128 columns, "
-        "which rounds them.",
+        "The low-latency exchange, and calls of expert servers, send hidden states as e4m3 with "
+        "one scale for 128 columns, which rounds them.",
     )
     redundant_experts: int = _parallel(
         0,
@@ -109,7 +110,7 @@ class ParallelConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{item.name}={value!r} must be an integer of at least 1")
-        if self.exchange not in EXCHANGES:
+        if self.exchange not in (*EXCHANGES, REMOTE):
             raise ConfigError(
                 f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
             )
@@ -133,10 +134,10 @@ class ParallelConfig:
                 f"micro_batches={self.micro_batches} is out of range; accepted: 1 to "
                 f"{MOST_MICRO_BATCHES}"
             )
-        if self.micro_batches > 1 and self.is_single:
+        if self.micro_batches > 1 and self.is_single and self.exchange != REMOTE:
             raise ConfigError(
-                f"micro_batches={self.micro_batches} needs several ranks, between which tokens "
-                "travel"
+                f"micro_batches={self.micro_batches} needs several ranks, or expert servers, "
+                "between which tokens travel"
             )
         self._check_exchange()
         self._check_redundant()
@@ -157,6 +158,13 @@ class ParallelConfig:
 
     def _check_exchange(self) -> None:
         name = self.exchange
+        if name == REMOTE and (self.ep > 1 or self.pp > 1 or self.places_experts):
+            given = ", ".join(
+                f"{item}={getattr(self, item)}"
+                for item in ("ep", "pp", "redundant_experts", "enable_eplb")
+                if getattr(self, item) not in (0, 1, False)
+            )
+            raise ConfigError(f"experts in other processes do not go with {given}")
         if name == "local" and self.dp > 1:
             raise ConfigError(
                 f"exchange='local' needs dp=1, got dp={self.dp}: tokens of other ranks must "
@@ -239,7 +247,8 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
         _check_slots(moe.num_experts, sizes)
     else:
         divides("ep", sizes.ep, "experts", moe.num_experts)
-    divides("expert_tp", sizes.expert_tp, "columns of an expert", moe.intermediate_size)
+    if sizes.exchange != REMOTE:
+        divides("expert_tp", sizes.expert_tp, "columns of an expert", moe.intermediate_size)
     if moe.num_shared:
         divides(
             "dense_tp",

@@ -21,7 +21,8 @@ WANTED = {
     "a100",
     "rtx4090",
     "l20",
-    "atlas-a3",
+    "ascend-a2",
+    "ascend-a3",
     "cpu",
     "h200-measured",
 }
@@ -49,7 +50,7 @@ def test_the_gpus_that_ship() -> None:
 
 def test_datasheets() -> None:
     h200 = load_device("h200")
-    a3 = load_device("atlas-a3")
+    a3 = load_device("ascend-a3")
     assert (h200.bandwidth, h200.peak("fp8"), h200.peak("bfloat16")) == (4.8e12, 1979e12, 989e12)
     assert h200.link.bandwidth * 2 == 900e9
     assert a3.ranks_per_chip * a3.peak("bfloat16") == 752e12

@@ -55,11 +55,13 @@ class ByPart:
 @dataclass(frozen=True)
 class Format:
     """How weights and cache are held; None means the model's dtype. fp8 weights follow
-    `ModelConfig.quant`; kv_dtype takes the names of the engine's kv_cache_dtype."""
+    `ModelConfig.quant`; kv_dtype takes the names of the engine's kv_cache_dtype. split_latent:
+    latents and rope keys in planes of their own with a scale a layer, as on an NPU."""
 
     dtype: str | None = None
     kv_dtype: str | None = None
     form: str = DEFAULT_FORM
+    split_latent: bool = False
 
 
 DEFAULT_FORMAT = Format()
@@ -115,7 +117,15 @@ def weight_bytes(
 
 def kv_bytes_per_token(config: ModelConfig, fmt: Format = DEFAULT_FORMAT) -> int:
     """Cache bytes of one token over all layers."""
-    return kv_spec(config, 1, fmt.kv_dtype, fmt.form, activations=fmt.dtype).bytes_per_token
+    spec = kv_spec(
+        config,
+        1,
+        fmt.kv_dtype,
+        fmt.form,
+        activations=fmt.dtype,
+        split_latent=fmt.split_latent,
+    )
+    return spec.bytes_per_token
 
 
 def kv_tokens(

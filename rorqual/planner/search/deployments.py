@@ -29,6 +29,7 @@ from rorqual.planner.timing.split import (
     split_step,
     transfer_seconds,
 )
+from rorqual.planner.timing.tables import STALE
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -117,6 +118,7 @@ class Option:
     detail: str = ""
     prefill_sizes: ParallelConfig | None = None
     prefill_replicas: int = 0
+    stale: tuple[str, ...] = ()  # kernels that have changed since the times it stands on
 
     @property
     def per_user(self) -> float:
@@ -211,6 +213,7 @@ def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
                 tokens,
                 model.weight_bytes,
                 f"a step {step * 1e3:.1f} ms, a prompt {prompt * 1e3:.0f} ms",
+                stale=model.families(STALE),
             )
 
 
@@ -262,6 +265,7 @@ def disaggregated(
                     f"{moved * 1e3:.0f} ms",
                     prefill_sizes,
                     instances,
+                    tuple(sorted({*decode.families(STALE), *prefill.families(STALE)})),
                 )
                 best = option if best is None or option.throughput > best.throughput else best
             if best:
@@ -324,6 +328,7 @@ def _remote(question: Question, model: StepModel, experts: int, placement: str) 
             tokens,
             memory.attention,
             detail,
+            stale=model.families(STALE),
         )
 
 

@@ -17,6 +17,7 @@ from rorqual.planner.costs.routing import distinct_experts
 from rorqual.planner.search.deployments import Option, Question, layout_name
 from rorqual.planner.search.planner import DeploymentPlan, distinct_best
 from rorqual.planner.timing.roofline import compute_bound_tokens, expert_seconds, rpc_seconds
+from rorqual.planner.timing.tables import RENEWAL
 from rorqual.planner.validation.deployed import Line
 from rorqual.planner.validation.validation import ValidationGroup
 
@@ -46,7 +47,7 @@ def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
             highlight=False,
         )
         console.print(options_table(good))
-        for line in reasons(plan, good[0]):
+        for line in [*reasons(plan, good[0]), *stale_lines(plan)]:
             console.print(line, highlight=False)
     else:
         for line in none_found(plan):
@@ -54,6 +55,8 @@ def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
         if plan.missed:
             console.print("\n[bold]Nearest to the goal[/bold]")
             console.print(options_table(distinct_best(plan.missed, top)))
+            for line in stale_lines(plan):
+                console.print(line, highlight=False)
     for line in [*sizes_lines(question, good[0] if good else None), *rejected_lines(plan)]:
         console.print(line, highlight=False)
     if good:
@@ -77,7 +80,12 @@ def premises(question: Question) -> list[str]:
         if measured
         else "kernel times scaled to this GPU from one of its kind"
     )
-    if not question.profile.tables and not question.profile.calibrated:
+    if question.profile.npu:
+        basis = (
+            "fractions of the peaks that published operators reach: estimates, 14 to 51 % too fast "
+            "where figures are published (docs/planning.md, Ascend)"
+        )
+    elif not question.profile.tables and not question.profile.calibrated:
         basis = (
             "no measured kernels for this GPU: times are lower bounds (bytes over "
             "bandwidth, operations over peak), rates upper ones"
@@ -122,7 +130,7 @@ def options_table(options: list[Option]) -> Table:
     )
     for option in options:
         made.add_row(
-            layout_of(option),
+            layout_of(option) + (" (stale)" if option.stale else ""),
             str(option.replicas),
             str(option.batch),
             str(option.num_speculative_tokens),
@@ -134,6 +142,18 @@ def options_table(options: list[Option]) -> Table:
             option.detail,
         )
     return made
+
+
+def stale_lines(plan: DeploymentPlan) -> list[str]:
+    """What `(stale)` beside a layout means, and how to be rid of it."""
+    shown = (*plan.options, *plan.missed)
+    families = sorted({family for option in shown for family in option.stale})
+    if not families:
+        return []
+    return [
+        f"(stale): the times of {', '.join(families)} are of kernels that have changed since, or "
+        f"whose source was not kept; `{RENEWAL} --based-on h200 --out FILE` on the GPU renews them."
+    ]
 
 
 def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
@@ -237,6 +257,10 @@ def settings(question: Question, option: Option) -> dict[str, Any]:
         "max_model_len": question.goal.prompt + question.goal.output,
         "memory_utilization": question.utilization,
     }
+    if question.device.engine_device != "auto":
+        chosen["device"] = question.device.engine_device
+    if question.fmt.kv_dtype is not None:
+        chosen["kv_cache_dtype"] = question.fmt.kv_dtype
     return chosen | (
         {"num_speculative_tokens": option.num_speculative_tokens}
         if option.num_speculative_tokens
@@ -269,7 +293,7 @@ def commands(model: str, question: Question, option: Option) -> list[str]:
 
 COLUMNS = (
     "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_gpu "
-    "gpus limiter meets_goal pareto detail"
+    "gpus limiter meets_goal pareto stale detail"
 )
 
 
@@ -296,6 +320,7 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
                     item.limiter,
                     int(id(item) in good),
                     int(id(item) in front),
+                    " ".join(item.stale),
                     item.detail,
                 ]
             )
@@ -369,6 +394,10 @@ def show_answer(title: str, lines: list[Line], console: Console) -> None:
 def show_validation(groups: list[ValidationGroup], console: Console) -> None:
     for group in groups:
         console.print(f"\n[bold]{group.title}[/bold]\n{group.source}", highlight=False)
+        if group.origin:
+            console.print(group.origin, highlight=False, markup=False)
+        if group.stale:
+            console.print(f"stale: {', '.join(group.stale)}", highlight=False)
         made = table("case", "figure", "published", "predicted", "error", "")
         for point in group.points:
             shown = f"{point.predicted:,.2f}" + (

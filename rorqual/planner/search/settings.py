@@ -36,7 +36,10 @@ class PlanSettings:
         True, "Also prefill and decode, attention and experts, on GPUs of their own."
     )
     profile: str = _costs(
-        "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
+        "auto", "Engine: auto, rorqual, sglang, ascend, calibrated, or roofline for lower bounds."
+    )
+    kernels: str | None = _costs(
+        None, "Times of our kernels: a file.json that `rorqual bench calibrate --full` wrote."
     )
     quant: str = _costs(
         "auto", "auto as published, fp8, none, w8a8, w4a16 or another of --quantization."

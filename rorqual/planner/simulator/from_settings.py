@@ -133,7 +133,7 @@ def _model(given: Mapping[str, Any], sizes: Any) -> StepModel:
         sizes,
         device,
         engine,
-        Format(kv_dtype=given["kv_dtype"]),
+        Format(kv_dtype=given["kv_dtype"], split_latent=device.is_npu),
         routing,
         given["memory_utilization"],
     )

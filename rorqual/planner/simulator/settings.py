@@ -100,7 +100,9 @@ class SimulationSettings:
     routing: str = _costs(
         "uniform", "uniform, zipf:EXPONENT (/placed, /perfect), or a JSON list of counts."
     )
-    profile: str = _costs("auto", "Engine: auto, rorqual, sglang, or roofline for lower bounds.")
+    profile: str = _costs(
+        "auto", "Engine: auto, rorqual, sglang, ascend, or roofline for lower bounds."
+    )
     quant: str = _costs(
         "auto", "auto as published, fp8, none, w8a8, w4a16 or another of --quantization."
     )

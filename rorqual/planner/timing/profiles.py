@@ -4,7 +4,7 @@ Data: data/profiles.yaml. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +25,10 @@ class Profile:
     with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
     `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency
     exchange sends, `blocks` of rows to every rank as this engine does, or a copy for each of a
-    token's `picks` as DeepEP does. calibrated: stands on the device's own measured file. *_reached:
-    fractions of the device's peaks where nothing is measured.
+    token's `picks` as DeepEP does. calibrated: stands on the device's own measured file.
+    npu: for NPUs alone. product_us: the start of a product, small_us if left out. *_reached:
+    fractions of the device's peaks where nothing is measured; flops_by_dtype: where a dtype's
+    differs.
     """
 
     name: str
@@ -49,8 +51,11 @@ class Profile:
     queued_steps: float = 0.0
     calibrated: bool = False
     dispatch: str = "blocks"
+    npu: bool = False
+    product_us: float | None = None
     bandwidth_reached: float = 0.85
     flops_reached: float = 0.7
+    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
     link_reached: float = 0.8
 
     def __hash__(self) -> int:
@@ -66,6 +71,11 @@ class Profile:
             raise ConfigError(
                 f"profile {self.name} needs a measured device, and {device.name} is none; run "
                 "rorqual bench calibrate on it"
+            )
+        if self.npu and not device.is_npu:
+            raise ConfigError(
+                f"profile {self.name} is for NPUs (ascend-a2, ascend-a3, or a file based_on one), "
+                f"not {device.name}"
             )
         if not self.tables or device.name in self.devices:
             return bool(self.tables) or self.calibrated
@@ -107,10 +117,28 @@ def load_profile(name: str) -> Profile:
     return _profiles()[name]
 
 
+def with_kernels(profile: Profile, path: str | None) -> Profile:
+    """The profile on times that `bench calibrate --full` wrote, on the GPU they are of alone. It is
+    another profile by name. Raises ConfigError where it does not run our kernels."""
+    if path is None:
+        return profile
+    if profile.name != "rorqual":
+        raise ConfigError(
+            f"kernels={path} holds times of this engine; profile {profile.name} is another's. "
+            "Accepted: --profile rorqual, or auto on a GPU that has one"
+        )
+    if not path.endswith(".json"):
+        raise ConfigError(f"kernels={path} must be a file.json of bench calibrate --full")
+    device = load_tables(path).device
+    return replace(profile, name=f"rorqual {path}", tables=path, devices=(device,), scales_to=())
+
+
 def profile_for(device: DeviceSpec) -> Profile:
-    """This engine's where it has kernel times for the device or its kind, else the bare
-    roofline."""
+    """This engine's where it has kernel times for the device or its kind, Ascend's on an NPU, else
+    the bare roofline."""
     own = load_profile("rorqual")
     if device.name in (*own.devices, *own.scales_to):
         return own
-    return load_profile("calibrated" if device.measured else "roofline")
+    if device.measured:
+        return load_profile("calibrated")
+    return load_profile("ascend" if device.is_npu else "roofline")

@@ -27,8 +27,9 @@ from rorqual.planner.costs.shards import (
     stage_kv_bytes_per_token,
     stage_weight_bytes,
 )
+from rorqual.planner.timing import digests
 from rorqual.planner.timing.profiles import Profile
-from rorqual.planner.timing.tables import KernelTables, curve_seconds
+from rorqual.planner.timing.tables import RENEWAL, KernelTables, curve_seconds, held_dtype
 
 PAGE = 64  # of an engine on a device, if nothing else is asked for
 LIMITERS = ("compute", "memory", "network", "launch")
@@ -136,6 +137,15 @@ class StepModel:
     def _cache(self) -> dict[GroupWork, StepTime]:
         return {}
 
+    @cached_property
+    def _bases(self) -> set[tuple[str, str]]:
+        return set()
+
+    def families(self, basis: str) -> tuple[str, ...]:
+        """The kernels, of all that were costed so far, whose times stand on that: tables.STALE,
+        say."""
+        return tuple(sorted(family for family, found in self._bases if found == basis))
+
     def step(self, work: GroupWork) -> StepTime:
         """The time of one step of every group; remembered."""
         if work not in self._cache:
@@ -217,19 +227,38 @@ class StepModel:
             and self._tables.has(op, self.config.is_mla)
         ):
             return self._looked_up(op, self._tables)
+        if op.kind != "gather" and self._tables is not None and self.profile.tables:
+            raise self._unknown(op, self._tables)
         return self._derived(op)
+
+    def _unknown(self, op: RankOp, tables: KernelTables) -> ConfigError:
+        """A time from peaks among measured ones would look like one of them."""
+        family = tables.family(op, self.config.is_mla)
+        dtype = held_dtype(op)
+        what = f"{family} with {dtype} weights" if op.kind == "experts" else family
+        known = f"profile {self.profile.name} has no times of {what}"
+        if self.profile.title.startswith("this engine") and family in digests.FAMILIES:
+            command = f"{RENEWAL} --based-on {tables.device} --out FILE"
+            return ConfigError(
+                f"{known}; `{command}` on that GPU measures them for --kernels FILE where our "
+                "kernels take them; --profile roofline gives lower bounds"
+            )
+        return ConfigError(f"{known}; --profile roofline gives lower bounds")
 
     def _derived(self, op: RankOp) -> Timed:
         """Without a table: the fractions of the peaks the profile or the device's own measurement
         gives, and a start."""
         profile = self.profile
         device = self.device
-        flops = device.achieved_flops.get(op.dtype, profile.flops_reached)
+        usual = profile.flops_by_dtype.get(op.dtype, profile.flops_reached)
+        flops = device.achieved_flops.get(op.dtype, usual)
         compute = op.flops / (device.peak(op.dtype) * flops)
         memory = op.bytes / (
             device.bandwidth * (device.achieved_bandwidth or profile.bandwidth_reached)
         )
         start = self._kernel_seconds()
+        if profile.product_us is not None and op.kind != "gather":
+            start = profile.product_us * 1e-6
         seconds = max(compute, memory) + start
         limiter = (
             "launch"
@@ -246,6 +275,7 @@ class StepModel:
             if op.kind == "experts"
             else table.seconds(op, self.config.is_mla)
         )
+        self._bases.add(table.basis(op, self.config.is_mla))
         measured = self.device if table.device == self.device.name else _device(table.device)
         floor, limiter = self.floor(op)
         there, _ = self.floor(op, measured)
@@ -275,21 +305,16 @@ class StepModel:
             and local == self.config.moe.num_experts
         ):
             distinct = min(distinct, found.distinct)  # the table's own routing
-        wide = 1.0 if op.dtype in ("fp8", "int8") else 2.0
-        there = self._expert_floor(
-            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device), wide
-        )
         # bytes of an element; scales count where they are a share of four bits
-        held = op.weight_bytes / max(1.0, 3 * hidden * inner * op.shape[2])
+        width = 1.0 if op.dtype in ("fp8", "int8") else 2.0
+        if held_dtype(op).startswith("int4"):
+            width = op.weight_bytes / (3 * hidden * inner * op.shape[2])
+        there = self._expert_floor(
+            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device), width
+        )
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
         here = self._expert_floor(
-            hidden,
-            inner,
-            picks + extra * tokens,
-            distinct + extra,
-            op,
-            self.device,
-            held if held < 0.9 * wide else wide,
+            hidden, inner, picks + extra * tokens, distinct + extra, op, self.device, width
         )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         return start + (found.seconds - start) * here / there

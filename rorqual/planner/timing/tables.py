@@ -14,14 +14,22 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rorqual.config.hardware import DATA
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.messages import CostedMessage
 from rorqual.planner.costs.parallel_costs import RankOp
+from rorqual.planner.timing import digests
 
 Nest = dict[float, Any]
+# Of rows of our own kernels: as the kernels are now, of kernels that have changed since (or of
+# whose source nothing was kept), or lent by the tables of another engine. Of another engine's
+# profile: its own.
+CURRENT, STALE, BORROWED, THEIRS = ("current", "stale", "borrowed", "theirs")
+PRODUCT_START = 2e-6  # seconds of a product that no matrix is too small for
+RENEWAL = "rorqual bench calibrate --full"
 
 
 def nest(rows: Iterable[Sequence[float]]) -> Nest:
@@ -58,6 +66,22 @@ def interpolate(table: Nest | float, at: Sequence[float]) -> float:
     return second + min(max(slope, 0.5), 2.0 if len(at) == 1 else 1.0) * (where - high)
 
 
+def held_dtype(op: RankOp) -> str:
+    """What the weights are held in, by their bytes: int4 where they are multiplied as bf16,
+    int4_fp8 or int4_int8 where not. Without weights, the operands' dtype; float16 and float32
+    count as bfloat16."""
+    dtype = "bfloat16" if op.dtype in ("float16", "float32") else op.dtype
+    if op.kind == "gemm":
+        values = op.shape[1] * op.shape[2]
+    elif op.kind == "experts":
+        values = 3 * op.shape[2] * op.shape[3] * op.shape[4]
+    else:
+        return dtype
+    if not 0 < op.weight_bytes < 0.9 * values:
+        return dtype
+    return "int4" if dtype == "bfloat16" else f"int4_{dtype}"
+
+
 @dataclass(frozen=True)
 class ExpertTime:
     """A measured expert layer: seconds for `picks` token-expert pairs over `distinct` experts of
@@ -77,16 +101,25 @@ class KernelTables:
 
     With a `base`, what is not here is the base's time multiplied by the `relative` curve of its
     kind (our kernel over the base's at the shapes where both were measured).
+
+    `engine` rorqual: our own kernels, with `kernels` the digests of each family (digests.py) as it
+    was when its rows were measured.
     """
 
     def __init__(self, data: Mapping[str, Any], base: KernelTables | None = None):
         self.device: str = data["meta"]["device"]
         self.source: str = data["meta"]["source"]
+        self.own = data["meta"].get("engine") == "rorqual"
+        self.digests: Mapping[str, str] = data["meta"].get("kernels", {})
         self.base = base
         self._relative = {kind: nest(rows) for kind, rows in data.get("relative", {}).items()}
         self._gemm = {
             dtype: nest(self._gemm_rows(data["gemm"]["m"], rows))
             for dtype, rows in data.get("gemm", {}).get("tables", {}).items()
+        }
+        self._shapes = {
+            dtype: {(n, k): dict(_logged(times)) for n, k, times in rows}
+            for dtype, rows in data.get("gemm_shapes", {}).items()
         }
         self._attention = {
             name: nest(data[name]) for name in ("mla_decode", "mla_prefill") if name in data
@@ -130,7 +163,7 @@ class KernelTables:
 
     def _holds(self, op: RankOp, mla: bool) -> bool:
         if op.kind == "gemm":
-            return self._dtype(op) in self._gemm
+            return self._dtype(op) in self._gemm or self._dtype(op) in self._shapes
         if op.kind == "bmm":
             return "bfloat16" in self._bmm or "fp8" in self._bmm
         if op.kind == "attention":
@@ -141,11 +174,27 @@ class KernelTables:
 
     @staticmethod
     def _dtype(op: RankOp) -> str:
-        return "bfloat16" if op.dtype in ("float16", "float32") else op.dtype
+        return held_dtype(op)
 
     @staticmethod
     def _attention_name(op: RankOp, mla: bool) -> str:
         return f"{'mla' if mla else 'gqa'}_{'prefill' if op.prefill else 'decode'}"
+
+    def basis(self, op: RankOp, mla: bool) -> tuple[str, str]:
+        """(family of kernels, what its time stands on: see CURRENT)."""
+        family = self.family(op, mla)
+        if not self.own:
+            return family, THEIRS
+        if not self._holds(op, mla) and self._curve(op, mla, 1.0) is None:
+            return family, BORROWED
+        kept = self.digests.get(family)
+        return family, CURRENT if kept and kept == digests.present()[family] else STALE
+
+    def family(self, op: RankOp, mla: bool) -> str:
+        """As digests.FAMILIES calls it."""
+        if op.kind == "attention":
+            return self._attention_name(op, mla)
+        return f"gemm_{self._dtype(op)}" if op.kind == "gemm" else op.kind
 
     def seconds(self, op: RankOp, mla: bool) -> float:
         """On the measured device; not for experts."""
@@ -154,6 +203,8 @@ class KernelTables:
             return seconds * self._ratio(op, mla, seconds)
         if op.kind == "gemm":
             m, n, k = op.shape
+            if self._dtype(op) in self._shapes:
+                return self._shape_seconds(self._shapes[self._dtype(op)], m, n, k)
             return _exp(interpolate(self._gemm[self._dtype(op)], _logs(n, k, m)))
         if op.kind == "bmm":
             heads, m, *_ = op.shape
@@ -166,7 +217,26 @@ class KernelTables:
             return self._attention_seconds(op, mla)
         raise AssertionError(f"{op.kind} has no table of its own")
 
+    @staticmethod
+    def _shape_seconds(
+        shapes: Mapping[tuple[float, float], Nest], m: float, n: float, k: float
+    ) -> float:
+        """Of the measured matrix, or of the nearest one in proportion to its size, less a start."""
+
+        def distance(shape: tuple[float, float]) -> float:
+            return abs(math.log(shape[0] / n)) + abs(math.log(shape[1] / k))
+
+        near = min(shapes, key=distance)
+        seconds = _exp(interpolate(shapes[near], _logs(m)))
+        start = min(PRODUCT_START, seconds)
+        return start + (seconds - start) * (n * k) / (near[0] * near[1])
+
     def _ratio(self, op: RankOp, mla: bool, seconds: float) -> float:
+        found = self._curve(op, mla, seconds)
+        return _clamped(*found) if found else 1.0
+
+    def _curve(self, op: RankOp, mla: bool, seconds: float) -> tuple[Nest, float] | None:
+        """What relates our kernel to the base's, and where on it."""
         kind = f"gemm_{self._dtype(op)}"
         at = op.shape[0]
         if op.kind == "attention":
@@ -175,7 +245,7 @@ class KernelTables:
             if kind == "mla_decode":
                 kind = "mla_decode_128" if op.shape[0] * op.shape[3] > 32 else "mla_decode_16"
         curve = self._relative.get(kind) if op.kind in ("gemm", "attention") else None
-        return _clamped(curve, at) if curve else 1.0
+        return (curve, at) if curve else None
 
     def _attention_seconds(self, op: RankOp, mla: bool) -> float:
         heads, groups, requests, new, cached = op.shape
@@ -251,6 +321,10 @@ class KernelTables:
         return None if table is None else _exp(interpolate(table, _logs(max(message.bytes, 128.0))))
 
 
+def _logged(times: Iterable[Sequence[float]]) -> Iterable[tuple[float, float]]:
+    return ((math.log(size), math.log(us)) for size, us in times)
+
+
 def curve_seconds(rows: Sequence[Sequence[float]], size: float) -> float:
     """Between measured [bytes, us]."""
     return _exp(interpolate(nest(rows), _logs(max(size, 1.0))))
@@ -271,10 +345,13 @@ def _clamped(curve: Nest, at: float) -> float:
 
 @lru_cache(maxsize=16)
 def load_tables(name: str) -> KernelTables:
-    """The shipped tables of that name, with the base they stand on."""
-    path = DATA / f"kernels_{name}.json"
+    """The shipped tables of that name, or those of a file.json, with the base they stand on."""
+    path = Path(name) if name.endswith(".json") else DATA / f"kernels_{name}.json"
     if not path.is_file():
-        raise ConfigError(f"there are no kernel tables {path.name} in {DATA}")
-    data = json.loads(path.read_text())
-    base = data["meta"].get("base")
+        raise ConfigError(f"there are no kernel tables {path.name} in {path.parent}")
+    try:
+        data = json.loads(path.read_text())
+        base = data["meta"].get("base")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no kernel tables: {error!r}") from None
     return KernelTables(data, load_tables(base) if base else None)

@@ -45,15 +45,15 @@ def _group(name: str) -> list[Line]:
 
 
 def a3_decode() -> list[Line]:
-    config = published(R1)
     row = published_rows()["a3-decode"]
+    config = published(R1, row["quant"])
     sizes = ParallelConfig(**row["sizes"])
     model = StepModel(
         config,
         sizes,
         load_device(row["device"]),
         load_profile("roofline"),
-        Format(kv_dtype=row["kv_dtype"]),
+        Format(kv_dtype=row["kv_dtype"], split_latent=row["split_latent"]),
         Routing.parse(row["routing"]),
     )
     time = model.step(GroupWork(BatchShape.verify(48, 4096, 1), drafts=1))
@@ -125,7 +125,7 @@ def sglang_96() -> list[Line]:
 def qwen_low_latency() -> list[Line]:
     config = published("Qwen/Qwen3-235B-A22B")
     model = StepModel(
-        config, ParallelConfig(tp=16), load_device("atlas-a3"), load_profile("roofline")
+        config, ParallelConfig(tp=16), load_device("ascend-a3"), load_profile("roofline")
     )
     work = GroupWork(BatchShape.decode(1, 2048))
     time = model.step(work)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.hardware import load_device
+from rorqual.config.model import GQAConfig, MLAConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
@@ -113,6 +114,47 @@ def kv_tokens() -> list[Line]:
             "61 layers x (512 + 4 x 4 + 64 x 2)",
         ),
     ]
+
+
+def cache_kinds() -> list[Line]:
+    """The same heads and layers with keys and values of every head, of eight groups, of one, and
+    with a latent; what the model has is marked."""
+    lines = []
+    latent_attention = published(R1).attention
+    assert isinstance(latent_attention, MLAConfig)
+    latent = latent_attention.latent_dim  # for both
+    for name in (R1, "Qwen/Qwen3-30B-A3B"):
+        config = published(name)
+        attention = config.attention
+        heads = attention.num_heads
+        own = costs.kv_bytes_per_token(config)
+        if isinstance(attention, MLAConfig):
+            wide = attention.qk_dim + attention.v_dim
+            has = "MLA"
+        else:
+            wide = 2 * attention.head_dim
+            has = f"GQA, {attention.num_kv_heads} groups"
+        groups = attention.num_kv_heads if isinstance(attention, GQAConfig) else 8
+        layers = config.num_layers
+        whole = heads * wide * 2 * layers
+        for kind, columns, how in (
+            ("MHA", heads * wide, f"{heads} heads x {wide}"),
+            (f"GQA, {groups} groups", groups * wide, f"{groups} x {wide}"),
+            ("MQA", wide, f"1 x {wide}"),
+            ("MLA", latent, f"a latent of {latent}"),
+        ):
+            size = columns * 2 * layers
+            assert kind != has or size == own, "the engine's own count"
+            mark = ", as published" if kind == has else ""
+            lines.append(
+                Line(
+                    f"{name}: {kind}{mark}",
+                    f"{size:,} B a token",
+                    f"{layers} layers x {how} x 2 B; {whole / size:.1f} times less than MHA; "
+                    f"{10 * GIB // size:,} tokens in 10 GiB",
+                )
+            )
+    return lines
 
 
 def data_parallel() -> list[Line]:
@@ -327,6 +369,7 @@ def dense_layout() -> list[Line]:
 QUESTIONS: dict[str, tuple[str, Callable[[], list[Line]]]] = {
     "parameters": ("parameters and bytes of backbone and experts", parameters),
     "kv-tokens": ("tokens of cache in 10 GiB, MHA and MLA", kv_tokens),
+    "cache-kinds": ("cache per token of MHA, GQA, MQA and MLA", cache_kinds),
     "data-parallel": ("why thirty-two-way data parallelism", data_parallel),
     "in-flight": ("batches in flight that hide the RPC", batches_in_flight),
     "network": ("the least network for remote experts", network_floor),

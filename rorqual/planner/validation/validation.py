@@ -15,8 +15,9 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.routing import Routing
-from rorqual.planner.timing.profiles import load_profile
+from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
 from rorqual.planner.timing.roofline import StepModel, StepTime
+from rorqual.planner.timing.tables import RENEWAL, STALE
 from rorqual.planner.validation.closed_loop import Loop, play
 
 
@@ -53,6 +54,8 @@ class ValidationGroup:
     target: str
     kind: str  # prediction | range | bound
     points: tuple[ValidationPoint, ...]
+    origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
+    stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
 
     def mean_error(self, metric: str) -> float:
         return fmean(abs(point.error) for point in self.points if point.metric == metric)
@@ -65,13 +68,30 @@ class ValidationGroup:
 def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
     both = {**group, **row}
     overrides = {"num_hidden_layers": both["layers"]} if "layers" in both else None
-    config: ModelConfig = published(both["model"], overrides=overrides)
+    config: ModelConfig = published(both["model"], both.get("quant", "auto"), overrides)
     sizes = ParallelConfig(**both.get("sizes", {}))
-    fmt = Format(kv_dtype=both.get("kv_dtype"))
+    fmt = Format(kv_dtype=both.get("kv_dtype"), split_latent=both.get("split_latent", False))
     routing = Routing.parse(both.get("routing", "uniform"))
-    return StepModel(
-        config, sizes, load_device(both["device"]), load_profile(both["profile"]), fmt, routing
-    )
+    return StepModel(config, sizes, load_device(both["device"]), _profile(both), fmt, routing)
+
+
+def _profile(given: Mapping[str, Any]) -> Profile:
+    """`kernels` stands in for the shipped times of ours alone."""
+    profile = load_profile(given["profile"])
+    return with_kernels(profile, given.get("kernels")) if profile.name == "rorqual" else profile
+
+
+def _stale(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a step that decodes and one of prompts, as the rows' models would run them."""
+    found: set[str] = set()
+    for row in group["rows"]:
+        model = _model(group, row)
+        if group["kind"] not in PROMPTS:
+            model.step(GroupWork(BatchShape.decode(1, 1024)))
+        if group["kind"] in (*PROMPTS, "closed_loop"):
+            model.step(GroupWork(None, (BatchShape(1, 1024),)))
+        found.update(model.families(STALE))
+    return tuple(sorted(found))
 
 
 def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
@@ -85,9 +105,10 @@ def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
 
 
 def _decode(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepTime:
-    drafts = group.get("num_speculative_tokens", 0)
+    both = {**group, **row}
+    drafts = both.get("num_speculative_tokens", 0)
     return _model(group, row).step(
-        GroupWork(BatchShape.verify(row["clients"], group["context"], drafts), drafts=drafts)
+        GroupWork(BatchShape.verify(both["clients"], both["context"], drafts), drafts=drafts)
     )
 
 
@@ -129,6 +150,15 @@ def _prefill(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Validatio
     ]
 
 
+def _prefill_step(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
+    """hides_network: two micro-batches, at best with the network's time behind the other's."""
+    _, time, _ = _prefill_time(group, row)
+    hides = row.get("hides_network", False)
+    seconds = hidden(time) if hides else time.seconds
+    label = f"prompts, {'two micro-batches' if hides else 'no overlap'}"
+    return [ValidationPoint(label, "step", "ms", row["step_ms"], seconds * 1e3)]
+
+
 def _prefill_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
     node = tokens * model.device.link.span / model.sizes.tp
@@ -159,10 +189,38 @@ def _decode_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
     ]
 
 
+def _origin(given: Mapping[str, Any] | None) -> str:
+    if given is None:
+        return ""
+    fitted = "in" if given["in_fit"] else "not in"
+    command = given.get("command")
+    how = f"by `{command}`" if command else "by a command that was not kept"
+    return (
+        f"measured at commit {given['commit']}, {given['date']}, {how}; {fitted} the fit of the "
+        "tables"
+    )
+
+
+def stale_groups(groups: list[ValidationGroup]) -> list[str]:
+    """What to say of predictions that stand on times of kernels as they no longer are."""
+    families = sorted({family for group in groups for family in group.stale})
+    if not families:
+        return []
+    names = ", ".join(group.name for group in groups if group.stale)
+    return [
+        f"stale tables: {', '.join(families)} have changed since their times were measured, or no "
+        "digest of their source was kept",
+        f"errors of these groups say nothing of the kernels of this commit: {names}",
+        f"to renew them, on the GPU: {RENEWAL} --based-on h200 --out FILE",
+    ]
+
+
+PROMPTS = ("prefill", "prefill_step", "prefill_rate")
 KINDS = {
     "closed_loop": _closed_loop,
     "step": _step,
     "prefill": _prefill,
+    "prefill_step": _prefill_step,
     "prefill_rate": _prefill_rate,
     "decode_rate": _decode_rate,
 }
@@ -175,12 +233,14 @@ def published_rows() -> Mapping[str, Any]:
     return yaml.safe_load((DATA / "published.yaml").read_text())["groups"]
 
 
-def validate(names: list[str] | None = None) -> list[ValidationGroup]:
-    """Every group, or those whose name begins with one of `names`."""
+def validate(names: list[str] | None = None, kernels: str | None = None) -> list[ValidationGroup]:
+    """Every group, or those whose name begins with one of `names`. kernels: a file of times in
+    place of the shipped ones."""
     found = []
-    for name, group in published_rows().items():
+    for name, given in published_rows().items():
         if names and not any(name.startswith(wanted) for wanted in names):
             continue
+        group = {**given, "kernels": kernels}
         points = [point for row in group["rows"] for point in KINDS[group["kind"]](group, row)]
         kind = "bound" if group.get("bound") else "range" if group.get("range") else "prediction"
         found.append(
@@ -192,6 +252,8 @@ def validate(names: list[str] | None = None) -> list[ValidationGroup]:
                 group.get("target", ""),
                 kind,
                 tuple(points),
+                _origin(group.get("origin")),
+                _stale(group),
             )
         )
     return found

@@ -67,7 +67,21 @@ def test_instead_of_a_plan() -> None:
     assert "data-parallel" in run("--questions")
     assert "152,797 tokens" in run("--question", "kv-tokens")
     assert "bandwidth: NVIDIA H200 datasheet" in run("--gpus").replace("\n", " ")
-    assert "mean absolute error" in run("--validate", "--group", "own-v3")
+    assert "a lower bound" in run("--validate", "--group", "a3-d").lower()
+
+
+def test_stale_tables_fail_the_validation_and_label_the_plan(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["plan", "--validate", "--group", "own-v3"])
+    assert found.exit_code == 1
+    assert "mean absolute error" in found.output, "the figures are shown all the same"
+    assert "rorqual bench calibrate --full" in found.output
+    path = tmp_path / "all.csv"
+    asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--csv", str(path))
+    text = run(*asked)
+    assert "one GPU (stale)" in text
+    assert "(stale): the times of experts, gqa_decode, gqa_prefill are of kernels" in text
+    assert "experts gqa_decode gqa_prefill" in path.read_text().splitlines()[1]
+    assert "stale" not in run(*asked[:4], "--profile", "roofline")
 
 
 def test_an_fp8_cache_counts_scales_and_rope_keys() -> None:
@@ -103,8 +117,8 @@ def test_mistakes() -> None:
         ((), "name a model"),
         (("deepseek-v3", "--gpu", "h201"), "device 'h201' is not known"),
         (
-            ("deepseek-v3", "--gpu", "atlas-a3", "--profile", "sglang"),
-            "no kernel times for device atlas-a3",
+            ("deepseek-v3", "--gpu", "ascend-a3", "--profile", "sglang"),
+            "no kernel times for device ascend-a3",
         ),
         (("deepseek-v3", "--routing", "odd"), "kind='odd'"),
         (("deepseek-v3", "--count", "0"), "count=0"),

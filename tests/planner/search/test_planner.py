@@ -131,8 +131,8 @@ def test_home_cluster() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="no kernel times for device atlas-a3"):
-        question("atlas-a3")
+    with pytest.raises(ConfigError, match="no kernel times for device ascend-a3"):
+        question("ascend-a3")
     with pytest.raises(ConfigError, match="has no prediction module"):
         Question(
             published("qwen3-30b-a3b"),

@@ -243,13 +243,13 @@ def test_no_data_no_guess() -> None:
 def test_the_profile_of_a_gpu() -> None:
     names = {
         name: profile_for(load_device(name)).name
-        for name in ("h200", "h100", "rtx4090", "atlas-a3")
+        for name in ("h200", "h100", "rtx4090", "ascend-a3")
     }
     assert names == {
         "h200": "rorqual",
         "h100": "rorqual",
         "rtx4090": "roofline",
-        "atlas-a3": "roofline",
+        "ascend-a3": "ascend",
     }
 
 

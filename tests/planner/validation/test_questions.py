@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rorqual.errors import ConfigError
+from rorqual.planner.validation.deployed import R1
 from rorqual.planner.validation.questions import QUESTIONS, answer
 
 
@@ -34,6 +35,17 @@ def test_cache() -> None:
     found = values("kv-tokens")
     assert found["MLA, bf16 latent"].startswith("152,797 tokens")
     assert found["MHA, values counted 192 wide"].startswith("1,790 tokens")
+
+
+def test_cache_of_every_kind_of_attention() -> None:
+    found = values("cache-kinds")
+    assert found[f"{R1}: MHA"].startswith("4,997,120 B a token")  # 61 x 128 x (192 + 128) x 2
+    assert found[f"{R1}: MLA, as published"].startswith("70,272 B a token")
+    assert "71.1 times less than MHA; 152,797 tokens" in found[f"{R1}: MLA, as published"]
+    qwen = "Qwen/Qwen3-30B-A3B"
+    assert found[f"{qwen}: GQA, 4 groups, as published"].startswith("98,304 B a token")
+    assert found[f"{qwen}: MQA"].startswith("24,576 B a token")
+    assert found[f"{qwen}: MLA"].startswith("55,296 B a token")
 
 
 def test_batches_in_flight() -> None:

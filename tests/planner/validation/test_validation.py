@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -10,6 +11,7 @@ from rorqual.planner.validation.validation import (
     ValidationGroup,
     ValidationPoint,
     published_rows,
+    stale_groups,
     validate,
 )
 
@@ -38,6 +40,46 @@ def test_own_measurements(groups: dict[str, ValidationGroup]) -> None:
     assert len(own) == 14
     assert fmean(abs(point.error) for point in own) < 0.08
     assert max(abs(point.error) for point in own) < 0.15
+
+
+OWN = ("own", "now")
+
+
+def test_own_figures_say_where_they_come_from(groups: dict[str, ValidationGroup]) -> None:
+    for name, group in groups.items():
+        if name.startswith(OWN):
+            assert "measured at commit" in group.origin, name
+            kept = "by a command that was not kept" not in group.origin
+            assert kept == name.startswith("now"), name
+            assert kept == ("`rorqual bench offline" in group.origin), name
+            assert "not in the fit" in group.origin, name
+        else:
+            assert not group.origin, name
+
+
+def test_todays_figures_are_those_of_the_document() -> None:
+    """So that a table of new figures there asks for new rows here."""
+    text = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
+    table = text[text.index("| shape | requests | floor ms | ours ms |") :].split("\n\n")[0]
+    found: dict[str, list[tuple[int, float]]] = {}
+    name = ""
+    for line in table.splitlines()[2:]:
+        shape, requests, _, ours, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        name = shape or name
+        found.setdefault(name, []).append((int(requests), float(ours)))
+    groups = [group for key, group in published_rows().items() if key.startswith("now")]
+    rows = [[(row["clients"], row["step_ms"]) for row in group["rows"]] for group in groups]
+    assert rows == list(found.values())
+
+
+def test_stale_groups_are_named_with_what_renews_them(groups: dict[str, ValidationGroup]) -> None:
+    """The shipped tables kept no digest of their kernels; when they are renewed, this goes."""
+    stale = {name for name, group in groups.items() if group.stale}
+    assert stale == {name for name in groups if name.startswith(OWN)}
+    told = "\n".join(stale_groups(list(groups.values())))
+    assert "rorqual bench calibrate --full" in told
+    assert all(name in told for name in stale)
+    assert stale_groups([groups["inferencex-1k"], groups["a3-decode"]]) == []
 
 
 def test_other_clusters(groups: dict[str, ValidationGroup]) -> None:

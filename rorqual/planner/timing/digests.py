@@ -1,0 +1,252 @@
+"""Which kernels a table of times describes: a digest of their source, so that a table older than
+its kernels is found out. No torch, nothing of the kernels is imported.
+
+A family is a set of modules of `ops/triton` with all they import from there, the functions of the
+backend that choose between them, and the rules of the shipped tuning files that they read. Of the
+source only the syntax tree counts, without docstrings and with local names numbered in the order
+they appear: comments, layout and a renamed local change nothing. Parameters keep their names, since
+kernels are called by them. Of a tuning rule the time it once took does not count.
+
+What it cannot see: torch, Triton, the driver and the user's own tuning files; `rorqual bench
+calibrate --full` writes down the first three and says whether there is one of the last.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rorqual.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[2]
+KERNELS = "rorqual.ops.triton."
+BACKEND = "ops/triton/backend.py"
+
+
+@dataclass(frozen=True)
+class Family:
+    """modules: where the kernels begin. chosen_by: functions of the backend that launch them or
+    another kernel instead. tuned: names in the tuning files."""
+
+    modules: tuple[str, ...]
+    chosen_by: tuple[str, ...]
+    tuned: tuple[str, ...] = ()
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gemm_bfloat16": Family(
+        ("gemm/gemv.py", "gemm/skinny_gemm.py"), ("linear",), ("linear_small", "linear_skinny")
+    ),
+    "gemm_fp8": Family(("gemm/fp8_gemm.py",), ("linear", "_fits_fp8"), ("linear_fp8",)),
+    "gemm_int4": Family(("gemm/int4_gemm.py", "gemm/int4.py"), ("linear",), ("linear_int4",)),
+    "bmm": Family(("gemm/per_head_gemm.py",), ("heads_matmul",)),
+    "experts": Family(
+        ("moe/grouped_gemm.py", "moe/small_batch.py"),
+        ("experts", "routed_experts", "experts_deferred", "_fits_experts"),
+        ("experts", "experts_direct"),
+    ),
+    "mla_decode": Family(
+        ("attention/mla_decode.py",), ("latent_attention", "_mla_decode"), ("mla_decode",)
+    ),
+    "gqa_decode": Family(
+        ("attention/gqa_decode.py",), ("attention", "_gqa_decode"), ("gqa_decode",)
+    ),
+    "mla_prefill": Family(("attention/prefill.py",), ("decompressed_attention",), ("prefill",)),
+    "gqa_prefill": Family(("attention/prefill.py",), ("attention",), ("prefill",)),
+}
+
+
+def digests(package: Path = PACKAGE) -> dict[str, str]:
+    """By family, of the sources under `package` (the folder of rorqual's modules)."""
+    return {name: family_digest(name, package) for name in FAMILIES}
+
+
+@lru_cache(maxsize=1)
+def present() -> Mapping[str, str]:
+    """Of the kernels that this process would run."""
+    return digests()
+
+
+def family_digest(name: str, package: Path = PACKAGE) -> str:
+    family = FAMILIES[name]
+    found = hashlib.sha256()
+    for path in _closure(package, family.modules):
+        found.update(f"{path.relative_to(package).as_posix()}\n".encode())
+        found.update(_source(path).words.encode())
+    for words in _chosen(package, family.chosen_by):
+        found.update(words.encode())
+    found.update(json.dumps(_rules(package, family.tuned), sort_keys=True).encode())
+    return found.hexdigest()[:16]
+
+
+# ---- which files
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a digest needs of a file: its words, the modules it may import, its functions' words
+    by name."""
+
+    words: str
+    imports: tuple[str, ...]
+    functions: Mapping[str, str]
+
+
+def _source(path: Path) -> Source:
+    try:
+        return _read(path.read_text())
+    except (OSError, SyntaxError) as error:
+        raise ConfigError(f"the kernels' source cannot be read: {path}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _read(text: str) -> Source:
+    """Families share files, and most of a changed tree is as it was."""
+    tree = ast.parse(text)
+    functions = {
+        node.name: "\n".join(_told(node, ()))
+        for top in tree.body
+        for node in (top.body if isinstance(top, ast.ClassDef) else [top])
+        if isinstance(node, ast.FunctionDef)
+    }
+    return Source("\n".join(_told(tree, ())), tuple(_imported(tree)), functions)
+
+
+def _closure(package: Path, modules: Iterable[str]) -> list[Path]:
+    """The modules and what they import of the kernels, at any place and depth."""
+    root = package / "ops" / "triton"
+    todo = [root / module for module in modules]
+    found: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            paths = (root / f"{name.replace('.', '/')}.py" for name in _source(path).imports)
+            todo += [path for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names below the kernels' package, whether of modules or of what is in them."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return (name.removeprefix(KERNELS) for name in names if name.startswith(KERNELS))
+
+
+def _chosen(package: Path, names: Iterable[str]) -> Iterator[str]:
+    functions = _source(package / BACKEND).functions
+    for name in names:
+        if name not in functions:
+            raise ConfigError(
+                f"{BACKEND} has no function {name}; planner/timing/digests.py names it as what "
+                "chooses kernels"
+            )
+        yield functions[name]
+
+
+def _rules(package: Path, kernels: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for path in sorted((package / "ops" / "triton" / "tuned").glob("*.json")):
+        rules = json.loads(path.read_text())["kernels"]
+        for kernel in kernels:
+            found[f"{path.name} {kernel}"] = [
+                {key: value for key, value in rule.items() if key != "us"}
+                for rule in rules.get(kernel, [])
+            ]
+    return found
+
+
+# ---- a tree as words
+
+
+Scope = Mapping[str, str]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+SKIPPED = {"ctx", "kind", "type_comment", "type_ignores"}
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _told(node: ast.AST, scopes: tuple[Scope, ...]) -> Iterator[str]:
+    """The tree in words, the same for every Python that parses it alike."""
+    if isinstance(node, ast.Expr) and _is_text(node.value):
+        return  # a docstring
+    yield type(node).__name__
+    inner = (*scopes, _locals(node)) if isinstance(node, FUNCTIONS) else scopes
+    for field, value in ast.iter_fields(node):
+        if field in SKIPPED or value is None or value == []:
+            continue
+        yield f"{field}:"
+        if field in ("id", "name") and isinstance(node, ast.Name | ast.ExceptHandler):
+            yield _named(str(value), inner)
+            continue
+        if field == "name" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield _named(str(value), scopes)
+            continue
+        # decorators, defaults and annotations are read outside
+        seen = inner if field == "body" else scopes
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ast.AST):
+                yield from _told(item, seen)
+            else:
+                yield repr(item)
+    yield "."
+
+
+def _named(name: str, scopes: tuple[Scope, ...]) -> str:
+    for depth in range(len(scopes) - 1, -1, -1):
+        if name in scopes[depth]:
+            return scopes[depth][name].format(depth=depth)
+    return name
+
+
+def _locals(function: ast.AST) -> Scope:
+    """What each name that the function binds is called instead: parameters and imports keep
+    theirs, `global` and `nonlocal` ones are not its own."""
+    assert isinstance(function, FUNCTIONS)
+    given = function.args
+    kept = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    kept += [one for one in (given.vararg, given.kwarg) if one]
+    scope = {one.arg: one.arg for one in kept}
+    outer: set[str] = set()
+    bound: list[str] = []
+    for node in _own_nodes(function):
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            outer.update(node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                scope[name] = name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.append(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.ExceptHandler) and node.name
+        ):
+            bound.append(str(node.name))
+    for name in dict.fromkeys(bound):
+        if name not in scope and name not in outer:
+            scope[name] = f"local {{depth}}.{len(scope)}"
+    return scope
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """In the order of the source, without the insides of functions and classes within."""
+    body = function.body if isinstance(function, FUNCTIONS) else []
+    todo = list(reversed(body if isinstance(body, list) else [body]))
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            todo += reversed(list(ast.iter_child_nodes(node)))

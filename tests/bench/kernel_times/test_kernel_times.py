@@ -1,0 +1,251 @@
+"""`rorqual bench calibrate --full`: the rows the planner reads, a file that goes on where it
+stopped, and a plan that stands on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rorqual.bench.kernel_times import rows as wanted
+from rorqual.bench.kernel_times import run as times
+from rorqual.bench.kernel_times.measure import ATTENTION, RowTimer
+from rorqual.bench.kernel_times.rows import TimedRow
+from rorqual.bench.kernels import gemm_and_experts as cases
+from rorqual.cli.main import app
+from rorqual.config.hardware import load_device
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.ops.activation import NormOutput, Quantized
+from rorqual.ops.interface import Ops
+from rorqual.planner.costs.catalog import published
+from rorqual.planner.costs.costs import BatchShape, GroupWork
+from rorqual.planner.timing import digests, tables
+from rorqual.planner.timing.profiles import load_profile, with_kernels
+from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.validation import validation
+
+HERE = {"card": "a GPU", "torch": "2", "triton": "3", "driver": "1", "own_tuning": "no"}
+
+
+def fake(row: TimedRow) -> float:
+    """Microseconds that grow with the row's sizes."""
+    size = 1.0
+    for number in row.key:
+        size *= number
+    return 3 + size**0.5 / 100
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("times") / "h200.json"
+    held, count = times.run("h200", out, 1e9, None, fake, HERE)
+    assert held == count == len(wanted.rows())
+    return out
+
+
+def step_model(path: Path, name: str, quant: str = "auto", **sizes: int) -> StepModel:
+    profile = with_kernels(load_profile("rorqual"), str(path))
+    return StepModel(published(name, quant), ParallelConfig(**sizes), load_device("h200"), profile)
+
+
+@pytest.mark.parametrize(("name", "quant", "sizes"), wanted.MODELS)
+def test_a_whole_file_holds_every_time_of_a_step(
+    whole: Path, name: str, quant: str, sizes: dict[str, int]
+) -> None:
+    model = step_model(whole, name, quant, **sizes)
+    for work in (GroupWork(BatchShape.decode(24, 3000)), GroupWork(None, (BatchShape(2, 900),))):
+        assert model.step(work).seconds > 0
+    for basis in (tables.STALE, tables.BORROWED, tables.THEIRS):
+        assert model.families(basis) == (), basis
+    assert len(model.families(tables.CURRENT)) >= 4
+
+
+def test_a_measured_size_is_read_back_as_it_is(whole: Path) -> None:
+    model = step_model(whole, "deepseek-v2-lite")
+    found = {item.name: item for item in model.step(GroupWork(BatchShape.decode(8, 1023))).items}
+    layers = published("deepseek-v2-lite").num_layers
+    head = fake(TimedRow("gemm_bfloat16", "bfloat16", (102400, 2048, 8)))
+    floor = 102400 * 2048 * 2 / load_device("h200").bandwidth * 1e6
+    assert found["lm_head"].seconds * 1e6 == pytest.approx(max(head, floor), rel=0.01)
+    attention = fake(TimedRow("mla_decode", "bfloat16", (16, 8, 1024)))
+    spent = sum(
+        item.seconds
+        for item in model.step(GroupWork(BatchShape.decode(8, 1023))).items
+        if item.name == "attention"
+    )
+    assert spent * 1e6 / layers == pytest.approx(attention, rel=0.01)
+
+
+def test_a_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "part.json"
+    done: list[TimedRow] = []
+
+    def timer(row: TimedRow) -> float:
+        done.append(row)
+        return 5.0
+
+    only = "mla_prefill,gqa_prefill"
+    assert times.run("h200", out, -1, only, timer, HERE) == (0, 20)
+    assert not done, "no row begins after the limit"
+    assert times.run("h200", out, 1e9, "mla_prefill", timer, HERE) == (10, 10)
+    meta = json.loads(out.read_text())["meta"]
+    assert meta["kernels"] == {"mla_prefill": digests.present()["mla_prefill"]}
+    assert times.run("h200", out, 1e9, only, timer, HERE) == (20, 20)
+    assert len(done) == len(set(done)) == 20
+    assert set(json.loads(out.read_text())["meta"]["kernels"]) == {"mla_prefill", "gqa_prefill"}
+
+
+def test_rows_of_changed_kernels_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "part.json"
+    times.run("h200", out, 1e9, "prefill", fake, HERE)
+    changed = {**digests.present(), "mla_prefill": "0"}
+    monkeypatch.setattr(digests, "present", lambda: changed)
+    seen: list[str] = []
+
+    def timer(row: TimedRow) -> float:
+        seen.append(row.family)
+        return 1.0
+
+    times.run("h200", out, 1e9, "prefill", timer, HERE)
+    assert seen == ["mla_prefill"] * 10
+
+
+def test_a_row_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
+    out = tmp_path / "part.json"
+
+    def broken(row: TimedRow) -> float:
+        if row.key[-1] == 8192:
+            raise ValueError("out of registers")
+        return 1.0
+
+    assert times.run("h200", out, 1e9, "mla_prefill", broken, HERE) == (8, 10)
+    meta = json.loads(out.read_text())["meta"]
+    assert len(meta["failed"]) == 2
+    assert "out of registers" in next(iter(meta["failed"].values()))
+    assert meta["kernels"] == {}, "a family with a hole is not current"
+    assert times.run("h200", out, 1e9, "mla_prefill", fake, HERE) == (10, 10)
+    assert json.loads(out.read_text())["meta"]["failed"] == {}
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path, whole: Path) -> None:
+    with pytest.raises(ConfigError, match="Name another file"):
+        times.run("h200", whole, 1, None, fake, {**HERE, "torch": "3"})
+    with pytest.raises(ConfigError, match="names no row"):
+        times.run("h200", tmp_path / "x.json", 1, "odd", fake, HERE)
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    with pytest.raises(ConfigError, match="no file of calibrate --full"):
+        times.run("h200", bad, 1, None, fake, HERE)
+    with pytest.raises(ConfigError, match="holds no kernel tables"):
+        with_kernels(load_profile("rorqual"), str(bad))
+    with pytest.raises(ConfigError, match="must be a file"):
+        with_kernels(load_profile("rorqual"), "times.yaml")
+    with pytest.raises(ConfigError, match="profile sglang is another's"):
+        with_kernels(load_profile("sglang"), str(whole))
+    with pytest.raises(ConfigError, match="no kernel times for device h100"):
+        with_kernels(load_profile("rorqual"), str(whole)).check(load_device("h100"))
+
+
+def test_no_other_gpu_lends_what_a_file_lacks(tmp_path: Path) -> None:
+    """An H200's times are not an H100's."""
+    out = tmp_path / "h100.json"
+    times.run("h100", out, 1e9, "experts", fake, HERE)
+    profile = with_kernels(load_profile("rorqual"), str(out))
+    given = (published("qwen3-30b-a3b"), ParallelConfig(), load_device("h100"), profile)
+    with pytest.raises(ConfigError, match=r"no times of gemm_bfloat16.*--based-on h100"):
+        StepModel(*given).step(GroupWork(BatchShape.decode(8, 1000)))
+
+
+# ---- on a user's command line
+
+
+def plan(*arguments: str) -> str:
+    return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False).output
+
+
+def test_a_plan_on_a_fresh_file_is_not_stale(whole: Path) -> None:
+    asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--top", "1")
+    assert "(stale)" in plan(*asked)
+    assert "stale" not in plan(*asked, "--kernels", str(whole))
+    fresh = validation.validate(["now"], str(whole))
+    assert validation.stale_groups(fresh) == []
+
+
+def test_four_bits_need_times_of_their_own(whole: Path) -> None:
+    asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--top", "1", "--quant", "w4a16")
+    with pytest.raises(ConfigError, match="no times of gemm_int4; `rorqual bench calibrate --full"):
+        plan(*asked)
+    assert "Best deployments" in plan(*asked, "--kernels", str(whole))
+    for quant, missing in (("w8a8", "gemm_int8"), ("w4afp8", "no times of")):
+        with pytest.raises(ConfigError, match=missing):
+            plan(*asked[:-1], quant, "--kernels", str(whole))
+
+
+def test_the_list_needs_no_gpu() -> None:
+    found = CliRunner().invoke(app, ["bench", "calibrate", "--full", "--list"])
+    assert found.exit_code == 0
+    names = found.output.split("\n")[:-1]
+    assert len(names) == len(set(names)) == len(wanted.rows())
+    assert "experts int4 2048x768x128x128x8x64" in names
+
+
+# ---- what a row calls
+
+
+class Recorded(Ops):
+    """What the engine's operations are given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[torch.Tensor, ...]] = []
+
+    def linear(self, x, weight, bias=None):  # type: ignore[no-untyped-def]
+        self.given.append((x, weight.data))
+        return x
+
+    def experts(self, x, ids, weights, w, base=None):  # type: ignore[no-untyped-def]
+        self.given.append((x, ids, weights, w.gate_up.data, w.down.data))
+        assert w.local_fraction == 0.25
+        return x
+
+
+def test_rows_call_the_engines_operations_with_their_sizes() -> None:
+    ops = Recorded()
+    timer = RowTimer(ops, torch.device("cpu"))
+    for dtype, columns in (("bfloat16", 256), ("int4", 128)):
+        for call in timer.calls(TimedRow(f"gemm_{dtype}", dtype, (128, 256, 3)))[:2]:
+            call()
+        assert all(x.shape == (3, 256) for x, _ in ops.given)
+        assert all(weight.shape == (128, columns) for _, weight in ops.given)
+        assert ops.given[0][1] is not ops.given[1][1], "buffers take turns"
+        ops.given.clear()
+    for call in timer.calls(TimedRow("experts", "bfloat16", (256, 128, 32, 8, 4, 64))):
+        call()
+    x, ids, shares, up, down = ops.given[0]
+    assert x.shape == (64, 256)
+    assert ids.shape == shares.shape == (64, 4)
+    assert (up.shape, down.shape) == ((8, 256, 256), (8, 256, 128))
+    assert set(ids.unique().tolist()) == {-1, *range(8)}
+    product = timer.calls(TimedRow("bmm", "bfloat16", (2, 3)))[0]()
+    assert product.shape == (3, 2, 512)
+    families = {row.family for row in wanted.rows()}
+    assert families == set(digests.FAMILIES)
+    assert set(ATTENTION) == {name for name in families if "decode" in name or "prefill" in name}
+
+
+def test_an_fp8_product_takes_rows_as_norms_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "quantize", lambda x: Quantized.empty(*x.shape, x.device))
+    ops = Recorded()
+    for call in RowTimer(ops, torch.device("cpu")).calls(
+        TimedRow("gemm_fp8", "fp8", (256, 1024, 3))
+    )[:2]:
+        call()
+    rows, weight = ops.given[0]
+    assert isinstance(rows, NormOutput)
+    assert rows.hidden.shape == rows.quantized.shape == (3, 1024)
+    assert (weight.shape, weight.dtype) == ((256, 1024), torch.float8_e4m3fn)
