@@ -7,7 +7,13 @@ TORCH ?= torch==2.13.0
 
 MINUTES ?= 60
 
-.PHONY: run test test-all test-exhaustive test-parallel soak lint clean
+# Huawei's PyTorch extension, whose operator schemas and shape functions `make test-npu` calls. It
+# fits torch of the same version only, and lies in a venv of its own: where it is installed without
+# CANN, a plain `import torch` fails.
+TORCH_NPU ?= 2.13.0
+VENV_NPU := .venv-npu
+
+.PHONY: run test test-all test-exhaustive test-parallel test-npu soak lint clean
 
 run: $(VENV)/.installed
 	@$(BIN)/rorqual generate
@@ -19,7 +25,7 @@ test: $(VENV)/.installed-test lint
 
 # Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases), but for
 # a few of the longest, which stay test-all's alone: CI has half an hour.
-test-all: $(VENV)/.installed-test lint
+test-all: $(VENV)/.installed-test lint test-npu
 	$(BIN)/python -m pytest -n 2 --exhaustive all
 
 test-exhaustive: $(VENV)/.installed-test
@@ -31,6 +37,12 @@ test-exhaustive: $(VENV)/.installed-test
 test-parallel: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parallel tests/engine/distributed \
 		-m "full_matrix or not full_matrix"
+
+# The Ascend backend without a device: torch_npu's real schemas and shapes, our own CPU operators.
+# The libraries of CANN that it loads are stubs made here (tests/npu/stubs); needs gcc and binutils.
+test-npu: $(VENV_NPU)/.installed
+	LD_LIBRARY_PATH=$(CURDIR)/$(VENV_NPU)/cann TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR) \
+		$(VENV_NPU)/bin/python -m pytest -n 2 --dist loadfile --exhaustive all tests/npu
 
 # A server under mixed load for MINUTES; fails on a leak or a wrong answer. test-all has half a minute.
 soak: $(VENV)/.installed-test
@@ -52,5 +64,19 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@$(BIN)/pip install -q -e '.[test,interpreter]' || $(BIN)/pip install -q -e '.[test]'
 	@touch $@
 
+# What the tests need is read from the ordinary venv; only torch_npu and what its graph compiler
+# imports are added.
+$(VENV_NPU)/.installed: $(VENV)/.installed-test $(wildcard tests/npu/stubs/*)
+	@$(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_NPU)")' \
+		|| { echo "torch-npu $(TORCH_NPU) needs torch $(TORCH_NPU) in $(VENV)"; exit 1; }
+	@test -x $(VENV_NPU)/bin/python || $(BIN)/python -m venv $(VENV_NPU)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" \
+		% sysconfig.get_path("purelib"))' > "$$($(VENV_NPU)/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(VENV_NPU)/bin/pip install -q --no-deps torch-npu==$(TORCH_NPU)
+	@$(VENV_NPU)/bin/pip install -q packaging protobuf attrs psutil decorator scipy
+	@$(VENV_NPU)/bin/python tests/npu/stubs/build.py $(VENV_NPU)/cann
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -89,6 +89,9 @@ class TracedOps(Ops):
     rope = entry(Ops.rope)
     heads_matmul = entry(Ops.heads_matmul)
     prepare_router_weight = entry(Ops.prepare_router_weight)
+    prepare_weight = entry(Ops.prepare_weight)
+    side_stream = entry(Ops.side_stream)
+    prepare_mla = entry(Ops.prepare_mla)
     route = entry(Ops.route)
     experts_fp8 = entry(Ops.experts_fp8)
     routed_experts = entry(Ops.routed_experts)
@@ -192,6 +195,7 @@ class TracedOps(Ops):
             w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale
         )
 
+    mla_decode = entry(Ops.mla_decode)
     joined_heads = entry(Ops.joined_heads)
     write_heads = entry(Ops.write_heads)  # reached from the reference's prologue alone
 

@@ -148,6 +148,37 @@ class TokenPlaces:
     cos: Tensor
     sin: Tensor
     slots: Tensor
+    scratch: Any = None  # whatever a backend derives once a step
+
+
+@dataclass
+class SplitLatent:
+    """A layer's latent cache in two planes, for backends that want it so (`splits_latents`):
+    latent [pages, page, C] in the cache's dtype and rope [pages, page, rope] in the activations'.
+
+    scale [1] fp32: an int8 latent is its number times this, one scale for the whole layer. Queries
+    that meet such a cache are rounded to int8 as well, by token and head, but for their rope part.
+    """
+
+    latent: Tensor
+    rope: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def quant_scale(self) -> Tensor:
+        """What a latent is multiplied by to become a number of the cache."""
+        assert self.scale is not None
+        return self.scale.reciprocal()
+
+    def packed(self, latent: Tensor) -> Tensor:
+        """Latents [T, C] in the cache's numbers."""
+        if self.scale is None:
+            return latent
+        return (latent.float() * self.quant_scale).round().clamp(-128, 127).to(torch.int8)
+
+
+# A layer's latent cache: a Tensor, or SplitLatent. A backend is given the kind it asks for.
+LatentCache = Any
 
 
 @dataclass
@@ -229,6 +260,26 @@ class Ops:
     """The reference backend. Argument shapes are those of rorqual.ops.reference."""
 
     name = "reference"
+    splits_latents = False  # latents and rope keys are cached in planes of their own
+    static_cache_scales = False  # an int8 latent has one scale a layer, from the checkpoint
+
+    @property
+    def dispatch_combine(self) -> Any:
+        """Operators that carry rows to experts and back (ops/npu/dispatch.py), or None."""
+        return None
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """The context in which shared experts are computed while others' rows travel: a stream of
+        their own where a backend has one."""
+        return nullcontext()
+
+    def prepare_weight(self, weight: Weight, name: str) -> None:
+        """Once the weights are there, and before on a model without memory: how this backend
+        wants a linear layer's matrix, or a stack of experts', to lie. Raises ConfigError where it
+        has no product for it; `name` says whose it is."""
+
+    def prepare_mla(self, w: MLAWeights, hidden: int) -> None:
+        """The same for the matrices of one layer's prologue."""
 
     def compiling(self) -> AbstractContextManager[None]:
         """Inside, kernels that a device compiles at their first launch are compiled and do not
@@ -314,7 +365,7 @@ class Ops:
         x: Activation,
         w: MLAWeights,
         places: TokenPlaces,
-        plane: Tensor | None,
+        plane: LatentCache | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H,
         qk] rotated, cache entries).
@@ -346,7 +397,7 @@ class Ops:
         entries: Tensor,
         w: MLAWeights,
         places: TokenPlaces,
-        plane: Tensor | None,
+        plane: LatentCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The other half, head by head: from what mla_down returns to (queries [T, H, qk]
         rotated, cache entries as mla_prologue has them). Rows of `query` and of `entries` may
@@ -360,11 +411,35 @@ class Ops:
         q = torch.cat((nope, self.rope(turned, places.cos, places.sin, w.interleaved)), -1)
         if plane is None:
             return q, entries
-        self.write_latent(plane, places.slots, entries, mla.kv_lora_rank)
+        if isinstance(plane, SplitLatent):
+            latent, key = entries.split((mla.kv_lora_rank, mla.rope_dim), -1)
+            self.write_cache(plane.latent, places.slots, plane.packed(latent))
+            self.write_cache(plane.rope, places.slots, key)
+        else:
+            self.write_latent(plane, places.slots, entries, mla.kv_lora_rank)
         return q, None
 
+    def mla_decode(
+        self,
+        x: Activation,
+        w: MLAWeights,
+        places: TokenPlaces,
+        plane: LatentCache,
+        segment: AttentionMetadata,
+        scale: float,
+    ) -> Activation:
+        """Prologue and absorbed attention of a step whose tokens are all of one segment: hidden
+        states [T, hidden] to heads side by side, [T, H v]."""
+        _, q, _ = self.mla_prologue(x, w, places, plane)
+        return self.mla_absorbed(q, w, plane, segment, scale)
+
     def mla_absorbed(
-        self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        w: MLAWeights,
+        plane: LatentCache,
+        segment: AttentionMetadata,
+        scale: float,
     ) -> Activation:
         """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side,
         [T, H v]. W_UK moves to the query, W_UV behind the sum, and neither rope nor latent parts
@@ -432,26 +507,19 @@ class Ops:
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        plane: Tensor,
+        plane: LatentCache,
         segment: AttentionMetadata,
         scale: float,
     ) -> Tensor:
         """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an 8-bit one:
         each head scores q_latent [T, H, C] against the latent and q_rope [T, H, rope] against
         the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
-        lens = segment.kv_lens.tolist()
         rank = q_latent.shape[-1]
-        queries = torch.cat((q_latent, q_rope), -1).split(segment.query_lens)
-        out = []
-        for i, part in enumerate(queries):
-            rows = reference.read_cache(plane, segment.tables[i], lens[i])
-            entries = (
-                reference.unpack_latent(rows, rank, q_latent.dtype)
-                if reference.in_8_bits(plane)
-                else rows
-            )[:, None]
-            out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
-        return torch.cat(out)
+        if isinstance(plane, SplitLatent) and plane.scale is not None:
+            q_latent = reference.rounded(q_latent.flatten(0, 1), "int8_token").view(q_latent.shape)
+        queries = torch.cat((q_latent.to(q_rope.dtype), q_rope), -1)
+        entries = self.latent_entries(plane, segment, rank, q_rope.dtype)[:, None]
+        return self.dense_attention(queries, entries, entries[..., :rank], segment, scale)
 
     def dense_attention(
         self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
@@ -532,10 +600,15 @@ class Ops:
         )
 
     def latent_entries(
-        self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
+        self, plane: LatentCache, segment: AttentionMetadata, rank: int, dtype: torch.dtype
     ) -> Tensor:
         """All cached latents and rope keys of the segment's requests, packed as by `gather`:
         [sum of KV lengths, C + rope] in `dtype`."""
+        if isinstance(plane, SplitLatent):
+            latent = self.gather(plane.latent, segment)
+            if plane.scale is not None:
+                latent = latent.float() * plane.scale
+            return torch.cat((latent.to(dtype), self.gather(plane.rope, segment).to(dtype)), -1)
         rows = self.gather(plane, segment)
         return (
             reference.unpack_latent(rows, rank, dtype)

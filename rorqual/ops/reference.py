@@ -47,6 +47,7 @@ class Weight:
     zero: Tensor | None = None
     activation: str = "fp8_group"
     group_index: Tensor | None = None
+    turned: bool = False  # a backend has laid it out in its own way: nobody else may read it
 
     @property
     def quantized(self) -> bool:

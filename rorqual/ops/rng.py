@@ -20,10 +20,12 @@ def hash_bits(counter: Tensor, key: int) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+def uniform(seed: Tensor, position: Tensor, stream: int = 0, fp64: bool = True) -> Tensor:
     """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one
-    another."""
+    another. Without fp64, for devices that have none: the same number's first 24 bits, fp32."""
     bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9)
+    if not fp64:
+        return ((bits >> 40) & ((1 << 24) - 1)).float() * 2.0**-24
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 

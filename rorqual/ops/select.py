@@ -15,4 +15,8 @@ def ops_for(platform: str) -> Ops:
         from rorqual.ops.triton.backend import TritonOps
 
         return TritonOps()
+    if platform == "npu":
+        from rorqual.ops.npu.backend import NpuOps
+
+        return NpuOps()
     return Ops()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Platform:
 
     def __init__(self, device: torch.device):
         self.device = device
+
+    def group_options(self, buffer_mb: int) -> Any:
+        """How torch.distributed is to make a communicator with a buffer of so many MB; None where
+        it has no such choice."""
+        return None
 
     def describe(self) -> str:
         """The device's model and what it can do: what compiled code depends on."""
@@ -118,3 +123,15 @@ class Platform:
         """After what has been launched here by now: the result, called in another context, makes
         that context's work wait for it."""
         return lambda: None
+
+
+class Uncaptured(Platform):
+    """A platform whose `capture` only keeps the work: for steps whose kernels are a compiled
+    graph's anyway, but which want the sizes of captured ones."""
+
+    def __init__(self, platform: Platform):
+        super().__init__(platform.device)
+        self.to_device = platform.to_device  # type: ignore[method-assign]
+
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return work

@@ -186,6 +186,7 @@ MODELS = {
 MODELS = MODELS if DEVICE == "cuda" else {name: MODELS[name] for name in ("beside", "none")}
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(("config", "dtype", "joins"), MODELS.values(), ids=MODELS)
 def test_models_give_the_same_bits(
     config: dict[str, Any],

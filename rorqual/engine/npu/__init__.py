@@ -1,0 +1,1 @@
+"""What an engine on Ascend NPUs does otherwise."""

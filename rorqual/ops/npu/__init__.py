@@ -1,0 +1,1 @@
+"""The op table of Ascend NPUs, through torch_npu's operators."""
