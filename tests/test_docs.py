@@ -28,6 +28,7 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from rorqual.bench.kernel_times.run import run as measure_kernels
 from rorqual.cli.main import app
 from rorqual.cli.options import numbers
 from rorqual.config.hf import read_config_file
@@ -79,7 +80,7 @@ SMALLER = {
     "--slo": "--slo-start 1 --slo-max 1 --slo-probes 1",
     "--request-rate": "--request-rate 100",
     "--prefix-groups": "--prefix-groups 1 --prompts-per-group 1",
-    "--validate": "--group own-v3",
+    "--validate": "--group a3-decode",  # groups of stale tables end with 1
     "--clients": "--clients 2",
     "--gantt": "--gantt-at 0",
 }
@@ -332,6 +333,13 @@ def script(command: Command, place: Place) -> None:
         runpy.run_path(str(ROOT / path), run_name="__main__")
 
 
+def module(command: Command, place: Place) -> None:
+    """`python -m NAME`: the file behind the name, as a script."""
+    name, *arguments = command.words[2:]
+    path = name.replace(".", "/") + ".py"
+    script(Command(command.where, shlex.join(["python", path, *arguments])), place)
+
+
 def selects_tests(command: Command, place: Place) -> None:
     words = command.words[command.words.index("pytest") + 1 :]
     path = next(word for word in words if word.startswith("tests/"))
@@ -378,8 +386,11 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"torchrun ", torchrun),
     (r"(export|ray start|head -c) ", elsewhere),
     (r"python3? -m pytest ", selects_tests),
+    (r"python3? -m rorqual\.", module),
     (r"python3? ", script),
     (r"pytest ", selects_tests),
+    (r"rorqual experts\b", only_parse),  # tests/disagg starts it
+    (r"rorqual .*--experts ", only_parse),  # and what calls it
     (r"rorqual serve\b", only_parse),  # the server of all other commands is started so
     (r"rorqual route\b", only_parse),  # tests/route/test_real_servers.py starts it
     (r"rorqual .*--launcher ", only_parse),  # hosts or a cluster
@@ -425,6 +436,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("load.json", "other.json")):
         counts = [[1 + (7 * i * i + number) % 50 for i in range(256)]] * 2
         (folder / name).write_text(json.dumps({"logical_count": counts}))
+    same = dict.fromkeys(("card", "torch", "triton", "driver"), "here")
+    measure_kernels("h200", folder / "h200.json", 60, None, lambda row: 9.0, same)
     tiny = folder / "tiny"
     tiny.mkdir()
     config = json.loads((BUNDLED / "config.json").read_text())

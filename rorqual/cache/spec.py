@@ -129,12 +129,18 @@ def packed_latent_plane(mla: MLAConfig, rope_dtype: str, dtype: str) -> Plane:
     return Plane("latent", EIGHT_BITS[dtype], (width,))
 
 
-def mla_planes(mla: MLAConfig, form: str, dtype: str, activations: str) -> tuple[Plane, ...]:
+def mla_planes(
+    mla: MLAConfig, form: str, dtype: str, activations: str, split: bool = False
+) -> tuple[Plane, ...]:
     """CD keeps decompressed keys and values for each head, the other forms the latent and the
-    shared rope key in one row."""
+    shared rope key: in one row, or `split` in a plane each, as an NPU wants them. Of a split cache
+    in int8 the scale is the layer's, and rope keys stay in the activations' dtype."""
     if form == "CD":
         heads = mla.num_heads
         return Plane("k", dtype, (heads, mla.qk_dim), 0), Plane("v", dtype, (heads, mla.v_dim), 0)
+    if split:
+        rope = activations if dtype in EIGHT_BITS else dtype
+        return Plane("latent", dtype, (mla.kv_lora_rank,)), Plane("rope", rope, (mla.rope_dim,))
     return (
         packed_latent_plane(mla, activations, dtype)
         if dtype in EIGHT_BITS
@@ -172,12 +178,13 @@ def kv_spec(
     mla_form: str = "A_CC_ME",
     mtp_layers: int = 0,
     activations: str | None = None,
+    split_latent: bool = False,
 ) -> KVSpec:
     """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form`
     matters to MLA models only.
 
     dtype: any name in KV_DTYPES; `auto` or None is that of the `activations`, and these are the
-    model's dtype unless it was overridden.
+    model's dtype unless it was overridden. split_latent: see mla_planes.
     """
     attention = model.attention
     activations = activations or model.dtype
@@ -185,7 +192,7 @@ def kv_spec(
     if dtype in EIGHT_BITS:
         check_8bit_cache(model, mla_form, dtype)
     planes = (
-        mla_planes(attention, mla_form, dtype, activations)
+        mla_planes(attention, mla_form, dtype, activations, split_latent)
         if isinstance(attention, MLAConfig)
         else gqa_planes(attention, dtype)
     )

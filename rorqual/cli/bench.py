@@ -10,7 +10,7 @@ import typer
 
 from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
-from rorqual.cli.bench_comm import bench_comm
+from rorqual.cli.bench_comm import bench_comm, bench_hop
 from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
@@ -33,6 +33,7 @@ from rorqual.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
+app.command("hop")(bench_hop)
 app.command("peers")(bench_peers)
 
 
@@ -258,10 +259,24 @@ def bench_calibrate(
         typer.Option(help="A GPU that ships, for peaks and links; this run says what is reached."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")
+        Path | None, typer.Option(help="The file to write; NAME.yaml (NAME.json) if left out.")
     ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="Instead, every time of our kernels that the planner reads, with digests of the "
+            "kernels, as --kernels of rorqual plan takes it; goes on with a file that is there.",
+        ),
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="With --full: comma-separated parts of rows' names.")
+    ] = None,
+    list_rows: Annotated[
+        bool, typer.Option("--list", help="With --full: print the rows' names, measure nothing.")
+    ] = False,
     limit: Annotated[
-        float, typer.Option(help="Seconds after which no further product is measured.")
+        float, typer.Option(help="Seconds after which nothing further is measured.")
     ] = 240.0,
     device: Device = "auto",
 ) -> None:
@@ -269,4 +284,35 @@ def bench_calibrate(
     what `rorqual plan --gpu FILE` reads."""
     from rorqual.bench import calibrate
 
+    if full:
+        _calibrate_full(based_on, out or Path(f"{name}.json"), limit, only, list_rows)
+        return
+    if only or list_rows:
+        raise typer.BadParameter("--only and --list go with --full")
     print(calibrate.run(device, name, based_on, out, limit))
+
+
+def _calibrate_full(
+    based_on: str | None, out: Path, limit: float, only: str | None, list_rows: bool
+) -> None:
+    """Ends with 1 while rows are missing."""
+    from rorqual.bench.kernel_times import run as times
+    from rorqual.bench.kernel_times.rows import rows
+
+    if list_rows:
+        print("\n".join(row.name for row in rows()))
+        return
+    if based_on is None:
+        raise typer.BadParameter("--full needs --based-on: the GPU as rorqual plan --gpus names it")
+    from rorqual.platforms import make_platform
+
+    device = make_platform("cuda").device  # says clearly when there is no GPU
+    from rorqual.bench.kernel_times.measure import RowTimer
+    from rorqual.ops.triton.backend import TritonOps
+
+    timer = RowTimer(TritonOps(), device).microseconds
+    held, wanted = times.run(based_on, out, limit, only, timer, times.conditions_here())
+    print(f"{out}: {held} of {wanted} rows")
+    if held < wanted:
+        print("call it again to go on; what failed stands in the file")
+        raise typer.Exit(1)

@@ -38,3 +38,32 @@ def bench_comm(
     comm.print_table(found, setup)
     if json_file and found:
         json_file.write_text(comm.as_json(found, setup) + "\n")
+
+
+def bench_hop(
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Expert servers to start.")] = 1,
+    rows: Annotated[str, typer.Option(help="Comma-separated rows of a call.")] = "1,8,64,256",
+    hidden: Annotated[int, typer.Option(min=128, help="Columns of a row.")] = 7168,
+    experts: Annotated[int, typer.Option(min=1)] = 256,
+    top_k: Annotated[int, typer.Option(min=1, max=64)] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken over this many.")] = 200,
+    fp8: Annotated[
+        bool, typer.Option("--fp8/--no-fp8", help="Rows travel in fp8 with scales, or in bf16.")
+    ] = True,
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    """Time rows to expert servers of this host and back, without the experts' time."""
+    from rorqual.bench.comm import expert_hop
+    from rorqual.platforms import device_of
+
+    if experts < max(servers, top_k):
+        raise typer.BadParameter(f"{experts} experts for {servers} servers and {top_k} picks")
+    counts = tuple(numbers(rows))
+    setup = expert_hop.HopSetup(
+        counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type
+    )
+    found = expert_hop.bench(setup)
+    expert_hop.print_table(found, setup)
+    if json_file:
+        json_file.write_text(expert_hop.as_json(found, setup) + "\n")

@@ -12,6 +12,7 @@ import typer
 from rorqual import __version__
 from rorqual.cli import bench
 from rorqual.cli.eplb import eplb
+from rorqual.cli.experts import experts
 from rorqual.cli.options import (
     Flags,
     Given,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(serve)
+app.command()(experts)
 app.command()(route)
 app.command()(plan)
 app.command()(simulate)

@@ -20,7 +20,7 @@ Model = Annotated[
     typer.Argument(help="A folder or a Hugging Face id; the bundled checkpoint if left out."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, npu or npu:N.")]
 TokenizerName = Annotated[
     str | None,
     typer.Option(

@@ -22,7 +22,6 @@ from typing import Any
 
 from rorqual.config.quant import QuantConfig
 from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_link import Fingerprint
 from rorqual.disagg.page_memory import PageMemory
 from rorqual.disagg.page_reader import PageFetch, PageReader, lease_name
 from rorqual.disagg.page_server import PageServer
@@ -31,6 +30,7 @@ from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
+from rorqual.parallel.remote.link import Fingerprint
 from rorqual.request import Request
 
 FORMAT = "1"  # of pages as bytes, and of what their keys cover

@@ -11,18 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rorqual.disagg.page_link import (
-    LEASE,
-    MOST_KEYS,
-    Fingerprint,
-    LinkError,
-    PageMessage,
-    introduce,
-    receive_head,
-    receive_into,
-    send,
-)
+from rorqual.disagg.page_link import LEASE, MOST_KEYS, PageMessage, introduce, receive_head
 from rorqual.disagg.page_memory import PageMemory
+from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
 
 CONNECT_SECONDS = 5.0
 QUIET_SECONDS = 10.0

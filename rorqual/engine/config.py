@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,15 @@ from typing import Any
 
 from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.config.option import by_field, check_options, check_positive, option, same_option
-from rorqual.config.parallel import ParallelConfig
+from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig
 from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
+from rorqual.parallel.remote.config import (
+    MOST_SERVERS,
+    RemoteConfig,
+    read_address,
+    read_link_secret,
+)
 
 # The documents' names for the modes are understood too.
 EXE_MODES = {
@@ -29,6 +36,7 @@ OFF = "off"
 AUTO = "auto"
 MOST_PIECEWISE = 65_536
 LONGEST_STEP = 60_000.0  # milliseconds
+CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -82,7 +90,7 @@ class EngineConfig:
         "keys as they are. Grouped-query attention: a scale for each token's key and value of a "
         "head.",
     )
-    device: str = option("auto", "auto, cpu, cuda or cuda:N.", group="Model")
+    device: str = option("auto", "auto, cpu, cuda, cuda:N, npu or npu:N.", group="Model")
     weights: str = option(
         "checkpoint",
         "checkpoint, or random: a config.json is enough.",
@@ -169,6 +177,23 @@ class EngineConfig:
         True,
         "Kernels of recorded steps are compiled side by side before, not one after the other when "
         "they are first launched.",
+    )
+    enable_cache_compile: bool | None = _execution(
+        None,
+        "With exe_mode compile alone: keep compiled code below the cache folder, for the next "
+        "start; yes if left out. --no-enable-cache-compile keeps nothing and finds nothing.",
+    )
+    case_name: str | None = _execution(
+        None,
+        "With exe_mode compile: the folder below the cache folder that keeps compiled code.",
+        env="CASE_NAME",
+    )
+    enable_superkernel: bool = _execution(
+        False, "NPU, with exe_mode compile: all decoder layers in one SuperKernel scope."
+    )
+    enable_multi_streams: bool = _execution(
+        False,
+        "NPU, with exe_mode compile: shared experts on a stream of their own, beside routed ones.",
     )
     embed_device: str = _execution(
         "auto",
@@ -287,6 +312,20 @@ class EngineConfig:
     secret_file: str | None = _parallel(
         None, "torchrun, ray: a file of mode 600 on every host; else RORQUAL_SECRET is read."
     )
+    experts: tuple[str, ...] = _parallel(
+        (),
+        "HOST:PORT of expert servers (`rorqual experts`), which hold the routed experts in place "
+        "of this engine; may be repeated, or given with commas.",
+    )
+    expert_secret_file: str | None = _parallel(
+        None, "A file with the secret that they know as well; needed with --experts."
+    )
+    expert_timeout: float = _parallel(
+        2.0, "Seconds of silence after which an expert server is left out until it answers again."
+    )
+    expert_wait: float = _parallel(
+        30.0, "Seconds that requests wait, and a start, for a server where none holds an expert."
+    )
     record_expert_load: bool = _execution(False, "Count tokens by layer and expert.")
     threads: int | None = _execution(None, "CPU threads.", at_least_one=True)
     ignore_config_fields: tuple[str, ...] = option(
@@ -321,16 +360,16 @@ class EngineConfig:
                 f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600"
             )
         self._check_launch()
+        self._check_experts()
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
         if (self.pipeline_turns or 1) > 1 and self.pp == 1:
             raise ConfigError(
                 f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
             )
         if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
-            raise ConfigError(
-                f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: "
-                "auto, eager, graph"
-            )
+            self._check_compiled_ranks()
+        self._check_npu_options()
+        self._check_kept_code()
         if self.init_expert_load is not None and self.ep == 1:
             raise ConfigError(
                 f"init_expert_load={self.init_expert_load!r} needs ep of at least 2: with ep=1 "
@@ -340,6 +379,96 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
+            )
+
+    def _check_experts(self) -> None:
+        """What goes with experts in other processes."""
+        if self.exchange == REMOTE or (self.experts and self.exchange != "auto"):
+            raise ConfigError(
+                f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
+                if not self.experts
+                else f"exchange={self.exchange!r} does not go with experts; accepted: auto"
+            )
+        if not self.experts:
+            if self.expert_secret_file is not None:
+                raise ConfigError("expert_secret_file goes with experts alone")
+            return
+        others = {
+            "fixed_experts": self.fixed_experts,
+            "single_rank_bench": self.single_rank_bench,
+            "expert_balance": self.expert_balance != "natural",
+            "init_expert_load": self.init_expert_load is not None,
+        }
+        found = [name for name, given in others.items() if given]
+        if found:
+            raise ConfigError(f"{found[0]} does not go with experts in other processes")
+        if EXE_MODES[self.exe_mode] in ("graph", "compile"):
+            raise ConfigError(
+                f"exe_mode={self.exe_mode!r} does not go with experts in other processes, for "
+                "which the host waits; accepted: auto, eager"
+            )
+        if self.for_npu:
+            raise ConfigError("experts in other processes are for device auto, cpu or cuda")
+        if len(self.expert_servers) > MOST_SERVERS:
+            raise ConfigError(
+                f"experts names {len(self.expert_servers)} servers; accepted: {MOST_SERVERS}"
+            )
+        for name, least, most in (("expert_timeout", 0.05, 60), ("expert_wait", 0, 3600)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name}={value} is out of range; accepted: {least} to {most}")
+
+    @property
+    def expert_servers(self) -> tuple[tuple[str, int], ...]:
+        """Their addresses. Raises ConfigError."""
+        names = [name.strip() for given in self.experts for name in given.split(",")]
+        return tuple(dict.fromkeys(read_address(name, "experts") for name in names))
+
+    def remote_experts(self) -> RemoteConfig | None:
+        """With the secret read from its file; None without expert servers."""
+        if not self.experts:
+            return None
+        secret = read_link_secret(self.expert_secret_file, "expert_secret_file")
+        return RemoteConfig(self.expert_servers, secret, self.expert_timeout, self.expert_wait)
+
+    def _check_compiled_ranks(self) -> None:
+        if not self.for_npu:
+            raise ConfigError(
+                f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: "
+                "auto, eager, graph"
+            )
+
+    @property
+    def for_npu(self) -> bool:
+        return self.device.partition(":")[0] == "npu"
+
+    def _check_npu_options(self) -> None:
+        for name in ("enable_superkernel", "enable_multi_streams"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be true or false")
+            if value and not self.for_npu:
+                raise ConfigError(f"{name}={value!r} needs device='npu', not {self.device!r}")
+
+    def _check_kept_code(self) -> None:
+        """Only what torch.compile makes can be kept: not what is captured, and not steps run
+        operation by operation."""
+        kept = self.enable_cache_compile
+        compiles = EXE_MODES[self.exe_mode] == "compile"
+        if kept not in (None, True, False):
+            raise ConfigError(f"enable_cache_compile={kept!r} must be true or false")
+        if kept and not compiles:
+            raise ConfigError(
+                f"enable_cache_compile=True does not go with exe_mode={self.exe_mode!r}, in which "
+                "nothing is compiled that could be kept; accepted: compile (ge_graph)"
+            )
+        if kept is None and compiles:
+            object.__setattr__(self, "enable_cache_compile", True)
+        case = self.case_name
+        if case is not None and not (isinstance(case, str) and CASE_NAME.fullmatch(case)):
+            raise ConfigError(
+                f"case_name={case!r}; accepted: up to 64 letters, digits, '-', '_' and '.', the "
+                "first a letter or digit"
             )
 
     def _check_balance(self) -> None:
@@ -396,7 +525,7 @@ class EngineConfig:
         if ":" in self.device and (self.first_device or not self.parallel.is_single):
             raise ConfigError(
                 f"device={self.device!r} names one device; several ranks, and first_device, "
-                "take: auto, cpu, cuda"
+                "take: auto, cpu, cuda, npu"
             )
 
     @property
@@ -417,9 +546,10 @@ class EngineConfig:
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(
-            **{item.name: getattr(self, item.name) for item in fields(ParallelConfig)}
-        )
+        given = {item.name: getattr(self, item.name) for item in fields(ParallelConfig)}
+        if self.experts:
+            given["exchange"] = REMOTE
+        return ParallelConfig(**given)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> EngineConfig:

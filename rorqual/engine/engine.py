@@ -26,12 +26,14 @@ from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataPar
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
 from rorqual.engine.step_trace import MOST_STEPS, TraceFile
-from rorqual.errors import ConfigError, RequestError
+from rorqual.errors import ConfigError, ExpertsMissing, RequestError
 from rorqual.parallel.eplb.placement import Ints, balancedness_by_layer, unplanned
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompileStats
+
+EXPERT_PAUSE = 0.02  # seconds between two looks for experts that no server holds
 
 
 @dataclass
@@ -90,6 +92,8 @@ class Engine:
         self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
+        self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
+        self.missing_since = 0.0
         self._whole = True
 
     def _scheduler_config(self) -> SchedulerConfig:
@@ -259,10 +263,35 @@ class Engine:
         when a rank has died or hangs.
 
         Whatever it raises, no request loses or repeats a token: the next call goes on with all of
-        them or, where other ranks may not be where this one is, raises EngineError."""
-        while len(self.in_flight) < self.depth and self.launch():
-            pass
-        return self.collect() if self.in_flight else []
+        them or, where other ranks may not be where this one is, raises EngineError. Where no server
+        holds an expert that a step needs it returns nothing, and raises ExpertsMissing after
+        `expert_wait` seconds."""
+        try:
+            self._check_experts()
+            while len(self.in_flight) < self.depth and self.launch():
+                pass
+            outs = self.collect() if self.in_flight else []
+        except ExpertsMissing as error:
+            self._wait_for_experts(error)
+            return []
+        self.missing = None
+        return outs
+
+    def _check_experts(self) -> None:
+        """Where experts were missing and still are, there is nothing to try."""
+        servers = self.worker.experts
+        if self.missing is not None and servers is not None and servers.without_holder():
+            raise self.missing
+
+    def _wait_for_experts(self, error: ExpertsMissing) -> None:
+        now = time.monotonic()
+        if self.missing is None:
+            self.missing_since = now
+        self.missing = error.with_traceback(None)
+        if now - self.missing_since >= self.config.expert_wait:
+            self.missing = None
+            raise error
+        time.sleep(EXPERT_PAUSE)
 
     def expert_load(self) -> Counts:
         """See Executor; nothing where it is not recorded."""

@@ -141,5 +141,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Nothing else runs."""
+        self.worker.close()
         if self.trace is not None:
             self.trace.drop()

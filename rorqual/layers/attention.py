@@ -72,6 +72,10 @@ class GQA:
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
+    def finalize(self) -> None:
+        for layer in (self.qkv, self.out):
+            layer.finalize()
+
     def targets(self) -> Iterator[Target]:
         for layer in (self.qkv, self.out, self.q_norm, self.k_norm):
             yield from layer.targets()

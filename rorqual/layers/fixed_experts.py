@@ -15,7 +15,8 @@ from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.config.quant import scheme_of
 from rorqual.errors import ConfigError
-from rorqual.layers.moe import ExpertLayer, MoEInFlight, Stage, mlp_targets
+from rorqual.layers.experts import mlp_targets
+from rorqual.layers.moe import ExpertLayer, MoEInFlight, Stage
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.weight_format.base import WeightFormat
 from rorqual.layers.weight_format.select import format_of
@@ -81,6 +82,7 @@ class FixedExperts(ExpertLayer):
     def __init__(self, build: Build, prefix: str, model: ModelConfig):
         moe = model.moe
         mesh = build.mesh
+        self.ops = build.ops
         self.prefix = prefix
         self.hidden = model.hidden_size
         self.width = model.dense_intermediate
@@ -103,7 +105,7 @@ class FixedExperts(ExpertLayer):
             slots, self._weights(build), build.ops.experts, build.device, shard,
             build.ops.experts_fp8,
         )  # fmt: skip
-        self.exchange: Exchange = make_exchange(mesh.sizes, moe, store)
+        self.exchange: Exchange = make_exchange(mesh.sizes, moe, store, self.ops.dispatch_combine)
 
     def _weights(self, build: Build) -> ExpertWeights:
         stack = (len(self.held),)
@@ -114,6 +116,12 @@ class FixedExperts(ExpertLayer):
             self.formats[1].empty(build, self.hidden, size, stack=stack),
             local_fraction=1 / build.mesh.axes["ep"].shard.count,
         )
+
+    def finalize(self) -> None:
+        """Once the weights are there: as the backend wants them."""
+        experts = self.exchange.experts
+        for weight in (self.first.gate_up, self.first.down, experts.gate_up, experts.down):
+            self.ops.prepare_weight(weight, self.prefix)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
         return self.exchange_stages(partial(self.dispatch, layout=layout), layout)

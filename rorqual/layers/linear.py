@@ -73,6 +73,10 @@ class Linear:
     def forward(self, x: Activation) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
+    def finalize(self) -> None:
+        """Once the weights are there: as the backend wants them."""
+        self.ops.prepare_weight(self.weight, self.merged or self.parts[0].name)
+
     def widen(self, dtype: torch.dtype) -> None:
         """Hold the loaded matrix in `dtype`, whatever it was in the file."""
         self.weight = Weight(dequantize(self.weight, dtype))

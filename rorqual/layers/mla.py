@@ -28,13 +28,21 @@ from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.ops.activation import Activation, hidden_of
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, PartialAttention, Stretch
+from rorqual.ops.interface import (
+    AttentionMetadata,
+    LatentCache,
+    MLAWeights,
+    PartialAttention,
+    SplitLatent,
+    Stretch,
+)
 from rorqual.ops.reference import Weight, dequantize, in_8_bits, whole_keys
 from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
 
 # the published models norm both latents with this, whatever rms_norm_eps says
 LATENT_NORM_EPS = 1e-6
+RANDOM_SCALE = 0.04  # of an int8 cache with random weights: normed latents end at about 5
 
 
 class MLA:
@@ -60,6 +68,7 @@ class MLA:
         heads = config.attention.num_heads
         mla = replace(config.attention, num_heads=heads // self.shard.count)
         self.config = mla
+        self.hidden = config.hidden_size
         self.index = index
         self.ops = build.ops
         self.prefill_form = prefill
@@ -76,6 +85,11 @@ class MLA:
             build, [out], heads * mla.v_dim, gain=build.residual_gain, shard=self.shard
         )
         self.dtype = build.dtype
+        self.name = prefix
+        # of an int8 cache whose scale is the checkpoint's
+        self.cache_scale: Tensor | None = None
+        if build.ops.static_cache_scales:
+            self.cache_scale = build.empty(1, dtype=torch.float32).fill_(torch.nan)
 
     def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
         """One GEMM takes the hidden state to [query or its latent | key-value latent | rope
@@ -102,6 +116,9 @@ class MLA:
         for layer in (self.down, self.q_norm, self.q_b, self.kv_norm, self.kv_b, self.out):
             if layer is not None:
                 yield from layer.targets()
+        if self.cache_scale is not None:
+            name = f"{self.name}.k_scale"
+            yield Target(name, self.cache_scale, fill=RANDOM_SCALE, is_scale=True, optional=True)
 
     def finalize(self) -> None:
         """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16:
@@ -128,6 +145,10 @@ class MLA:
         self.materialized: tuple[Weight, Weight, Weight] | None = None
         if materialized:
             self.materialized = self._materialize()
+            for weight in self.materialized:
+                self.ops.prepare_weight(weight, f"layers.{self.index}.self_attn")
+        self.ops.prepare_mla(self.weights, self.hidden)
+        self.out.finalize()
 
     def query_matrix(self) -> Tensor:
         """[H, qk, q_lora or hidden]: the matrix that makes per-head queries."""
@@ -174,7 +195,15 @@ class MLA:
         if step.idle:
             return hidden_of(x)
         planes = step.pool.layers[self.index]
-        query_in, q, entries = self._prologue(x, step, planes.get("latent"))
+        plane = self._latents(planes)
+        if self._decodes_alone(step):
+            assert plane is not None
+            assert step.decode is not None
+            x = step.layout.gather(x)
+            return self.out.forward(
+                self.ops.mla_decode(x, self.weights, step.places, plane, step.decode, self.scale)
+            )
+        query_in, q, entries = self._prologue(x, step, plane)
         if entries is not None:
             nope, rope, v = self.decompress(entries)
             k = whole_keys(nope, rope)
@@ -183,6 +212,25 @@ class MLA:
         inputs = (q, query_in) if self.materialized is not None else (q,)
         shape = (step.num_tokens, self.down.columns)
         return step.between(self._attend_segments, inputs, shape)
+
+    def _latents(self, planes: dict[str, Tensor]) -> LatentCache | None:
+        """None in the form CD, which caches keys and values."""
+        latent = planes.get("latent")
+        if latent is None or "rope" not in planes:
+            return latent
+        scale = self.cache_scale if in_8_bits(latent) else None
+        return SplitLatent(latent, planes["rope"], scale)
+
+    def _decodes_alone(self, step: ForwardBatch) -> bool:
+        """Whether prologue and attention may be one op: all tokens are of one segment, in the
+        absorbed form, and queries are made from hidden states."""
+        layout = step.layout
+        return (
+            self.decode_form == "A_CC_ME"
+            and step.decode is not None
+            and step.prefill is None
+            and not (layout.sharded and self.gathers_latents)
+        )
 
     def _attend_segments(
         self, step: ForwardBatch, q: Tensor, query_in: Tensor | None = None
@@ -198,7 +246,7 @@ class MLA:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _prologue(
-        self, x: Activation, step: ForwardBatch, plane: Tensor | None
+        self, x: Activation, step: ForwardBatch, plane: LatentCache | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and
         the latents are gathered."""
@@ -237,30 +285,34 @@ class MLA:
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
             return self.out.forward(heads.flatten(1))
+        plane = self._latents(planes)
+        assert plane is not None
         if form == "CC":
-            heads = self._attend_decompressed(q, planes["latent"], segment)
+            heads = self._attend_decompressed(q, plane, segment)
             return self.out.forward(heads.flatten(1))
         if form == "AM_CC_ME":
             assert query_in is not None
-            return self._attend_materialized(query_in, planes["latent"], step, segment, part)
+            return self._attend_materialized(query_in, plane, step, segment, part)
         # an 8-bit cache keeps latent and rope key apart
-        if form == "A_CC" and not in_8_bits(planes["latent"]):
-            return self._attend_joined(q, planes["latent"], segment)
-        return self.out.forward(
-            self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale)
-        )
+        if form == "A_CC" and isinstance(plane, Tensor) and not in_8_bits(plane):
+            return self._attend_joined(q, plane, segment)
+        return self.out.forward(self.ops.mla_absorbed(q, self.weights, plane, segment, self.scale))
 
-    def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
+    def _attend_decompressed(
+        self, q: Tensor, plane: LatentCache, segment: AttentionMetadata
+    ) -> Tensor:
         """Never more of the cache decompressed at once than ops/stretch.py allows: keys and
         values of all heads are many times the latents they are made of. The step's own tokens are
         in the cache by now and no exception, so that the bound holds for a step of any size."""
-        page = plane.shape[1]
+        page = (plane if isinstance(plane, Tensor) else plane.latent).shape[1]
         tokens = stretch_tokens(self.config, q.element_size(), q.device.type, page)
         shares = self.ops.shares(segment, tokens, page)
         outs = [self._attend_share(q[share.queries], plane, share.segments) for share in shares]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_share(self, q: Tensor, plane: Tensor, segments: list[AttentionMetadata]) -> Tensor:
+    def _attend_share(
+        self, q: Tensor, plane: LatentCache, segments: list[AttentionMetadata]
+    ) -> Tensor:
         if len(segments) == 1:
             nope, rope, v = self._decompressed(plane, segments[0], q.dtype)
             return self.ops.decompressed_attention(q, (nope, rope), v, segments[0], self.scale)
@@ -275,7 +327,7 @@ class MLA:
 
     def _decompressed(
         self,
-        plane: Tensor,
+        plane: LatentCache,
         segment: AttentionMetadata,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +347,7 @@ class MLA:
     def _attend_materialized(
         self,
         query_in: Tensor,
-        plane: Tensor,
+        plane: LatentCache,
         step: ForwardBatch,
         segment: AttentionMetadata,
         part: slice,

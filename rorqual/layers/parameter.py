@@ -14,7 +14,7 @@ from rorqual.config.quant import QuantConfig, WeightScheme, scheme_of
 from rorqual.errors import ConfigError
 from rorqual.layers.picks import Picks
 from rorqual.ops.interface import Ops
-from rorqual.parallel.exchange import SlotMap
+from rorqual.parallel.exchange import Exchange, SlotMap
 from rorqual.parallel.mesh import Mesh
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -121,6 +121,8 @@ class Build:
     fixed_experts: bool = False  # dense layers are computed as experts
     # experts in place of those that the router of a layer chooses; for benchmarks
     picks: Callable[[int], Picks | None] = lambda layer: None
+    # the exchange of a layer whose experts are in other processes
+    remote: Callable[[int], Exchange | None] = lambda layer: None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)

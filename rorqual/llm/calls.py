@@ -174,7 +174,7 @@ class SharedEngine:
         nothing = not engine.in_flight
         steps = engine.stats.steps
         outs = engine.step()
-        if nothing and engine.stats.steps == steps:
+        if nothing and engine.stats.steps == steps and engine.missing is None:
             names = ", ".join(self.calls)
             raise EngineError(
                 f"the engine has nothing to compute, yet these requests are unfinished: {names}; "

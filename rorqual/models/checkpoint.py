@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,11 @@ from torch import Tensor
 from rorqual.errors import LoadError
 
 NAMES_SHOWN = 5
+DIGESTED = 4096  # bytes of a tensor
+EXPERT_TENSOR = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.mlp\.(?:gate\.weight|"
+    r"experts\.(?:(?P<expert>\d+)\.)?down_proj(?:\.weight|\.weight_packed|\.qweight)?)"
+)
 LENGTH = 8  # bytes before the header: its length
 DTYPES = {
     "F64": torch.float64,
@@ -144,3 +151,31 @@ def checkpoint_files(folder: Path) -> list[Path]:
             f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}"
         )
     return files
+
+
+def experts_digest(folder: Path) -> str:
+    """Tells checkpoints with other experts apart, by little of each layer: the beginnings of its
+    router and of the first and last expert's down projection, names, types and shapes."""
+    found: dict[str, bytes] = {}
+    last: dict[str, tuple[int, str]] = {}
+    for path in checkpoint_files(folder):
+        file = CheckpointFile(path)
+        try:
+            for stored in file.tensors():
+                match = EXPERT_TENSOR.fullmatch(stored.name)
+                if match is None:
+                    continue
+                layer, expert = match["layer"], int(match["expert"] or 0)
+                if expert and expert < last.get(layer, (0, ""))[0]:
+                    continue
+                data = os.pread(file.descriptor, DIGESTED, stored.offset)
+                if expert:
+                    found.pop(last.get(layer, (0, ""))[1], None)
+                    last[layer] = (expert, stored.name)
+                found[stored.name] = repr((stored.dtype, stored.shape)).encode() + data
+        finally:
+            file.close()
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        digest.update(name.encode() + b"\0" + found[name])
+    return digest.hexdigest()[:16]

@@ -58,7 +58,9 @@ class Deepseek(Transformer):
         modules = [f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers)]
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         left_out = [module + copy for module in modules for copy in copies] if self.mtp else modules
-        return super().skips(name) or name.startswith(tuple(left_out))
+        # scales of an int8 cache, which other backends make by themselves
+        scale = name.endswith(".self_attn.k_scale") and not self.ops.static_cache_scales
+        return scale or super().skips(name) or name.startswith(tuple(left_out))
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
@@ -76,8 +78,8 @@ class Deepseek(Transformer):
 
     def finalize(self) -> None:
         super().finalize()
-        for attention in self.attentions():
-            attention.finalize()
+        for module in self.modules:
+            module.finalize()
 
     def derived(self) -> list[Tensor]:
         return [

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from rorqual.models.checkpoint import (
     StoredTensor,
     checkpoint_files,
 )
-from rorqual.models.transformer import Transformer
 from rorqual.models.weight_reader import (
     ConvertedPart,
     FilePart,
@@ -34,7 +34,9 @@ from rorqual.models.weight_reader import (
     parts_of,
 )
 from rorqual.ops import rng
+from rorqual.ops.interface import Ops
 from rorqual.ops.rounding import pack_int4
+from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
 log = logging.getLogger("rorqual.engine")
@@ -45,7 +47,23 @@ PIECE = 64 * 2**20  # bytes of random numbers that are drawn before they are rou
 Draw = Callable[[Tensor, int, float, int, int], None]
 
 
-def load_weights(model: Transformer, folder: str | Path, threads: int | None = None) -> None:
+class Loadable(Protocol):
+    """What is filled: a model, or a part of one. As in Transformer."""
+
+    dtype: torch.dtype
+    mesh: Mesh
+    ops: Ops
+
+    def targets(self) -> Iterator[Target]: ...
+
+    def skips(self, name: str) -> bool: ...
+
+    def finalize(self) -> None: ...
+
+    def derived(self) -> list[Tensor]: ...
+
+
+def load_weights(model: Loadable, folder: str | Path, threads: int | None = None) -> None:
     """Fill `model` from the safetensors files of `folder`, read by so many threads, then finalize
     it."""
     began = time.perf_counter()
@@ -60,7 +78,7 @@ def load_weights(model: Transformer, folder: str | Path, threads: int | None = N
     model.finalize()
 
 
-def random_weights(model: Transformer, seed: int) -> None:
+def random_weights(model: Loadable, seed: int) -> None:
     """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the
     layout, then finalize it."""
     for target in model.targets():
@@ -69,7 +87,7 @@ def random_weights(model: Transformer, seed: int) -> None:
     model.finalize()
 
 
-def _draw(target: Target, model: Transformer, seed: int) -> None:
+def _draw(target: Target, model: Loadable, seed: int) -> None:
     convert = target.convert
     if convert and convert.draw:
         convert.draw()
@@ -105,7 +123,7 @@ def _draw_int4(target: Target, place: Window, seed: int) -> None:
         part.copy_(pack_int4((wide.round().clamp(-8, 7) + 8).to(torch.uint8)))
 
 
-def _draw_and_convert(target: Target, convert: Convert, model: Transformer, seed: int) -> None:
+def _draw_and_convert(target: Target, convert: Convert, model: Loadable, seed: int) -> None:
     """As if a file held the draw."""
     assert target.std is not None
     rows, columns = convert.extent

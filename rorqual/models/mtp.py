@@ -44,6 +44,10 @@ class MTPModule:
         assert state.residual is not None
         return step.layout.leave(self.norm, state.x, state.residual, None)
 
+    def finalize(self) -> None:
+        self.merge.finalize()
+        self.layer.finalize()
+
     def targets(self) -> Iterator[Target]:
         for part in (self.token_norm, self.hidden_norm, self.merge, self.layer, self.norm):
             yield from part.targets()

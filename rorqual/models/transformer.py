@@ -32,6 +32,8 @@ MLP = DenseMLP | MoE | FixedExperts
 class Attention(Protocol):
     def forward(self, x: Activation, step: ForwardBatch) -> Tensor: ...
 
+    def finalize(self) -> None: ...
+
     def targets(self) -> Iterator[Target]: ...
 
 
@@ -77,6 +79,10 @@ class Layer:
         h, residual = step.layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)
         return step.layout.to_ffn(self.post_norm, h, residual)
+
+    def finalize(self) -> None:
+        self.attention.finalize()
+        self.mlp.finalize()
 
     def targets(self) -> Iterator[Target]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
@@ -151,7 +157,8 @@ class Transformer:
         # prediction modules stand behind the layers and are sparse
         if index >= config.num_layers or config.moe_layers[index]:
             slots = build.slot_maps.get(index)
-            made = MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots)
+            remote = build.remote(index)
+            made = MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots, remote)
             made.picks = build.picks(index)
             return made
         if build.fixed_experts:
@@ -255,7 +262,7 @@ class Transformer:
 
     def finalize(self) -> None:
         """Called once after loading."""
-        for layer in self.moe_layers():
+        for layer in self.layers:
             layer.finalize()
 
     def derived(self) -> list[Tensor]:

@@ -3,8 +3,9 @@ back as one partial sum.
 
 `AllToAllExchange` tells the receivers first how many rows will come: least bytes, but the host
 reads the counts, so no graph can hold it. `LowLatencyExchange` sends padded blocks of a capacity
-that no step exceeds: no count, no sync, fit for a graph. Both add a token's partial sums in the
-order of ranks, in fp32, so that results do not depend on arrival.
+that no step exceeds: no count, no sync, fit for a graph. `FusedExchange` does the same by two
+operators of the device, which sort rows by expert on the way (ops/npu/dispatch.py). The others
+add a token's partial sums in the order of ranks, in fp32, so that results do not depend on arrival.
 
 Each token must start from one rank alone: the layout shards tokens where attention groups have
 several ranks.
@@ -13,6 +14,7 @@ several ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,3 +199,49 @@ def _filled(place: Tensor, capacity: int) -> Tensor:
     blocks = torch.zeros(ranks, capacity + 1, dtype=torch.int64, device=place.device)
     order = torch.arange(tokens, device=place.device).expand(ranks, -1)
     return blocks.scatter_(1, place.t(), order)[:, :capacity].reshape(-1)
+
+
+@dataclass
+class FusedTicket:
+    """`sent` is the operators' own; None where no rank has a row."""
+
+    axis: Axis
+    like: Tensor
+    sent: Any
+    y: Tensor | None = None
+
+
+class FusedExchange(StoreExchange):
+    """`fused` are the operators. Rows for experts with int8 weights travel as these take them: in
+    int8, with a scale each."""
+
+    def __init__(self, store: ExpertStore, fused: Any):
+        super().__init__(store)
+        self.fused = fused
+        self.eight_bits = store.experts.gate_up.data.dtype == torch.int8
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> FusedTicket:
+        axis = layout.moe_axis
+        slots = self.store.slots(ids, layout.counted, layout.first_row)
+        capacity = max(layout.moe_rows or (x.shape[0],))
+        if not capacity:
+            return FusedTicket(axis, x, None)
+        group = self.fused.group(axis, len(self.store.mine) * self.store.shard.count)
+        row = x.shape[1] * (1 if self.eight_bits else x.element_size())
+        axis.count("all_to_all", (axis.size - 1) * capacity * row)
+        sent = self.fused.dispatch(x, slots, weights, capacity, group, self.eight_bits)
+        return FusedTicket(axis, x, sent)
+
+    def run_experts(self, ticket: FusedTicket, dense: Tensor | None = None) -> None:
+        assert dense is None, "no dense rows were offered"
+        if ticket.sent is not None:
+            ticket.y = self.fused.compute(ticket.sent, self.store.experts, ticket.like.dtype)
+
+    def combine(self, ticket: FusedTicket) -> Tensor:
+        if ticket.sent is None:
+            return ticket.like
+        assert ticket.y is not None, "run_experts comes before combine"
+        slots = len(self.store.mine) * self.store.shard.count
+        group = self.fused.group(ticket.axis, slots)
+        ticket.axis.count("all_to_all", (ticket.axis.size - 1) * ticket.like.nbytes)
+        return self.fused.combine(ticket.y, ticket.sent, group)

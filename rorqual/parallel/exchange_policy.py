@@ -20,12 +20,12 @@ The thresholds are estimates from published figures until they have been measure
 from __future__ import annotations
 
 from rorqual.config.model import MLAConfig, ModelConfig, MoEConfig
-from rorqual.config.parallel import ParallelConfig
+from rorqual.config.parallel import REMOTE, ParallelConfig
 
 GATHER_RANKS = 8
 ALLTOALL_ROWS = 512
 GATHER_SHARE = 0.75
-NEEDS_SHARDS = ("alltoall", "low_latency")  # a token must start from one rank alone
+NEEDS_SHARDS = ("alltoall", "low_latency", REMOTE)  # a token must start from one rank alone
 
 
 def destinations(ep: int, moe: MoEConfig, placed: bool = False) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
-from rorqual.config.parallel import ParallelConfig
+from rorqual.config.parallel import REMOTE, ParallelConfig
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, StoreExchange
-from rorqual.parallel.exchange_alltoall import AllToAllExchange, LowLatencyExchange
+from rorqual.parallel.exchange_alltoall import AllToAllExchange, FusedExchange, LowLatencyExchange
 from rorqual.parallel.exchange_gather import AllGatherExchange
 from rorqual.parallel.exchange_p2p import P2PExchange
 from rorqual.parallel.exchange_policy import chosen_exchange, possible_exchanges
@@ -28,19 +28,29 @@ KINDS: dict[str, type[StoreExchange]] = {
 def records_decode(sizes: ParallelConfig, moe: MoEConfig) -> bool:
     """Whether a device graph can hold steps that only decode. A question of the configuration,
     which all ranks answer alike: a pipeline stage may hold no experts to ask."""
-    return KINDS[chosen_exchange(sizes, moe, 1, decode=True)].capturable
+    name = chosen_exchange(sizes, moe, 1, decode=True)
+    return name != REMOTE and KINDS[name].capturable
 
 
-def make_exchange(sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore) -> Exchange:
-    """The exchange of one layer: what the steps of this configuration may choose."""
+def make_exchange(
+    sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore, fused: Any = None
+) -> Exchange:
+    """The exchange of one layer: what the steps of this configuration may choose. fused: the
+    operators that dispatch and combine, of a device that has them."""
     names = possible_exchanges(sizes, moe)
-    made = {name: _make(name, sizes, store, moe.num_shared > 0) for name in names}
+    made = {name: _make(name, sizes, store, moe.num_shared > 0, fused) for name in names}
     if len(made) == 1:
         return made[names[0]]
     return SelectedExchange(store, made, records_decode(sizes, moe))
 
 
-def _make(name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool) -> Exchange:
+def _make(
+    name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool, fused: Any
+) -> Exchange:
+    if name == "low_latency" and fused is not None:
+        return FusedExchange(store, fused)
+    if fused is not None and name in ("allgather_tp", "allgather_ep"):
+        return AllGatherExchange(store)
     if name == "local":
         return LocalExchange(store)
     if name == "alltoall":

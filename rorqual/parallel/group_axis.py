@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from rorqual.ops.activation import Activation
@@ -45,6 +46,7 @@ class GroupAxis:
     def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int]):
         self.name = name
         self.group = group
+        self.group_name = group.group_name
         self.ranks = tuple(ranks)
         self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
         self.shard = Shard(self.rank, self.size)
@@ -55,6 +57,9 @@ class GroupAxis:
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def count(self, call: str, message: int) -> None:
+        """But for calls that are traced: a compiled step would count them once."""
+        if torch.compiler.is_compiling():
+            return
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
@@ -70,6 +75,8 @@ class GroupAxis:
         if x.numel():
             self.count("all_reduce", x.nbytes)
             x = x.contiguous()
+            if torch.compiler.is_compiling():
+                return functional.all_reduce(x, "sum", self.group_name)
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -94,6 +101,9 @@ class GroupAxis:
         own = most if counts is None else counts[self.rank]
         padded = x.contiguous() if even or counts is None else _padded(x, counts, most)
         self.count("reduce_scatter", padded.nbytes)
+        if torch.compiler.is_compiling():
+            traced = functional.reduce_scatter_tensor(padded, "sum", 0, self.group_name)
+            return Ready(traced if own == most else traced[:own])
         out = x.new_empty(most, *x.shape[1:])
         work = _scatter(out, padded, group=self.group, async_op=True)
         return Started(work, lambda: out if own == most else out[:own])
@@ -115,6 +125,9 @@ class GroupAxis:
         out = x.new_empty(self.size * most, *x.shape[1:])
         self.count("all_gather", out.nbytes)
         own = _longer(x, most).contiguous()
+        if torch.compiler.is_compiling():
+            traced = functional.all_gather_tensor(own, 0, self.group_name)
+            return Ready(traced if even or counts is None else _trimmed(traced, counts, most))
         work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
         return Started(work, lambda: out if even or counts is None else _trimmed(out, counts, most))
 
@@ -148,6 +161,8 @@ class GroupAxis:
         if x.numel() == 0:
             return Ready(x)
         self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
+        if torch.compiler.is_compiling():
+            return Ready(functional.all_to_all_single(x.contiguous(), None, None, self.group_name))
         out = torch.empty_like(x)
         work = dist.all_to_all_single(
             _bits(out), _bits(x.contiguous()), group=self.group, async_op=True

@@ -15,6 +15,7 @@ from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.tool_calls import FORMATS
 
+ATTENTION = "attention"
 _server = partial(option, group="Server")
 _transfer = partial(option, group="Prefill and decode apart")
 _routers = partial(option, group="Routers")
@@ -69,8 +70,9 @@ class ServeConfig:
     role: str = _transfer(
         "none",
         "prefill: keep the pages of prompts whose answers go on elsewhere, and serve them; decode: "
-        "fetch the pages of prompts that were computed elsewhere; both.",
-        choices=("none", *ROLES),
+        "fetch the pages of prompts that were computed elsewhere; both; attention: experts are in "
+        "other processes (needs --experts, which the other roles may have too).",
+        choices=("none", *ROLES, ATTENTION),
     )
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
     kv_port: int = _transfer(0, "Its port; 0 takes a free one. Replicas have the next ones.")
@@ -131,7 +133,9 @@ class ServeConfig:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
-        if self.role != "none":
+        if self.role == ATTENTION and not self.engine.get("experts"):
+            raise ConfigError("role='attention' needs experts")
+        if self.role in ROLES:
             self._check_role()
         for url in (*self.register, *((self.register_url,) if self.register_url else ())):
             if not url.startswith(("http://", "https://")):
@@ -164,7 +168,7 @@ class ServeConfig:
 
     def transfer(self) -> TransferConfig | None:
         """How pages travel, with the secret read from its file; None without a role."""
-        if self.role == "none":
+        if self.role not in ROLES:
             return None
         assert self.kv_secret_file is not None
         try:

@@ -94,6 +94,10 @@ def pages_lost(message: str) -> ApiError:
     return ApiError(503, message, "server_error", code="kv_load_failure", retry_after=BUSY_SECONDS)
 
 
+def experts_missing(message: str) -> ApiError:
+    return ApiError(503, message, "server_error", code="experts_missing", retry_after=BUSY_SECONDS)
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(
         504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout"

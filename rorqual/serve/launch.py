@@ -161,7 +161,7 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
     if config.replicas > 1 and ":" in engine.device:
         raise ConfigError(
             f"device={engine.device!r} names one device for {config.replicas} replicas; "
-            "accepted: auto, cpu, cuda"
+            "accepted: auto, cpu, cuda, npu"
         )
     if engine.launcher == "torchrun" and (config.replicas > 1 or config.restart):
         raise ConfigError(

@@ -75,12 +75,14 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A request that can never be served, and why: the caller's mistake. busy: it could be,
-    later. pages_lost: its prompt was computed elsewhere, and did not come."""
+    later. pages_lost: its prompt was computed elsewhere, and did not come. experts_missing: no
+    server holds an expert that it needs."""
 
     id: str
     message: str
     busy: bool = False
     pages_lost: bool = False
+    experts_missing: bool = False
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
@@ -117,7 +119,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
     moved. prompts and cached_prompts: tokens of the prompts whose first token has
     come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers:
-    KVTransfers.figures; empty where pages do not travel."""
+    KVTransfers.figures; empty where pages do not travel. expert_servers: of each its name, whether
+    it is linked, seconds of a call, and its share of rows that others could take too."""
 
     at: float
     running: int = 0
@@ -142,6 +145,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_balancedness: list[float] = []
     expert_moves: list[int] = []
     transfers: list[int] = []
+    expert_servers: list[tuple[str, bool, float, float]] = []
 
 
 class HistogramState(msgspec.Struct, array_like=True):

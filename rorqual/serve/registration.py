@@ -17,7 +17,7 @@ log = logging.getLogger("rorqual.serve")
 
 LEASE_SECONDS = 15.0
 TIMEOUT = 3.0
-ROLES = {"none": ("replica",), "both": ("prefill", "decode")}
+ROLES = {"none": ("replica",), "attention": ("replica",), "both": ("prefill", "decode")}
 
 
 @dataclass

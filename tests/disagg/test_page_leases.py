@@ -16,23 +16,23 @@ from rorqual.cache.pages import PageAllocator
 from rorqual.cache.pool import KVPool
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.spec import KVSpec, Plane
-from rorqual.disagg import page_server
 from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_link import (
-    GREETING,
-    HEAD,
-    LinkError,
-    PageMessage,
-    differences,
-    introduce,
-    receive,
-    send,
-)
+from rorqual.disagg.page_link import PageMessage, introduce
 from rorqual.disagg.page_memory import PageMemory
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import ConfigError
+from rorqual.parallel.remote import link
+from rorqual.parallel.remote.link import (
+    GREETING,
+    HEAD,
+    LinkError,
+    LinkMessage,
+    differences,
+    receive,
+    send,
+)
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.serve.config import ServeConfig
 
@@ -207,15 +207,15 @@ def connected(keeper: Keeper) -> socket.socket:
 
 def read_to_the_end(sock: socket.socket) -> None:
     while True:
-        assert receive(sock, GREETING)[0] is PageMessage.REFUSED
+        assert receive(sock, GREETING)[0] == LinkMessage.REFUSED
 
 
 def test_a_reader_that_says_nothing_is_let_go(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_server, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(link, "GREETING_SECONDS", 0.2)
     with connected(keeper) as sock:
-        assert receive(sock, GREETING)[0] is PageMessage.CHALLENGE
+        assert receive(sock, GREETING)[0] == LinkMessage.CHALLENGE
         with pytest.raises((LinkError, OSError)):
             receive(sock, GREETING)
 
@@ -223,10 +223,10 @@ def test_a_reader_that_says_nothing_is_let_go(
 @pytest.mark.parametrize(
     "data",
     [
-        HEAD.pack(PageMessage.HELLO, 2**31),
+        HEAD.pack(LinkMessage.HELLO, 2**31),
         HEAD.pack(77, 3) + b"abc",
         HEAD.pack(PageMessage.READ, 3) + b"abc",
-        HEAD.pack(PageMessage.HELLO, 4) + b"abcd",
+        HEAD.pack(LinkMessage.HELLO, 4) + b"abcd",
     ],
     ids=["huge", "unknown", "unasked", "short"],
 )

@@ -213,8 +213,12 @@ def refill(step: ForwardBatch, other: ForwardBatch) -> None:
     assert other.decode
     step.token_ids.copy_(other.token_ids)
     step.positions.copy_(other.positions)
-    for mine, theirs in zip(vars(step.places).values(), vars(other.places).values(), strict=True):
-        mine.copy_(theirs)
+    assert vars(step.places).keys() == vars(other.places).keys()
+    for name, mine in vars(step.places).items():
+        theirs = vars(other.places)[name]
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            mine.copy_(theirs)
     step.decode.kv_lens.copy_(other.decode.kv_lens)
 
 

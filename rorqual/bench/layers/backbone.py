@@ -3,14 +3,12 @@ It keeps routers and shared experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from rorqual.config.model import ModelConfig
 from rorqual.layers.moe import MoE
-from rorqual.layers.parameter import Build, Target
+from rorqual.layers.parameter import Build
 from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import MLP, Transformer
@@ -51,17 +49,8 @@ class NowhereExchange:
 
 class ExpertlessMoE(MoE):
     def __init__(self, build: Build, prefix: str, config: ModelConfig):
-        super().__init__(build, prefix, config.hidden_size, config.moe)
-        self.exchange = NowhereExchange(build.device)
-
-    def _fused_shared(self, build: Build, slots: SlotMap | None) -> int:
-        return 0
-
-    def _expert_weights(self, build: Build, hidden: int) -> ExpertWeights:
-        return ExpertWeights(Weight(build.empty(0, 2, hidden)), Weight(build.empty(0, hidden, 1)))
-
-    def _expert_targets(self) -> Iterator[Target]:
-        return iter(())
+        nowhere = NowhereExchange(build.device)
+        super().__init__(build, prefix, config.hidden_size, config.moe, remote=nowhere)
 
 
 class DeepseekBackbone(Deepseek):

@@ -248,7 +248,7 @@ class ExpertMover:
         moe = self.layers[layer]
         start = 0
         for part in moe.slot_parts():
-            view = part[slot - moe.held.start].reshape(-1).view(torch.uint8)
+            view = part[slot - moe.held.slots_here[0]].reshape(-1).view(torch.uint8)
             yield view, row[start : start + view.numel()]
             start += view.numel()
 

@@ -50,8 +50,10 @@ ORPHANED = 1  # exit status: rank 0 went without a word
 
 
 def rank_device(config: EngineConfig, device_index: int) -> str:
-    """One GPU of several; on a CPU there is one device for all. `device` may name a GPU only
+    """One GPU or NPU of several; on a CPU there is one device for all. `device` may name a GPU only
     where there is one rank."""
+    if config.device == "npu":
+        return f"npu:{device_index}"
     return (
         f"cuda:{device_index}"
         if config.device in ("auto", "cuda") and device_of(config.device).type == "cuda"

@@ -9,17 +9,20 @@ therefore has to stay: tensors of weights, cache and exchange are updated in pla
 keeps its value.
 
 Compiled code is kept below the cache folder by torch's own caches, so that a restart traces the
-model (seconds) and compiles nothing.
+model (seconds) and compiles nothing; unless the engine is to keep nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -118,9 +121,11 @@ class TracedForwardBatch(ForwardBatch):
 
 class CompiledForward:
     """Normed hidden states [T, hidden] of every row of a step that only decodes. Compiled code
-    is kept in `folder`; the model's layers were built over `ops`."""
+    is kept in `folder`, or nowhere; the model's layers were built over `ops`."""
 
-    def __init__(self, model: Transformer, pool: KVPool, ops: TracedOps, folder: Path):
+    fixed_shapes = False  # steps need no padding
+
+    def __init__(self, model: Transformer, pool: KVPool, ops: TracedOps, folder: Path | None):
         self.model = model
         self.pool = pool
         self.ops = ops
@@ -137,7 +142,7 @@ class CompiledForward:
         or either. Not as many tokens as the pool has pages: equal numbers would become one
         symbol."""
         start = time.perf_counter()
-        with compiler_caches_in(self.folder):
+        with _caches(self.folder):
             for step in examples:
                 if self._variant(step) is not None:
                     continue
@@ -221,13 +226,31 @@ class CompiledForward:
         return function
 
 
-def code_folder(device: str) -> Path:
-    """Where code compiled by this torch for these operators and this kind of device is kept.
+@contextmanager
+def _caches(folder: Path | None) -> Iterator[None]:
+    """Without a folder, compiled code lies in one that is gone afterwards, when all of it has been
+    loaded. What this process compiled before may be found in memory: nothing on disk is."""
+    if folder is not None:
+        with compiler_caches_in(folder):
+            yield
+        return
+    with TemporaryDirectory(prefix="rorqual-compile-") as name, ExitStack() as stack:
+        stack.enter_context(compiler_caches_in(Path(name)))
+        if "triton" in sys.modules:  # the kernels that inductor has it compile are kept by itself
+            cache = sys.modules["triton"].knobs.cache
+            stack.enter_context(cache.scope())
+            cache.dir = str(Path(name) / "triton")
+        yield
+
+
+def code_folder(device: str, case: str | None = None) -> Path:
+    """Where code compiled by this torch for these operators and this kind of device is kept, below
+    the folder `case` where one is named.
     Within, torch names what it keeps by the traced graph, which holds all that a model's
     configuration and the engine's options decide, and shares what graphs have in common."""
     source = hashlib.sha256(Path(custom_ops.__file__).read_bytes()).hexdigest()
     key = hashlib.sha256(repr((torch.__version__, device, source)).encode()).hexdigest()[:16]
-    return cache_folder() / f"compile-{key}"
+    return cache_folder() / (case or "") / f"compile-{key}"
 
 
 def _inputs(step: ForwardBatch) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ def bucket_sizes(most: int) -> list[int]:
     """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 beyond."""
     sizes = {1, 2, 4, most, *range(8, 65, 8), *range(64, 257, 16), *range(256, most + 1, 64)}
     return sorted(size for size in sizes if size <= most)
+
+
+@runtime_checkable
+class TakesLengths(Protocol):
+    """A captured step that is told how many cached entries each request has (platforms/npu.py)."""
+
+    def set_lengths(self, lengths: list[int]) -> None: ...
 
 
 class DecodeGraphs:
@@ -97,11 +105,11 @@ class DecodeGraphs:
         self.shown = []
         return self.slots[:size].fill_(self.padding)
 
-    def run(self, slots: list[int], common: StepMetadata) -> Tensor:
+    def run(self, slots: list[int], common: StepMetadata, lens: Sequence[int] = ()) -> Tensor:
         """What the body returned for these slots; valid until the next run, in stream order. Ranks
         replay the same captured graph, that of the rank with the most rows; and what one lacks all
-        lack, since all were asked for the same ones: so all capture it, and its collectives
-        meet."""
+        lack, since all were asked for the same ones: so all capture it, and its collectives meet.
+        lens: cached entries of each, where attention takes them from the host."""
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
         graph = self.graphs.get(key) or self._capture(*key)
@@ -111,4 +119,6 @@ class DecodeGraphs:
             rows = self.platform.to_device(torch.tensor(padded))
             self.slots[:size].copy_(rows, non_blocking=True)
             self.shown = padded
+        if isinstance(graph, TakesLengths):
+            graph.set_lengths([*lens, *[1] * (size - len(slots))])
         return graph()[: len(slots)]

@@ -34,11 +34,12 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
-from rorqual.platforms.base import Platform
+from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
     from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
+    from rorqual.engine.npu.compiled import NpuCompiledForward
 
 
 class ModelRunner:
@@ -53,7 +54,7 @@ class ModelRunner:
         max_len: int,
         graphs: bool = False,
         speculation: Speculation | None = None,
-        compiled: CompiledForward | None = None,
+        compiled: CompiledForward | NpuCompiledForward | None = None,
         piecewise_tokens: int = 0,
     ):
         """`max_len`: positions a row may reach, the drafts of all steps in flight included.
@@ -82,7 +83,12 @@ class ModelRunner:
         self.sampler = Sampler(model, self.rows, verifier, self.drafter, max_len)
         self.shared = SampledTokenBroadcast(self.rows, model.mesh)
         self.graphs = (
-            DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding)
+            DecodeGraphs(
+                self._decode_body,
+                Uncaptured(platform) if compiled and compiled.fixed_shapes else platform,
+                max_num_seqs,
+                self.rows.padding,
+            )
             if graphs
             else None
         )
@@ -206,7 +212,7 @@ class ModelRunner:
     ) -> PendingStep:
         """The whole step; where some row needs the host, the forward pass alone, whose hidden
         states are then sampled as those of a step that was not captured."""
-        result = graphs.run(output.decode_slots, metadata)
+        result = graphs.run(output.decode_slots, metadata, output.decode_bounds)
         if not self.model.mesh.last_stage:
             return PendingStep()
         if not metadata.host:

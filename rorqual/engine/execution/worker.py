@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +37,28 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
 from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
-from rorqual.models.loader import load_weights, random_weights
+from rorqual.models.fingerprint import expert_fingerprint
+from rorqual.models.loader import Loadable, load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.select import ops_for
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange import SlotMap
+from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
+from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompiledForward
+    from rorqual.engine.npu.compiled import NpuCompiledForward
 
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
@@ -127,6 +134,8 @@ class Worker:
             log.warning("expert_balance=forced: routers are not obeyed, and tokens mean nothing")
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
+        if platform.name == "npu":
+            check_npu(config, self.model_config, platform)
         self.max_model_len = self._max_model_len()
         self.depth = (
             config.steps_in_flight
@@ -139,7 +148,11 @@ class Worker:
             if config.num_speculative_tokens
             else 0
         )
+        self.experts = self._experts()
+        self.lanes = RemoteLanes(config.micro_batches)
         self.model = self._phase("weights", self._load)
+        if self.experts is not None:
+            self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
         self.allreduce_backend = self.all2all_backend = (
             "nowhere (one rank alone)" if config.single_rank_bench else "local"
         )
@@ -228,6 +241,10 @@ class Worker:
 
     def _graphs(self) -> bool:
         mode = EXE_MODES[self.config.exe_mode]
+        if self.platform.name == "npu" and mode == "compile":
+            return True  # batches are padded to sizes that have a graph
+        if self.platform.name == "npu" and mode == "auto" and self.speculation:
+            return False  # the host does not know how long a draft's step is
         if mode == "graph" and not self.platform.has_graphs:
             raise ConfigError(
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
@@ -238,8 +255,8 @@ class Worker:
 
     def _piecewise_tokens(self) -> int:
         """Tokens up to which steps with prompts are captured. Several ranks launch theirs one
-        operation after the other."""
-        if not self.mesh.is_single or self.compiles:
+        operation after the other, and an NPU's all take lengths from the host."""
+        if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
         if wanted is None:
@@ -251,16 +268,25 @@ class Worker:
     def compiles(self) -> bool:
         return EXE_MODES[self.config.exe_mode] == "compile"
 
-    def _compiled(self, pool: KVPool) -> CompiledForward | None:
+    def _compiled(self, pool: KVPool) -> CompiledForward | NpuCompiledForward | None:
         if not self.compiles:
             return None
+        if self.platform.name == "npu":
+            from rorqual.engine.npu.compiled import NpuCompiledForward, graph_folder
+
+            where = graph_folder(self.config, self.model, self.num_pages, self.platform.describe())
+            return NpuCompiledForward(self.model, pool, where)
         from rorqual.engine.execution.compiled import CompiledForward, code_folder
         from rorqual.ops.custom_ops import TracedOps
 
         assert isinstance(self.model.ops, TracedOps)
-        return CompiledForward(
-            self.model, pool, self.model.ops, code_folder(self.platform.describe())
+        config = self.config
+        folder = (
+            code_folder(self.platform.describe(), config.case_name)
+            if config.enable_cache_compile
+            else None
         )
+        return CompiledForward(self.model, pool, self.model.ops, folder)
 
     # ---- the model
 
@@ -282,11 +308,45 @@ class Worker:
             for layer, slots in found.items()
         }
 
+    def _experts(self) -> ExpertServers | None:
+        config = self.config
+        remote = config.remote_experts()
+        if remote is None:
+            return None
+        model = self.model_config
+        seed = config.seed if config.weights == "random" else None
+        dtype = getattr(torch, self.dtype)
+        return ExpertServers(
+            remote,
+            expert_fingerprint(config.model, model, dtype, seed),
+            self.expert_layers,
+            model.moe.num_experts,
+            config.micro_batches,
+            max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
+        )
+
+    def close(self) -> None:
+        """End the links to expert servers."""
+        if self.experts is not None:
+            self.experts.close()
+
+    def _remote(self, layer: int) -> RemoteExchange | None:
+        config = self.config
+        if self.experts is None:
+            return None
+        # One rank alone can try again later. Several wait together, in the middle of a step.
+        wait = 0.0 if self.mesh.is_single else config.expert_wait
+        return RemoteExchange(
+            self.experts, self.lanes, layer, self.platform.device, config.fp8_dispatch, wait
+        )
+
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
         dtype = getattr(torch, self.dtype)
         ops = ops_for(self.platform.name)
-        if self.compiles:
+        if self.platform.name == "npu":
+            set_streams(ops, self.config)
+        elif self.compiles:
             # its operators are made only where something is compiled
             from rorqual.ops.custom_ops import TracedOps
 
@@ -307,6 +367,7 @@ class Worker:
             slot_maps=self.slot_maps,
             picks=self._picks,
             fixed_experts=self.config.fixed_experts,
+            remote=self._remote,
         )
 
     def _picks(self, layer: int) -> Picks | None:
@@ -341,6 +402,8 @@ class Worker:
             random_weights(model, self.config.seed)
         else:
             load_weights(model, Path(self.config.model))
+        if self.platform.name == "npu" and kv_dtype(self.config.kv_cache_dtype) in EIGHT_BITS:
+            check_cache_scales(model)
         for layer in model.moe_layers():
             layer.exchange.record_load = self.config.counts_picks
         return model
@@ -373,6 +436,12 @@ class Worker:
         self.all2all_backend = (
             self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
         )
+        if self.platform.name == "npu" and "low_latency" in possible_exchanges(
+            config.parallel, model.moe
+        ):
+            self.all2all_backend = connect_dispatch(
+                self.model.ops, self.mesh, model, self.platform, rows
+            )
         if self.mesh.rank == 0:
             log.info(
                 "decode steps add up partial sums by %s, and reach their experts by %s",
@@ -417,6 +486,7 @@ class Worker:
             self.config.mla_decode,
             self.mtp_layers,
             activations=self.dtype,
+            split_latent=self.model.ops.splits_latents,
         )
         held = self.model.held
         return whole.shard(
@@ -485,7 +555,7 @@ class Worker:
         return int(least)
 
 
-def weight_bytes(model: Transformer) -> int:
+def weight_bytes(model: Loadable) -> int:
     """Bytes of all parameters, merged ones counted once, and of what was derived from them."""
     held = [view for target in model.targets() if not target.covers for view in target.views]
     return sum(view.numel() * view.element_size() for view in held + model.derived())

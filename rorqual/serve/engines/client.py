@@ -17,7 +17,7 @@ import zmq.asyncio
 from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.job import EngineJob
-from rorqual.serve.errors import engine_died, pages_lost
+from rorqual.serve.errors import engine_died, experts_missing, pages_lost
 
 log = logging.getLogger("rorqual.serve")
 
@@ -157,6 +157,8 @@ class EngineClient:
             if self._forget(message.id) and entry is not None:
                 if message.pages_lost:
                     entry.job.fail(pages_lost(message.message))
+                elif message.experts_missing:
+                    entry.job.fail(experts_missing(message.message))
                 else:
                     entry.job.refuse(message.message, message.busy)
         elif isinstance(message, messages.EngineInfo):

@@ -4,6 +4,7 @@ taken where a step's tokens leave."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence
@@ -65,6 +66,7 @@ class EngineMeter:
         self.ended = []
         load = self.engine.expert_load()
         moved = self.engine.executor.balance
+        servers = self.engine.worker.experts
         return Snapshot(
             at=now,
             running=usage.running,
@@ -91,4 +93,5 @@ class EngineMeter:
             if moved
             else [],
             transfers=transfers,
+            expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
         )

@@ -29,7 +29,7 @@ from rorqual.engine.config import AUTO, OFF, EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
-from rorqual.errors import BusyError, RequestError, RorqualError
+from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
 from rorqual.request import Request
 from rorqual.serve import messages
@@ -238,7 +238,11 @@ class EngineProcess:
 
     def _step(self) -> None:
         before = time.monotonic()
-        outs = self.engine.step()
+        try:
+            outs = self.engine.step()
+        except ExpertsMissing as error:
+            self._end_all(str(error))
+            return
         now = time.monotonic()
         for name in [
             name
@@ -251,6 +255,13 @@ class EngineProcess:
             self.link.send(messages.StepOutputs(outputs))
         if now >= self.next_snapshot:
             self._snapshot(now)
+
+    def _end_all(self, reason: str) -> None:
+        """No server has held an expert for too long."""
+        log.error("%d requests end: %s", len(self.live), reason)
+        for name in list(self.live):
+            self.link.send(messages.Refused(name, reason, experts_missing=True))
+            self.cancel(name)
 
     def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
         """One Output for each request that has something to say; a step may bring several tokens

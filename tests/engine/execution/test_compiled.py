@@ -20,7 +20,7 @@ import torch._inductor.config
 from rorqual import LLM, SamplingParams
 from rorqual.config.model import MoEConfig, cache_folder
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.execution.compiled import CompiledForward
+from rorqual.engine.execution.compiled import CompiledForward, code_folder
 from rorqual.errors import ConfigError
 from rorqual.ops.custom_ops import TracedOps
 from rorqual.ops.interface import Ops
@@ -127,23 +127,7 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
 """
     if folder.name != "v3":
         pytest.skip("one model shows it")
-    names = {
-        "PYTHONPATH": str(ROOT),
-        "RORQUAL_CACHE": str(home),
-        "TMPDIR": str(home.parent),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    command = [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **names},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_script(script, folder, home, home.parent)
     first = compiled.engine.stats.compiled
     assert (found["variants"], found["from_cache"]) == (2, 2)
     assert found["tokens"] == tokens
@@ -151,6 +135,53 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
     assert not [path for path in home.parent.glob("torchinductor_*/**/*") if path.is_file()], (
         "all is kept in the cache folder"
     )
+
+
+def test_nothing_is_kept_where_nothing_shall_be(
+    folder: Path, tokens: list[list[int]], home: Path, tmp_path: Path
+) -> None:
+    """Neither in the cache folder nor in the temporary one; and what is kept is not found, so the
+    second engine compiles all again."""
+    if folder.name != "v3":
+        pytest.skip("one model shows it")
+    script = """
+import dataclasses, json, sys
+from pathlib import Path
+from tests.engine.execution.test_compiled import engine, generate
+llm = engine(Path(sys.argv[1]), enable_cache_compile=False)
+print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats.compiled)}))
+"""
+    before = sorted(home.rglob("*"))
+    found = run_script(script, folder, home, tmp_path)
+    assert (found["variants"], found["from_cache"]) == (2, 0)
+    assert found["tokens"] == tokens
+    assert sorted(home.rglob("*")) == before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def run_script(script: str, folder: Path, home: Path, temporary: Path) -> dict[str, Any]:
+    """What a process of its own prints last."""
+    names = {
+        "PYTHONPATH": str(ROOT),
+        "RORQUAL_CACHE": str(home),
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_case_has_a_folder_of_its_own() -> None:
+    assert code_folder("cpu", "decode-16").parent == code_folder("cpu").parent / "decode-16"
+    assert code_folder("cpu", "decode-16").name == code_folder("cpu").name
 
 
 def test_tokens_of_eager_with_drafts(folder: Path) -> None:

@@ -24,7 +24,7 @@ from rorqual.parallel.overlap import run_one
 from tests.gpu.device_driver import DeviceDriver, random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK, QWEN, WIDE
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.longest]
 
 
 def strides(x: torch.Tensor) -> list[int]:

@@ -121,6 +121,11 @@ class EngineCollector(Collector):
         return family
 
 
+EXPERT_SERVERS = (
+    ("expert_server_up", "1 while an expert server is linked."),
+    ("expert_server_call_seconds", "Seconds of a call to an expert server, smoothed."),
+    ("expert_server_share", "Share of the rows that others could take too, at most 1."),
+)
 EXPERT_MOVES = (
     ("expert_rebalances", "Times that experts were moved to even out the ranks' loads."),
     ("expert_moves", "Moves put in force; a rebalance takes several."),
@@ -164,6 +169,7 @@ class OwnCollector(Collector):
         yield load
         yield from self._balance()
         yield from self._transfers()
+        yield from self._expert_servers()
         events = CounterMetricFamily(
             "rorqual:http_events",
             "Requests of the API that did not simply succeed.",
@@ -195,6 +201,14 @@ class OwnCollector(Collector):
             for client in self.fleet.clients:
                 if client.snapshot.transfers:
                     family.add_metric([str(client.index)], client.snapshot.transfers[place])
+            yield family
+
+    def _expert_servers(self) -> Iterator[Metric]:
+        for place, (name, text) in enumerate(EXPERT_SERVERS):
+            family = GaugeMetricFamily(f"rorqual:{name}", text, labels=["engine", "server"])
+            for client in self.fleet.clients:
+                for server, *values in client.snapshot.expert_servers:
+                    family.add_metric([str(client.index), server], float(values[place]))
             yield family
 
     def _balance(self) -> Iterator[Metric]:

@@ -1,0 +1,29 @@
+"""What must be equal for one process' experts to be another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from rorqual.config.model import ModelConfig
+from rorqual.models.checkpoint import experts_digest
+
+FORMAT = "1"  # of what travels
+
+
+def expert_fingerprint(
+    folder: str, model: ModelConfig, dtype: torch.dtype, seed: int | None
+) -> dict[str, str]:
+    """folder: of the checkpoint; seed: of random weights, None where they are the checkpoint's."""
+    data = json.dumps(dataclasses.asdict(model), sort_keys=True, default=str).encode()
+    return {
+        "format": FORMAT,
+        "model": hashlib.sha256(data).hexdigest()[:16],
+        "weights": experts_digest(Path(folder)) if seed is None else f"random {seed}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": model.quant.describe() if model.quant is not None else "none",
+    }

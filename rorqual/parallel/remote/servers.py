@@ -1,0 +1,416 @@
+"""The expert servers that an attention process knows: links to them, who of them lives, and who
+holds which expert.
+
+A thread for each address connects, and connects again; while linked it asks for a sign of life. A
+server is left out once its link ends or it is silent for `timeout`, and taken in again when it
+answers. The process' own pauses (a stop, a busy machine) do not count as another's silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError, ExpertsMissing
+from rorqual.parallel.remote.config import RemoteConfig
+from rorqual.parallel.remote.link import (
+    GREETING_SECONDS,
+    Fingerprint,
+    LinkError,
+    introduce,
+    receive,
+    send,
+    shut,
+)
+from rorqual.parallel.remote.wire import (
+    MOST_HOLDINGS,
+    PING,
+    PURPOSE,
+    ExpertMessage,
+    Holdings,
+    join,
+    ranges,
+)
+
+log = logging.getLogger("rorqual.engine")
+Address = tuple[str, int]
+PINGS = 8  # in the time after which silence counts
+RETRY = (0.05, 1.0)  # seconds between two tries to connect: the first, and the most
+CONNECT_SECONDS = 5.0
+SOCKET_BYTES = 4 * 2**20
+GOLDEN = (math.sqrt(5) - 1) / 2
+LEAST_SHARE = 0.05
+DAMPING = 0.25  # of a correction of shares
+SMOOTH = 0.2  # weight of the newest call in a server's mean
+RESHARE_SECONDS = 0.25
+RESHARE_CHANGE = 0.1
+
+
+@dataclass
+class DataLink:
+    """One of a server's data links. sequence: of its last call. pending: a reply is yet to come."""
+
+    sock: socket.socket
+    sequence: int = 0
+    pending: bool = False
+
+
+@dataclass(eq=False)
+class ServerLink:
+    """A server that answered. alive: no sign of its end so far. seconds: a call takes, smoothed; 0
+    before the first. share: what it gets of the rows that others could take too, at most 1."""
+
+    address: Address
+    holdings: Holdings
+    control: socket.socket
+    data: list[DataLink]
+    alive: bool = True
+    seconds: float = 0.0
+    share: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
+
+    def close(self) -> None:
+        self.alive = False
+        for sock in (self.control, *(data.sock for data in self.data)):
+            shut(sock)
+            sock.close()
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who holds the experts of a layer: of `table` [E, most] the first `count` [E] are numbers of
+    `links`; `upto` [E, most] the sums of their shares, the last of which is 1."""
+
+    links: tuple[ServerLink, ...]
+    count: Tensor
+    table: Tensor
+    upto: Tensor
+
+    @property
+    def alone(self) -> bool:
+        """Whether no expert has two holders, and each has one."""
+        return self.table.shape[1] == 1 and bool(self.count.all())
+
+    def missing(self, ids: Tensor) -> list[int]:
+        found: list[int] = ids[self.count[ids] == 0].unique().tolist()
+        return found
+
+    def choose(self, ids: Tensor, turn: float) -> Tensor:
+        """The link of each pick, ids [T, K]. A row's picks take the same turn, so that it goes to
+        one of two servers that hold the same. turn: of the first row, 0 to 1."""
+        if self.table.shape[1] == 1:
+            return self.table[:, 0][ids]
+        row = torch.arange(ids.shape[0], dtype=torch.float64)
+        turns = (turn + row * GOLDEN).frac().to(torch.float32)[:, None, None]
+        place = (turns >= self.upto[ids]).sum(-1)
+        return self.table[ids].gather(-1, place[..., None])[..., 0]
+
+
+@dataclass
+class KnownServer:
+    """failure: why there is no link, for messages."""
+
+    address: Address
+    link: ServerLink | None = None
+    failure: str = "has not answered yet"
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """For metrics: by server its name, whether it is linked, seconds of a call, share."""
+
+    name: str
+    linked: bool
+    seconds: float
+    share: float
+
+
+class ExpertServers:
+    """needed: layers whose experts are used. num_experts: of each. lanes: calls that may be under
+    way at each server. max_rows: of a call, at most."""
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        fingerprint: Fingerprint,
+        needed: Iterable[int],
+        num_experts: int,
+        lanes: int,
+        max_rows: int,
+    ):
+        self.config = config
+        self.fingerprint = fingerprint
+        self.needed = tuple(needed)
+        self.num_experts = num_experts
+        self.lanes = lanes
+        self.max_rows = max_rows
+        self.known = [KnownServer(address) for address in config.servers]
+        self.changed = threading.Condition()
+        self.links: tuple[ServerLink, ...] = ()  # replaced as a whole, in the order of addresses
+        self.tables: dict[int, Holders] = {}
+        self.tabled: tuple[ServerLink, ...] | None = None
+        self.reshared = time.monotonic()
+        self.turn = 0.0
+        self.closing = threading.Event()
+        for server in self.known:
+            name = f"experts {server.address[0]}:{server.address[1]}"
+            threading.Thread(target=self._keep, args=(server,), name=name, daemon=True).start()
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until every expert that is needed has a holder. Raises ConfigError."""
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while missing := self.without_holder():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ConfigError(f"experts: {missing}; {self.describe()}")
+                self.changed.wait(left)
+
+    def without_holder(self) -> str:
+        """The first layer of which an expert is nowhere; nothing where there is none."""
+        for layer in self.needed:
+            held = {
+                expert
+                for link in self.links
+                if link.alive
+                for expert in link.holdings.layers.get(layer, ())
+            }
+            missing = [expert for expert in range(self.num_experts) if expert not in held]
+            if missing:
+                return f"no server holds {ranges(missing)} of layer {layer}"
+        return ""
+
+    def describe(self) -> str:
+        """Of every address whether it is linked, or why not."""
+        return "; ".join(
+            f"{server.address[0]}:{server.address[1]} "
+            + ("is linked" if server.link else server.failure)
+            for server in self.known
+        )
+
+    def holders(self, layer: int) -> Holders:
+        """Of one moment: links may come and go at any time."""
+        links = self.links
+        if links is not self.tabled:
+            self.tables = {}
+            self.tabled = links
+        if layer not in self.tables:
+            self.tables[layer] = self._holders(layer, links)
+        return self.tables[layer]
+
+    def _holders(self, layer: int, links: tuple[ServerLink, ...]) -> Holders:
+        held: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for number, link in enumerate(links):
+            for expert in link.holdings.layers.get(layer, ()):
+                held[expert].append(number)
+        most = max(1, *map(len, held))
+        table = torch.zeros(self.num_experts, most, dtype=torch.int64)
+        upto = torch.ones(self.num_experts, most)
+        for expert, numbers in enumerate(held):
+            if not numbers:
+                continue
+            table[expert, : len(numbers)] = torch.tensor(numbers)
+            shares = torch.tensor([links[number].share for number in numbers])
+            upto[expert, : len(numbers) - 1] = (shares.cumsum(0) / shares.sum())[:-1]
+        return Holders(links, torch.tensor(list(map(len, held))), table, upto)
+
+    def next_turn(self) -> float:
+        self.turn = (self.turn + GOLDEN) % 1.0
+        return self.turn
+
+    def observe(self, link: ServerLink, seconds: float) -> None:
+        """A call took so long. Servers that are slower than others get less of what both hold."""
+        mean = link.seconds
+        link.seconds = mean + SMOOTH * (seconds - mean) if mean else seconds
+        now = time.monotonic()
+        if len(self.links) > 1 and now - self.reshared > RESHARE_SECONDS:
+            self.reshared = now
+            self._reshare()
+
+    def _reshare(self) -> None:
+        links = self.links
+        measured = [link for link in links if link.seconds]
+        if len(measured) < len(links):
+            return
+        middle = sum(link.seconds for link in measured) / len(measured)
+        wanted = [link.share * (middle / link.seconds) ** DAMPING for link in measured]
+        most = max(wanted)
+        changed = False
+        for link, share in zip(measured, wanted, strict=True):
+            new = max(LEAST_SHARE, share / most)
+            changed = changed or abs(new - link.share) > RESHARE_CHANGE * link.share
+            link.share = new
+        if changed:
+            self.tables = {}
+
+    def missing(self, layer: int, experts: list[int]) -> ExpertsMissing:
+        return ExpertsMissing(
+            f"no server holds expert {ranges(experts)} of layer {layer}; {self.describe()}"
+        )
+
+    def drop(self, link: ServerLink, reason: str) -> None:
+        """Leave a server out, until it answers anew. Any thread."""
+        with self.changed:
+            if link not in self.links:
+                return
+            self.links = tuple(other for other in self.links if other is not link)
+            for server in self.known:
+                if server.link is link:
+                    server.link = None
+                    server.failure = reason
+            self.changed.notify_all()
+        link.close()
+        if not self.closing.is_set():
+            log.warning("experts of %s are left out: %s", link.name, reason)
+
+    def stats(self) -> list[ServerStats]:
+        found = []
+        for server in self.known:
+            link = server.link
+            name = f"{server.address[0]}:{server.address[1]}"
+            found.append(
+                ServerStats(
+                    name,
+                    link is not None,
+                    link.seconds if link else 0.0,
+                    link.share if link else 0.0,
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        self.closing.set()
+        with self.changed:
+            links = self.links
+            self.links = ()
+            self.changed.notify_all()
+        for link in links:
+            link.close()
+
+    # ---- a thread for each address
+
+    def _keep(self, server: KnownServer) -> None:
+        pause = RETRY[0]
+        while not self.closing.is_set():
+            try:
+                link = self._connect(server.address)
+            except (OSError, LinkError) as error:
+                self._failed(server, error)
+                self.closing.wait(pause)
+                pause = min(2 * pause, RETRY[1])
+                continue
+            pause = RETRY[0]
+            self._add(server, link)
+            reason = self._watch(link)
+            self.drop(link, reason)
+
+    def _failed(self, server: KnownServer, error: Exception) -> None:
+        text = "does not answer" if isinstance(error, TimeoutError) else said(error)
+        with self.changed:
+            server.failure = text
+        if text != server.told and not self.closing.is_set():
+            server.told = text
+            log.warning("experts of %s:%d: %s", *server.address, text)
+
+    def _add(self, server: KnownServer, link: ServerLink) -> None:
+        with self.changed:
+            if self.closing.is_set():
+                link.close()
+                return
+            server.link = link
+            server.told = ""
+            found = [known.link for known in self.known]
+            self.links = tuple(other for other in found if other is not None)
+            self.changed.notify_all()
+        held = {ranges(experts) for experts in link.holdings.layers.values()}
+        log.info(
+            "experts of %s: %s of %d layers",
+            link.name,
+            held.pop() if len(held) == 1 else "differing ones",
+            len(link.holdings.layers),
+        )
+
+    def _connect(self, address: Address) -> ServerLink:
+        opened: list[socket.socket] = []
+        try:
+            for lane in (None, *range(self.lanes)):
+                sock = socket.create_connection(address, CONNECT_SECONDS)
+                opened.append(sock)
+                sock.settimeout(GREETING_SECONDS)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
+                introduce(sock, self.config.secret, self.fingerprint, PURPOSE)
+                send(sock, ExpertMessage.JOIN, join(lane))
+            control, *data = opened
+            kind, found = receive(control, MOST_HOLDINGS)
+            if kind != ExpertMessage.HOLDINGS:
+                raise LinkError(f"a message of kind {kind} came where holdings were to")
+            holdings = Holdings.unpack(found, self.num_experts)
+            if holdings.max_rows < self.max_rows:
+                raise LinkError(
+                    f"takes {holdings.max_rows} rows in a call, steps here have up to "
+                    f"{self.max_rows}; start it with --max-rows {self.max_rows}"
+                )
+        except BaseException:
+            for sock in opened:
+                sock.close()
+            raise
+        for sock in data:
+            sock.setblocking(False)
+        return ServerLink(address, holdings, control, [DataLink(sock) for sock in data])
+
+    def _watch(self, link: ServerLink) -> str:
+        """Until it is silent or gone: why."""
+        tick = self.config.timeout / PINGS
+        link.control.settimeout(tick)
+        number = 0
+        try:
+            while link.alive:
+                number += 1
+                send(link.control, ExpertMessage.PING, PING.pack(number))
+                if not self._answered(link, number, tick):
+                    return f"silent for {self.config.timeout:g} s"
+                if self.closing.wait(tick):
+                    return "closing"
+        except (OSError, LinkError) as error:
+            return said(error)
+        return "its link ended"
+
+    def _answered(self, link: ServerLink, number: int, tick: float) -> bool:
+        """Whether a PONG comes in time. What this process slept through does not count."""
+        silent = 0.0
+        data = b""
+        want = PING.pack(number)
+        size = 5 + len(want)
+        while silent < self.config.timeout and link.alive:
+            before = time.monotonic()
+            with suppress(TimeoutError):
+                found = link.control.recv(size - len(data))
+                if not found:
+                    raise LinkError("its process ended")
+                data += found
+            if len(data) == size:
+                if data[5:] != want or data[0] != ExpertMessage.PONG:
+                    raise LinkError("a sign of life came that is none")
+                return True
+            silent += min(time.monotonic() - before, 2 * tick)
+        return not link.alive
+
+
+def said(error: Exception) -> str:
+    """Without the system's number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

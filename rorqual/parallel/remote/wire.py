@@ -1,0 +1,204 @@
+"""What an attention process and an expert server say to each other. No torch.
+
+Each pair has one control link and a few data links; every link begins as link.py says and goes on
+with
+
+    caller -> JOIN       JSON: {"lane": null} (control) or {"lane": N}
+
+On the control link:
+
+    server -> HOLDINGS   JSON: {"max_rows", "layers": {number of a layer: experts "0-63,70"}}
+    caller -> PING       8 bytes
+    server -> PONG       the same
+
+On a data link one call is under way at most:
+
+    caller -> CALL, then ids [rows, picks] int32 (-1: another server's), weights [rows, picks] fp32,
+              rows [rows, hidden]; in e4m3 with fp32 scales [rows, hidden / 128] behind
+    server -> REPLY, then the weighted sums [rows, hidden] in the model's dtype; or an error of
+              `rows` bytes, after which it ends the link
+
+Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
+are in network order, in tensors little-endian."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from rorqual.parallel.remote.link import LinkError
+
+PURPOSE = "experts"
+MOST_LANES = 8
+MOST_PICKS = 64
+MOST_ERROR = 1000  # bytes
+MOST_HOLDINGS = 2**20
+PING = struct.Struct("!Q")
+SCALE_COLUMNS = 128
+
+
+class ExpertMessage(IntEnum):
+    """Numbers below are those of LinkMessage."""
+
+    JOIN = 5
+    HOLDINGS = 6
+    PING = 7
+    PONG = 8
+
+
+class RowFormat(IntEnum):
+    """What hidden states travel as."""
+
+    MODEL = 0
+    FP8 = 1
+
+
+@dataclass(frozen=True)
+class CallHead:
+    """sequence: of the call on its link."""
+
+    sequence: int
+    layer: int
+    rows: int
+    picks: int
+    form: int
+
+    FORM = struct.Struct("!4sIIIHH")
+    MAGIC = b"call"
+
+    def pack(self) -> bytes:
+        return self.FORM.pack(
+            self.MAGIC, self.sequence, self.layer, self.rows, self.picks, self.form
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray, max_rows: int) -> CallHead:
+        """Raises LinkError for what no caller sends."""
+        magic, *numbers = cls.FORM.unpack(data)
+        head = cls(*numbers)
+        if magic != cls.MAGIC:
+            raise LinkError("what came is no call")
+        if not 0 < head.rows <= max_rows:
+            raise LinkError(f"a call of {head.rows} rows came; accepted: 1 to {max_rows}")
+        if not 0 < head.picks <= MOST_PICKS:
+            raise LinkError(f"a call of {head.picks} picks came; accepted: 1 to {MOST_PICKS}")
+        if head.form not in RowFormat.__members__.values():
+            raise LinkError(f"rows of format {head.form} came")
+        return head
+
+    def sizes(self, hidden: int, itemsize: int) -> list[int]:
+        """Bytes of ids, weights, rows, and scales where there are any."""
+        picks = 4 * self.rows * self.picks
+        if self.form == RowFormat.FP8:
+            scales = 4 * self.rows * -(-hidden // SCALE_COLUMNS)
+            return [picks, picks, self.rows * hidden, scales]
+        return [picks, picks, self.rows * hidden * itemsize]
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """rows: of the answer, or bytes of an error where `failed`. busy: microseconds it took."""
+
+    sequence: int
+    rows: int
+    busy: int
+    failed: int
+
+    FORM = struct.Struct("!4sIIIB3x")
+    MAGIC = b"sums"
+
+    def pack(self) -> bytes:
+        return self.FORM.pack(self.MAGIC, self.sequence, self.rows, self.busy, self.failed)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> ReplyHead:
+        """Raises LinkError for what no server sends."""
+        magic, *numbers = cls.FORM.unpack(data)
+        head = cls(*numbers)
+        if magic != cls.MAGIC:
+            raise LinkError("what came is no reply")
+        if head.failed and head.rows > MOST_ERROR:
+            raise LinkError(f"an error of {head.rows} bytes came; accepted: at most {MOST_ERROR}")
+        return head
+
+
+def join(lane: int | None) -> bytes:
+    return json.dumps({"lane": lane}).encode()
+
+
+def read_join(data: bytes) -> int | None:
+    """The lane, or None for a control link. Raises LinkError."""
+    found = _object(data)
+    lane = found.get("lane", "")
+    if lane is not None and (type(lane) is not int or not 0 <= lane < MOST_LANES):
+        raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
+    return lane
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """max_rows: of a call. layers: the experts held of each."""
+
+    max_rows: int
+    layers: dict[int, tuple[int, ...]]
+
+    def pack(self) -> bytes:
+        layers = {str(layer): ranges(experts) for layer, experts in self.layers.items()}
+        return json.dumps({"max_rows": self.max_rows, "layers": layers}).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes, num_experts: int) -> Holdings:
+        """Raises LinkError."""
+        found = _object(data)
+        rows = found.get("max_rows")
+        layers = found.get("layers")
+        if type(rows) is not int or rows < 1 or not isinstance(layers, dict):
+            raise LinkError("holdings came that are none")
+        try:
+            made = {int(layer): read_ranges(text, num_experts) for layer, text in layers.items()}
+        except (ValueError, TypeError) as error:
+            raise LinkError(f"holdings came that are none: {error}") from None
+        return cls(rows, made)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers as "0-63,70"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def read_ranges(text: str, count: int) -> tuple[int, ...]:
+    """Numbers below `count` from "0-63,70", or all from "all". Raises ValueError, with the end of
+    a sentence."""
+    if text == "all":
+        return tuple(range(count))
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
+        if match is None:
+            raise ValueError(f"{part!r} is no number or range; accepted: all, or such as 0-63,70")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if not first <= last < count:
+            raise ValueError(f"{part!r} is out of range; accepted: 0 to {count - 1}")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def _object(data: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        raise LinkError("a message that is no JSON came") from None
+    if not isinstance(found, dict):
+        raise LinkError("a message that is no object came")
+    return found

@@ -1,0 +1,118 @@
+"""Expert servers as processes of their own, and a proxy that stalls, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.engine.distributed.starting import ROOT, environment, free_port
+
+READY_SECONDS = 60
+
+
+class ExpertProcess:
+    """`rorqual experts` for the bundled model, at a port of its own for life."""
+
+    def __init__(self, slots: str, secret_file: str, more: tuple[str, ...] = ()):
+        self.port = free_port()
+        self.arguments = ["--slots", slots, "--expert-secret-file", secret_file, *more]
+        self.process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rorqual", "experts", *self.arguments),
+                *("--listen", f"127.0.0.1:{self.port}", "--set", "dtype=float32", "--threads", "1"),
+            ],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line == f"experts at 127.0.0.1:{self.port}\n", line
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        if self.process.returncode is not None:
+            return
+        self.process.kill()
+        self.process.communicate()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+        self.wait()
+
+    def pause(self, seconds: float) -> None:
+        self.signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.signal(signal.SIGCONT)
+
+
+class StallingProxy:
+    """Passes links on, and nothing while `stalled` is set."""
+
+    def __init__(self, port: int):
+        self.target = port
+        self.stalled = threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+                other = socket.create_connection(("127.0.0.1", self.target), 5)
+            except OSError:
+                if self.listener.fileno() < 0:
+                    return
+                sock.close()
+                continue
+            for one, two in ((sock, other), (other, sock)):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._pass, args=(one, two), daemon=True).start()
+
+    def _pass(self, one: socket.socket, two: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 20):
+                while self.stalled.is_set():
+                    time.sleep(0.01)
+                two.sendall(data)
+        except OSError:
+            pass
+        for sock in (one, two):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def stall(self, seconds: float) -> None:
+        self.stalled.set()
+        time.sleep(seconds)
+        self.stalled.clear()
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def write_secret(folder: Path) -> str:
+    path = folder / "secret"
+    path.write_text("a secret that is long enough\n")
+    return str(path)
