@@ -17,6 +17,9 @@ HEADS = 6
 GROUPS = 3
 SCALE = 0.3
 PAGE = 4
+# scores reach 40 and more, and exp() multiplies their rounding: 40 x 2^-24 of a result, several
+# times over, differently on each processor
+CLOSE = 3e-5
 
 
 def case(queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +41,9 @@ def test_parts_joined_are_the_whole(queries: int, edges: list[int]) -> None:
             given = (k[start:stop], v[start:stop], SCALE, 20 - queries - start)
             found = reference.partial_attention(q, *given)
             out, total = reference.join_attention(out, total, *found)
-        torch.testing.assert_close(out, reference.causal_attention(q, k, v, SCALE))
+        torch.testing.assert_close(
+            out, reference.causal_attention(q, k, v, SCALE), rtol=CLOSE, atol=CLOSE
+        )
         scores = reference.seen_scores(q, k, SCALE, 20 - queries)
         torch.testing.assert_close(total, scores.logsumexp(-1).t())
 
@@ -48,7 +53,9 @@ def test_who_sees_nothing_gives_nothing() -> None:
     out, total = reference.partial_attention(q, k, v, SCALE, -3)
     assert not out[:3].any()
     assert (total[:3] == -math.inf).all()
-    torch.testing.assert_close(out[3:], reference.causal_attention(q[3:], k[:2], v[:2], SCALE))
+    torch.testing.assert_close(
+        out[3:], reference.causal_attention(q[3:], k[:2], v[:2], SCALE), rtol=CLOSE, atol=CLOSE
+    )
     nothing = (torch.zeros_like(out), torch.full_like(total, -math.inf))
     for one, other in ((nothing, (out, total)), ((out, total), nothing)):
         joined = reference.join_attention(*one, *other)
@@ -76,7 +83,9 @@ def test_blocks_of_heads_and_queries(
         own = slice(begin, begin + 8)
         Ops().stretch_attention(q, k[own], v[own], stretch, SCALE, found)
         begin += 8
-    torch.testing.assert_close(found.out, reference.causal_attention(q, k, v, SCALE))
+    torch.testing.assert_close(
+        found.out, reference.causal_attention(q, k, v, SCALE), rtol=CLOSE, atol=CLOSE
+    )
 
 
 def shared(lens: tuple[int, ...], queries: tuple[int, ...], tokens: int) -> list:
