@@ -28,6 +28,7 @@ def plan(
     png: Annotated[
         Path | None, typer.Option("--png", help="Draw the Pareto front to this file.")
     ] = None,
+    chart: Annotated[bool, typer.Option("--chart", help="Draw it here as well.")] = False,
     yaml: Annotated[Path | None, typer.Option("--yaml", help="Write the best as a recipe.")] = None,
     validate: Annotated[
         bool,
@@ -44,6 +45,14 @@ def plan(
         str | None, typer.Option(help="Answer one question of those --questions lists instead.")
     ] = None,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions.")] = False,
+    expert_load: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--expert-load",
+            help="With --question redundant-experts: counts of picks, JSON with `logical_count`; "
+            "may be repeated.",
+        ),
+    ] = None,
     gpus: Annotated[
         bool,
         typer.Option("--gpus", help="List the GPUs that ship, with the source of every figure."),
@@ -55,19 +64,24 @@ def plan(
 
     console = Console(width=None if Console().is_terminal else 160)
     if validate or question or questions or gpus:
-        _instead(console, validate, group, question, questions, asked.get("kernels"))
+        _instead(console, validate, group, question, questions, asked.get("kernels"), expert_load)
         return
+    if expert_load:
+        raise ConfigError("expert_load goes with --question redundant-experts")
     if model is None:
         raise ConfigError(
             "name a model, or ask for --validate, --questions, --question NAME or --gpus"
         )
+    from rorqual.planner.search import chart as pareto
     from rorqual.planner.search import report
     from rorqual.planner.search.from_settings import question_of
     from rorqual.planner.search.planner import search
 
     found = search(question_of(model, PlanSettings(**asked)))
     report.show(found, model, top, console)
-    for path, write in ((csv, report.write_csv), (png, report.write_png)):
+    if chart:
+        console.print(pareto.in_terminal(found, min(console.width, 120)))
+    for path, write in ((csv, report.write_csv), (png, pareto.write_png)):
         if path:
             write(found, path)
     if yaml:
@@ -81,6 +95,7 @@ def _instead(
     question: str | None,
     questions: bool,
     kernels: str | None,
+    loads: list[Path] | None,
 ) -> None:
     from rorqual.planner.search import report
 
@@ -99,7 +114,7 @@ def _instead(
         from rorqual.planner.validation.deployed import Line
 
         if question:
-            report.show_answer(*known.answer(question), console)
+            report.show_answer(*known.answer(question, loads or ()), console)
         else:
             report.show_answer(
                 "Questions",

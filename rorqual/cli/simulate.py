@@ -28,6 +28,8 @@ def simulate(
 ) -> None:
     """Play a workload through the scheduler, prefix cache and cost model: latencies, throughput,
     queues, use of resources."""
+    from rich.console import Console
+
     from rorqual.planner.simulator import gantt as chart
     from rorqual.planner.simulator import report
     from rorqual.planner.simulator.from_settings import (
@@ -48,7 +50,12 @@ def simulate(
     found = outcome(run, asked.warm_up)
     report.show(run, found)
     for path in asked.gantt:
-        chart.write(chart.gantt(run, f"{model} on {asked.gpu}, {deployment.gpus} GPUs"), path)
+        drawn_steps = chart.gantt(run, f"{model} on {asked.gpu}, {deployment.gpus} GPUs")
+        if str(path) == "-":
+            console = Console(width=None if Console().is_terminal else 140)
+            console.print(chart.in_terminal(drawn_steps, console.width))
+        else:
+            chart.write(drawn_steps, path)
     if json_file:
         written = as_json(run, found, given)
         json_file.write_text(json.dumps(written, indent=1, default=str) + "\n")

@@ -64,7 +64,9 @@ class RankMessages:
         work: GroupWork,
         itemsize: int,
         picks: bool = False,
+        fullest: float = 0.0,
     ):
+        self.fullest = max(1.0, fullest)
         self.config = config
         self.sizes = sizes
         self.work = work
@@ -125,7 +127,9 @@ class RankMessages:
         fp8_row = fp8_row_bytes(self.config.hidden_size)
         wide = row / fp8_row if message.name == "dispatch" else 1.0
         if not (low_latency and self.picks):
-            return replace(message, wide=wide)
+            # blocks of rows for every rank are as large whoever is asked for
+            more = 1.0 if low_latency else self.fullest
+            return replace(message, bytes=round(message.bytes * more), wide=wide)
         away = (
             self.rows
             * self.config.moe.top_k
@@ -133,4 +137,4 @@ class RankMessages:
             * (self.sizes.ep - 1)
             / self.sizes.ep
         )
-        return replace(message, bytes=round(away * row), wide=wide)
+        return replace(message, bytes=round(away * row * self.fullest), wide=wide)

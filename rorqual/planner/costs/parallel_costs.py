@@ -286,7 +286,8 @@ def _drafts(
             _gemm(joins, passed.tokens, layer.dtype, 1),
             _head(config, sizes, passed, fmt),
         ]
-        yield ops, RankMessages(config, sizes, passed, layer.width, picks).draft()
+        messages = RankMessages(config, sizes, passed, layer.width, picks, routing.fullest)
+        yield ops, messages.draft()
 
 
 def _head(config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format) -> RankOp:
@@ -328,7 +329,8 @@ def rank_step(
             ops += layer.ops(moe)
     norm = WeightShape("norms", "norm", (config.hidden_size,))
     ops += [_gemm(norm, work.logit_rows, dtype, 1), _head(config, sizes, work, fmt)]
-    messages = list(RankMessages(config, sizes, work, DTYPE_BYTES[dtype], picks).all())
+    sent = RankMessages(config, sizes, work, DTYPE_BYTES[dtype], picks, routing.fullest)
+    messages = list(sent.all())
     for more_ops, more_messages in (
         _drafts(config, sizes, work, fmt, routing, picks) if work.drafts else ()
     ):

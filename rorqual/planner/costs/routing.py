@@ -28,8 +28,11 @@ class Routing:
     exponent: float = 0.0
     counts: tuple[float, ...] = ()
     balance: str = "none"
+    fullest: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.fullest and self.fullest < 1:
+            raise ConfigError(f"the fullest rank's share {self.fullest} must be at least 1")
         if self.kind not in ("uniform", "zipf", "recorded"):
             raise ConfigError(
                 f"routing kind={self.kind!r} is not known; accepted: uniform, zipf, recorded"
@@ -154,11 +157,24 @@ def rank_load(routing: Routing, experts: int, top_k: int, tokens: int, ranks: in
         return RankLoad(
             mean, min(distinct_experts(routing, experts, top_k, tokens) / ranks, experts / ranks)
         )
+    if routing.fullest:
+        return _measured(routing.fullest, experts, top_k, tokens, ranks)
     shares = expert_shares(routing, experts, top_k, ranks)
     means = [tokens * sum(share) for share in shares]
     spreads = [math.sqrt(tokens * sum(p * (1 - p) for p in share)) for share in shares]
     distinct = max(sum(1 - (1 - p) ** tokens for p in share) for share in shares)
     return RankLoad(max(mean, expected_maximum(means, spreads)), distinct)
+
+
+def _measured(fullest: float, experts: int, top_k: int, tokens: int, ranks: int) -> RankLoad:
+    """One rank has so many times the mean, the others share the rest."""
+    mean = tokens * top_k / ranks
+    most = min(fullest, ranks)
+    rest = mean * (ranks - most) / (ranks - 1)
+    means = [mean * most] + [rest] * (ranks - 1)
+    chance = min(1.0, most * top_k / experts)
+    distinct = experts / ranks * (1 - (1 - chance) ** tokens)
+    return RankLoad(expected_maximum(means, [math.sqrt(one) for one in means]), distinct)
 
 
 def expected_maximum(means: Sequence[float], spreads: Sequence[float], steps: int = 160) -> float:

@@ -269,14 +269,17 @@ def settings(question: Question, option: Option) -> dict[str, Any]:
 
 
 def commands(model: str, question: Question, option: Option) -> list[str]:
-    if option.kind == "attention:experts":
-        return [
-            f"  {option.detail}: expert servers have no command yet; `rorqual serve` runs "
-            "attention and experts together."
-        ]
     flags = " ".join(
         f"--{name.replace('_', '-')} {value}" for name, value in settings(question, option).items()
     )
+    if option.kind == "attention:experts":
+        return [
+            f"  {option.detail}: on each expert GPU `rorqual experts {model}` with its part, on "
+            "each attention GPU",
+            f"  rorqual serve {model} {flags} --experts ADDRESSES",
+            "  (docs/design/attention-expert-split.md; times above are with CUDA graphs and a "
+            "direct network, which that link does not have yet)",
+        ]
     lines = [f"  rorqual serve {model} {flags}"]
     if option.replicas > 1:
         lines.append(f"  {option.replicas} times, on GPUs of their own")
@@ -324,43 +327,6 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
                     item.detail,
                 ]
             )
-
-
-def write_png(plan: DeploymentPlan, path: Path) -> None:
-    """tokens/s a device over tokens/s a user; raises ConfigError where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "a chart needs matplotlib; install rorqual[plot], or take the CSV"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for kind in ("together", "prefill:decode", "attention:experts"):
-        points = [option for option in (*plan.options, *plan.missed) if option.kind == kind]
-        if points:
-            axes.scatter(
-                [o.per_user for o in points],
-                [o.per_gpu for o in points],
-                s=8,
-                alpha=0.4,
-                label=kind,
-            )
-    front = plan.pareto()
-    axes.plot(
-        [o.per_user for o in front], [o.per_gpu for o in front], "k-", linewidth=1, label="front"
-    )
-    axes.set(
-        xlabel="output tokens/s a user",
-        ylabel="output tokens/s a GPU",
-        title=f"{plan.question.count} x {plan.question.device.title}",
-    )
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def write_yaml(plan: DeploymentPlan, model: str, path: Path) -> None:

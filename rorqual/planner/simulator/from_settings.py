@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rorqual.planner.costs.catalog import model_of
 from rorqual.planner.costs.costs import Format
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.simulator import pools
+from rorqual.planner.simulator.expert_drift import ExpertDrift
+from rorqual.planner.simulator.incidents import Autoscaling, Failure
 from rorqual.planner.simulator.simulator import Deployment
 from rorqual.planner.simulator.workload import (
     Arrivals,
@@ -26,6 +29,7 @@ from rorqual.planner.simulator.workload import (
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel, with_link
 
+TARGET = 0.7  # requests of a replica under autoscaling, of those that it can run
 HOST = 8  # GPUs of one, over which a model is split by default
 LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
 
@@ -77,6 +81,55 @@ def longest_requests(given: Mapping[str, Any], work: Any) -> tuple[int, int]:
 
 
 def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
+    """With what is to happen to it."""
+    found = _pools_of(given, longest)
+    last = found.pools[-1]
+    sizes = [Autoscaling.sizes(text, last.name) for text in given["autoscale"]]
+    seqs = {
+        pool.name: pool.scheduler.max_num_seqs * pool.ranks * pool.groups for pool in found.pools
+    }
+    times = {name: given[name] for name in ("scale_down_after", "start_seconds")}
+    rules = tuple(
+        Autoscaling(
+            pool,
+            least,
+            most,
+            given["target_requests"] or TARGET * seqs.get(pool, 1),
+            given["scale_interval"],
+            times["scale_down_after"],
+            times["start_seconds"],
+        )
+        for pool, least, most in sizes
+    )
+    failures = tuple(Failure.parse(text, last.name) for text in given["fail"])
+    return replace(found, failures=failures, failover=given["failover"], autoscaling=rules)
+
+
+def _drift(given: Mapping[str, Any]) -> Callable[[int], ExpertDrift] | None:
+    if not given["expert_load"]:
+        if given["enable_eplb"]:
+            raise ConfigError("enable_eplb needs expert_load: counts of picks to follow")
+        return None
+    config = model_of(given["model"], given["quant"])
+    layers = [layer for layer, sparse in enumerate(config.moe_layers) if sparse]
+    if not layers:
+        raise ConfigError("expert_load: the model has no experts")
+    read = partial(
+        ExpertDrift.read,
+        given["expert_load"],
+        layers,
+        config.moe.num_experts,
+        config.moe.top_k,
+        period=given["expert_load_seconds"],
+        redundant=given["redundant_experts"],
+        moves=given["enable_eplb"],
+        window=given["eplb_window"],
+        threshold=given["eplb_threshold"],
+    )
+    return lambda ranks: read(ranks=ranks)
+
+
+def _pools_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
     engine = pools.PoolSettings(
         context=longest[0],
         max_num_seqs=given["max_num_seqs"],
@@ -90,6 +143,7 @@ def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deploym
         steps_in_flight=given["steps_in_flight"],
         micro_batches=given["micro_batches"],
         slow=_slow(given["slow"]),
+        expert_drift=_drift(given),
     )
     attention = given["attention"]
     experts = given["experts"]
@@ -99,6 +153,8 @@ def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deploym
             f"attention={attention} and experts={experts} go together, and not with "
             f"prefill_replicas={prefill}"
         )
+    if attention and (engine.expert_drift is not None or given["redundant_experts"]):
+        raise ConfigError("expert_load and redundant_experts do not go with attention:experts")
     if attention:
         sizes = ParallelConfig()
         return pools.split(
@@ -110,10 +166,14 @@ def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deploym
             given["replicas"],
             given["balancing"],
         )
-    model = _model(given, _sizes(given["layout"]))
+    model = _model(given, _sizes(given["layout"], given["redundant_experts"]))
+    if engine.expert_drift is not None and model.sizes.ep == 1:
+        raise ConfigError("expert_load goes with a layout whose experts lie on ranks: ep=N")
     if not prefill:
         return pools.together(model, engine, given["replicas"], given["balancing"])
-    first = _model(given, _sizes(given["prefill_layout"] or given["layout"]))
+    first = _model(
+        given, _sizes(given["prefill_layout"] or given["layout"], given["redundant_experts"])
+    )
     return pools.disaggregated(
         first, model, engine, (prefill, given["replicas"]), given["balancing"]
     )
@@ -151,7 +211,7 @@ def _routing(text: str) -> Routing:
         ) from None
 
 
-def _sizes(text: str) -> ParallelConfig:
+def _sizes(text: str, redundant: int = 0) -> ParallelConfig:
     found: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -161,7 +221,7 @@ def _sizes(text: str) -> ParallelConfig:
                 f"{', '.join(LAYOUT_KEYS)}, each with =N"
             )
         found[name] = int(value)
-    return ParallelConfig(**found)
+    return ParallelConfig(**found, redundant_experts=redundant if found.get("ep", 1) > 1 else 0)
 
 
 def _slow(given: Any) -> dict[int, float]:

@@ -1,5 +1,5 @@
-"""A Gantt chart of a few simulated steps: what each resource did, as one HTML page of its own or
-as PNG. No torch.
+"""A Gantt chart of a few simulated steps: what each resource did, as one HTML page of its own, as
+PNG, as a trace for Perfetto, or in the terminal. No torch.
 
 Colours are those of Okabe and Ito for colour-blind readers (https://jfly.uni-koeln.de/color/):
 one a kind of work, and micro-batches take turns between full and lighter tones."""
@@ -7,9 +7,13 @@ one a kind of work, and micro-batches take turns between full and lighter tones.
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.text import Text
 
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.micro_batches import Task
@@ -90,14 +94,71 @@ def _lane(task: Task, tasks: Sequence[Task]) -> str:
 
 
 def write(chart: GanttChart, path: Path) -> None:
-    """By the ending: .html, .svg or .png."""
-    if path.suffix not in (".html", ".svg", ".png"):
-        raise ConfigError(f"{path} has no known ending; accepted: .html, .svg, .png")
+    """By the ending: .html, .svg, .png, or .json for ui.perfetto.dev."""
+    texts = {".html": _page, ".svg": _svg, ".json": _trace}
+    if path.suffix not in (*texts, ".png"):
+        raise ConfigError(f"{path} has no known ending; accepted: .html, .svg, .png, .json, or -")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
         _write_png(chart, path)
     else:
-        path.write_text(_page(chart) if path.suffix == ".html" else _svg(chart), encoding="utf-8")
+        path.write_text(texts[path.suffix](chart), encoding="utf-8")
+
+
+def _trace(chart: GanttChart) -> str:
+    """Chrome's trace event format, which Perfetto reads: a thread a lane, microseconds."""
+    place = {"ph": "M", "pid": 1}
+    title = {**place, "name": "process_name", "args": {"name": chart.title}}
+    events: list[dict[str, Any]] = [title]
+    for number, lane in enumerate(chart.lanes, 1):
+        events.append({**place, "name": "thread_name", "tid": number, "args": {"name": lane}})
+    for bar in chart.bars:
+        event = {
+            "name": bar.name,
+            "ph": "X",
+            "pid": 1,
+            "tid": chart.lanes.index(bar.lane) + 1,
+            "ts": bar.start * 1e6,
+            "dur": (bar.end - bar.start) * 1e6,
+            "args": {"micro_batch": bar.batch},
+        }
+        events.append(event)
+    for begin in chart.begins:
+        events.append({"name": "step", "ph": "i", "s": "p", "pid": 1, "tid": 1, "ts": begin * 1e6})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=0) + "\n"
+
+
+def in_terminal(chart: GanttChart, width: int = 100) -> Text:
+    """A line a lane: in each place the letter of the work that has most of its time; lower case
+    for every second micro-batch; a dot where the lane is idle for most of it."""
+    left = max(len(lane) for lane in chart.lanes) + 1
+    places = max(20, width - left)
+    each = chart.end / places
+    found = Text(chart.title + "\n", "bold")
+    for lane in chart.lanes:
+        shares = [dict[tuple[str, int], float]() for _ in range(places)]
+        for bar in (bar for bar in chart.bars if bar.lane == lane):
+            last = min(places - 1, int(bar.end / each))
+            for place in range(int(bar.start / each), last + 1):
+                part = min(bar.end, (place + 1) * each) - max(bar.start, place * each)
+                key = (bar.name, bar.batch)
+                shares[place][key] = shares[place].get(key, 0.0) + max(0.0, part)
+        found.append(lane.rjust(left - 1) + " ")
+        for share in shares:
+            if sum(share.values()) < each / 2:
+                found.append(".")
+                continue
+            name, batch = max(share, key=lambda key: share[key])
+            number = chart.names.index(name)
+            letter = chr(ord("A") + number % 26)
+            colour = COLOURS[number % len(COLOURS)]
+            found.append(letter.lower() if batch % 2 else letter, colour)
+        found.append("\n")
+    end = f"{chart.end * 1e3:.3g} ms"
+    found.append(" " * left + "0" + end.rjust(places - 1) + "\n" + " " * left)
+    names = (f"{chr(ord('A') + number % 26)} {name}" for number, name in enumerate(chart.names))
+    found.append(", ".join(names) + "\n")
+    return found
 
 
 def _svg(chart: GanttChart) -> str:

@@ -118,6 +118,7 @@ class ModelCosts:
     _floors: dict[tuple[StepLoad, int, int], tuple[float, float, float]] = field(
         default_factory=dict, repr=False
     )
+    _balanced: dict[float, ModelCosts] = field(default_factory=dict, repr=False)
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
         stage = self._stage(loads, num_speculative_tokens)
@@ -138,6 +139,14 @@ class ModelCosts:
         ]
         floors = self._floor(self._round(mean_load(loads)), stage, num_speculative_tokens)
         return StepCost(max(time[0] for time in times), max(time[1] for time in times), floors)
+
+    def balanced(self, fullest: float) -> ModelCosts:
+        """The same with so many times the mean of picks on the fullest rank of experts."""
+        if fullest not in self._balanced:
+            routing = replace(self.model.routing, fullest=fullest)
+            model = replace(self.model, routing=routing)
+            self._balanced[fullest] = ModelCosts(model, self.micro_batches, self.slow, self.exact)
+        return self._balanced[fullest]
 
     def _round(self, load: StepLoad) -> StepLoad:
         return load if self.exact else coarse(load)

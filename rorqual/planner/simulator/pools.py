@@ -3,13 +3,14 @@ which costs its steps. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.simulator.expert_drift import ExpertDrift
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts
 from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulator import Deployment, Pool
@@ -21,8 +22,8 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 class PoolSettings:
     """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as
     have pages at `context` tokens each, 256 at most. acceptance: probability of each of
-    num_speculative_tokens drafts, given that those before it were right. Defaults are those of
-    SimulationSettings."""
+    num_speculative_tokens drafts, given that those before it were right. expert_drift: how experts
+    over so many ranks are used. Defaults are those of SimulationSettings."""
 
     context: int
     max_num_seqs: int | None = None
@@ -36,6 +37,7 @@ class PoolSettings:
     steps_in_flight: int = SimulationSettings.steps_in_flight
     micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
+    expert_drift: Callable[[int], ExpertDrift] | None = None
 
     @property
     def longest(self) -> int:
@@ -84,10 +86,12 @@ def _pool(
     sized = replace(model, longest=engine.longest)
     mtp = bool(engine.acceptance)
     tokens = sized.cache_tokens(engine.max_num_batched_tokens, mtp=mtp) // sizes.pp
+    costs = ModelCosts(model, engine.micro_batches, engine.slow)
+    drifts = engine.expert_drift is not None and sizes.ep > 1
     return Pool(
         name=name,
         scheduler=engine.scheduler(tokens, remote, first_only),
-        costs=ModelCosts(model, engine.micro_batches, engine.slow),
+        costs=costs,
         replicas=replicas,
         ranks=sizes.dp,
         groups=sizes.pp,
@@ -96,6 +100,8 @@ def _pool(
         acceptance=() if first_only else engine.acceptance,
         remote=remote,
         first_only=first_only,
+        drift=engine.expert_drift(sizes.ep) if drifts and engine.expert_drift else None,
+        balanced=costs.balanced if drifts else None,
     )
 
 

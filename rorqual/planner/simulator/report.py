@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +11,8 @@ from rich.text import Text
 from rorqual.planner.simulator.results import Outcome, Percentiles
 from rorqual.planner.simulator.simulator import Simulation
 from rorqual.planner.simulator.timeline import Timeline
+
+MOST_INCIDENTS = 20
 
 
 def show(simulation: Simulation, found: Outcome, console: Console | None = None) -> None:
@@ -24,7 +28,35 @@ def render(simulation: Simulation, found: Outcome) -> RenderableType:
     ]
     for pool, timeline in zip(simulation.deployment.pools, simulation.timelines, strict=True):
         parts.append(Text(f"\n{pool.name}: {_pool(timeline, found.utilization[pool.name])}"))
+    parts += [Text(line) for line in _balance(found)]
+    parts += [Text(line) for line in _incidents(simulation, found)]
     return Group(*parts)
+
+
+def _balance(found: Outcome) -> list[str]:
+    """Of all replicas together; the JSON has each."""
+    if not found.balance:
+        return []
+    least, mean = (
+        min(b.balancedness for b in found.balance),
+        fmean(b.balancedness for b in found.balance),
+    )
+    return [
+        f"experts: balancedness at the end {mean:.3f} in the mean, {least:.3f} at least; "
+        f"{sum(b.rebalances for b in found.balance)} rebalances, "
+        f"{sum(b.moves for b in found.balance)} moves, "
+        f"{sum(b.slots for b in found.balance):,} slots"
+    ]
+
+
+def _incidents(simulation: Simulation, found: Outcome) -> list[str]:
+    incidents = simulation.incidents
+    lines = [f"{one.at:10.1f} s  {one.text}" for one in incidents[:MOST_INCIDENTS]]
+    if len(incidents) > MOST_INCIDENTS:
+        lines.append(f"and {len(incidents) - MOST_INCIDENTS} more, in the JSON")
+    if found.moved:
+        lines.append(f"{found.moved:,} times a request went on elsewhere after a death")
+    return lines
 
 
 def _heading(simulation: Simulation, found: Outcome) -> str:
@@ -37,7 +69,7 @@ def _heading(simulation: Simulation, found: Outcome) -> str:
     refused = f", {found.refused} refused" if found.refused else ""
     return (
         f"{found.requests:,} requests in {found.seconds:.1f} s{refused}, seed "
-        f"{simulation.seed}\n{found.gpus} GPUs: {pools}"
+        f"{simulation.seed}\n{found.gpus:.4g} GPUs: {pools}"
     )
 
 

@@ -56,6 +56,18 @@ def weighted_spread(counts: Counter[float]) -> Percentiles:
 
 
 @dataclass(frozen=True)
+class BalanceOutcome:
+    """Of one replica's experts: mean over max of the ranks' picks at the end, and what the rule
+    did."""
+
+    replica: str
+    balancedness: float
+    rebalances: int
+    moves: int
+    slots: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Seconds and tokens. Latencies are of requests that arrived after the warm-up. TTFT and E2E
     include the delivery to the client, queue is from arrival to the first step; TPOT is (last -
@@ -71,7 +83,8 @@ class Outcome:
     recomputed_tokens: int
     output_tokens: int
     preemptions: int
-    gpus: int
+    moved: int
+    gpus: float
     ttft: Percentiles
     queue: Percentiles
     tpot: Percentiles | None
@@ -80,6 +93,7 @@ class Outcome:
     accepted: tuple[float, ...]
     utilization: dict[str, dict[str, float]]
     transfers: float
+    balance: tuple[BalanceOutcome, ...]
 
     @property
     def output_rate(self) -> float:
@@ -113,9 +127,11 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
     gaps: Counter[float] = sum((timeline.gaps for timeline in simulation.timelines), Counter())
     several = [record for record in counted if record.made > 1]
     pools = simulation.deployment.pools
+    end = start + seconds
+    held = [sum(one.seconds(start, end) for one in replicas) for replicas in simulation.replicas]
     used = {
-        pool.name: timeline.utilization(seconds)
-        for pool, timeline in zip(pools, simulation.timelines, strict=True)
+        pool.name: timeline.utilization(whole)
+        for pool, timeline, whole in zip(pools, simulation.timelines, held, strict=True)
     }
     return Outcome(
         requests=len(served),
@@ -126,7 +142,8 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         recomputed_tokens=sum(_again(record) for record in served),
         output_tokens=sum(record.made for record in served),
         preemptions=sum(record.preemptions for record in served),
-        gpus=simulation.deployment.gpus,
+        moved=sum(record.moved for record in served),
+        gpus=sum(pool.gpus * whole for pool, whole in zip(pools, held, strict=True)) / seconds,
         ttft=spread([_at(record.first) - record.arrival + late for record in counted]),
         queue=spread([_at(record.admitted) - record.arrival for record in counted]),
         tpot=spread(
@@ -139,7 +156,19 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         accepted=_accepted(simulation),
         utilization=used,
         transfers=sum(timeline.sent for timeline in simulation.timelines),
+        balance=_balance(simulation),
     )
+
+
+def _balance(simulation: Simulation) -> tuple[BalanceOutcome, ...]:
+    found = []
+    for pool, replicas in zip(simulation.deployment.pools, simulation.replicas, strict=True):
+        for one in replicas:
+            if one.balance is not None:
+                stats = one.balance.stats
+                figures = (one.balance.balance, stats.rebalances, stats.moves, stats.slots)
+                found.append(BalanceOutcome(f"{pool.name} {one.number}", *figures))
+    return tuple(found)
 
 
 def _at(moment: float | None) -> float:
@@ -154,7 +183,7 @@ def _again(record: RequestTimeline) -> int:
 
 def _accepted(simulation: Simulation) -> tuple[float, ...]:
     """Shares of drafts accepted, by place."""
-    schedulers = [rank.scheduler for group in simulation.groups[-1] for rank in group.ranks]
+    schedulers = [rank.scheduler for one in simulation.replicas[-1] for rank in one.ranks]
     pairs = zip(*(zip(one.accepted, one.drafted, strict=True) for one in schedulers), strict=True)
     return tuple(
         sum(right for right, _ in place) / max(1, sum(tried for _, tried in place))
@@ -173,6 +202,7 @@ def as_json(simulation: Simulation, found: Outcome, settings: dict[str, Any]) ->
             for pool in simulation.deployment.pools
         },
         "figures": {**asdict(found), **{name: getattr(found, name) for name in rates}},
+        "incidents": [asdict(incident) for incident in simulation.incidents],
         "over_time": {
             pool.name: {**timeline.series(), "steps": timeline.steps} for pool, timeline in pools
         },

@@ -55,6 +55,43 @@ class SimulationSettings:
     slow: tuple[str, ...] = _deployment(
         (), "RANK=FACTOR: a rank of every replica that computes so much more slowly."
     )
+    fail: tuple[str, ...] = _deployment(
+        (),
+        "[POOL:]REPLICA@DOWN[-UP]: a replica is gone after DOWN seconds, its requests go on "
+        "elsewhere, and it is back at UP; may be repeated.",
+    )
+    failover: float = _deployment(
+        0.0, "Seconds until requests of a replica that died are sent elsewhere."
+    )
+    autoscale: tuple[str, ...] = _deployment(
+        (),
+        "[POOL=]LEAST:MOST replicas, as many as --target-requests asks for; may be repeated.",
+    )
+    target_requests: float | None = _deployment(
+        None,
+        "autoscale: requests that a replica should have; 0.7 of those it can run if left out.",
+    )
+    scale_interval: float = _deployment(15.0, "autoscale: seconds between two looks.")
+    scale_down_after: float = _deployment(
+        300.0, "autoscale: seconds for which fewer replicas must have been enough."
+    )
+    start_seconds: float = _deployment(
+        60.0, "autoscale: seconds from the order of a replica to its first request."
+    )
+    expert_load: tuple[Path, ...] = _deployment(
+        (),
+        "Counts of picks (JSON with `logical_count`) of one workload after another; may be "
+        "repeated. Experts lie on --layout's ep ranks.",
+    )
+    expert_load_seconds: float = _deployment(
+        60.0, "expert_load: seconds from one file's load to the next one's."
+    )
+    redundant_experts: int = _deployment(0, "Slots for second copies, as in `rorqual serve`.")
+    enable_eplb: bool = _deployment(
+        False, "Experts are moved while the deployment serves, by the engine's own rule."
+    )
+    eplb_window: int = _deployment(100, "Steps of one count of picks, as in `rorqual serve`.")
+    eplb_threshold: float = _deployment(0.9, "Balancedness under which experts are moved.")
     arrivals: str = _workload("poisson", "poisson, gamma, fixed, at-once or closed.")
     rate: float = _workload(10.0, "Requests/s.")
     burstiness: float = _workload(
@@ -117,7 +154,9 @@ class SimulationSettings:
     warm_up: float = _report(0.0, "Latencies are of requests that arrive after so many seconds.")
     interval: float = _report(1.0, "Seconds between two points of what is recorded over time.")
     gantt: tuple[Path, ...] = _report(
-        (), "Draw a few steps to this .html, .svg or .png; may be repeated."
+        (),
+        "Draw a few steps to this .html, .svg, .png, .json (for ui.perfetto.dev), or - for here; "
+        "may be repeated.",
     )
     gantt_at: float = _report(10.0, "Seconds from which on steps are drawn.")
     gantt_steps: int = _report(2, "How many.")

@@ -41,7 +41,13 @@ class RequestTimeline:
     wanted: int = 0
     made: int = 0
     preemptions: int = 0
+    moved: int = 0
     carried: int = 0  # of computed, reused and received, on ranks before this one
+
+    @property
+    def length(self) -> int:
+        """Tokens that a rank must have in its cache before the next one comes."""
+        return self.job.prompt + self.made
 
 
 @dataclass(slots=True)
@@ -74,6 +80,7 @@ class SimulatedRank:
         self.remote = remote
         self.first_only = first_only
         self.records: dict[str, RequestTimeline] = {}
+        self.preempted: dict[str, int] = {}
         self.inbox: list[tuple[float, RequestTimeline]] = []
         self.live = self.emitted = self.owed = self.left = self.rows = self.entries = 0
         self.accepted: list[list[int]] = []
@@ -84,7 +91,7 @@ class SimulatedRank:
 
     def put(self, record: RequestTimeline, now: float) -> None:
         self.inbox.append((now, record))
-        self.live += record.job.prompt
+        self.live += record.length
 
     def take_in(self, until: float) -> list[RequestTimeline]:
         """Requests that came by `until` join the scheduler's queue; returns those it refuses."""
@@ -102,15 +109,9 @@ class SimulatedRank:
 
     def _add(self, record: RequestTimeline) -> None:
         job = record.job
-        prompt = record.job.tokens()
-        output = record.wanted = max(
-            1, min(job.output, self.scheduler.config.max_model_len - job.prompt)
-        )
-        if self.remote:
-            prompt = (*prompt, *filler(len(prompt), len(prompt) + 1))
-            output = output - 1
-        elif self.first_only:
-            output = 1
+        record.wanted = max(1, min(job.output, self.scheduler.config.max_model_len - job.prompt))
+        prompt = (*job.tokens(), *filler(job.prompt, record.length))
+        output = 1 if self.first_only else record.wanted - record.made
         params = self._params.get(output)
         if params is None:
             params = self._params[output] = SamplingParams(
@@ -121,7 +122,7 @@ class SimulatedRank:
             self.scheduler.add(Request(name, prompt, params, arrival=record.arrival))
         except RequestError as error:
             record.refused = str(error)
-            self.live -= job.prompt
+            self.live -= record.length
             return
         record.carried = record.computed + record.reused + record.received
         self.records[name] = record
@@ -187,9 +188,11 @@ class SimulatedRank:
 
     def _note_preempted(self, now: float) -> None:
         for sequence in self.scheduler.waiting:
-            record = self.records[sequence.request.id]
-            if sequence.preemptions > record.preemptions:
-                record.preemptions = sequence.preemptions
+            name = sequence.request.id
+            record = self.records[name]
+            if sequence.preemptions > self.preempted.get(name, 0):
+                self.preempted[name] = sequence.preemptions
+                record.preemptions += 1
                 if record.first is not None and record.paused is None:
                     record.paused = now
 
@@ -266,13 +269,41 @@ class SimulatedRank:
         record.paused = None
 
     def _finished(self, sequence: Sequence, now: float) -> RequestTimeline:
-        record = self.records.pop(sequence.request.id)
-        made = len(sequence.tokens) - sequence.prompt_len
+        record = self._taken_out(sequence)
         record.last = now
-        record.made = record.made + made
-        self.live -= record.job.prompt + made
-        self._check(record, sequence, made)
         return record
+
+    def _taken_out(self, sequence: Sequence) -> RequestTimeline:
+        """Done here; what it got here counts as made."""
+        record = self.records.pop(sequence.request.id)
+        self.preempted.pop(sequence.request.id, None)
+        made = len(sequence.tokens) - sequence.prompt_len
+        self._check(record, sequence, made)
+        record.made += made
+        self.live -= record.length
+        return record
+
+    # ---- a rank that dies
+
+    def crash(self, stepping: bool, ended: float) -> list[RequestTimeline]:
+        """This rank is no more: the requests it had, with the tokens they got by the end of the
+        last step, at `ended`; a step under way (stepping) brings nothing."""
+        if stepping and self.step is None:  # it was only counted
+            self.owed -= 1
+            for right in self.accepted:
+                right.pop()
+        self.settle()
+        found = []
+        for name, record in self.records.items():
+            sequence = self.scheduler.sequences[name]
+            record.made += len(sequence.tokens) - sequence.prompt_len
+            if record.made and record.paused is None:
+                record.paused = ended
+            found.append(record)
+        found += [record for _, record in self.inbox]
+        for record in found:
+            record.moved += 1
+        return found
 
     def _check(self, record: RequestTimeline, sequence: Sequence, made: int) -> None:
         """Conservation: every token of the prompt was computed, found or received, once unless
@@ -281,7 +312,7 @@ class SimulatedRank:
             f"request {record.job.number} asked for another number of tokens than {made}"
         )
         had = record.computed + record.reused + record.received - record.carried
-        length = record.job.prompt + self.remote
+        length = record.length
         assert had == length if not sequence.preemptions else had >= length, (
             f"request {record.job.number}: {had} of {length} tokens were cached"
         )

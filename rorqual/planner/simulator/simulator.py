@@ -6,32 +6,42 @@ the slowest of them, each rank with its own scheduler and pages; with a pipeline
 it has as many such groups, which enter the pipeline one after another. A request goes to the rank
 with the fewest live tokens. With two pools the first computes prompts and sends their caches to the
 second.
+
+A replica may die: its requests go to others with the tokens they have, as the router sends them,
+and their prompts and tokens are computed again. A rule may add and remove replicas, and experts may
+lie unevenly on a replica's ranks.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
+from rorqual.planner.simulator.expert_drift import ExpertDrift, ReplicaBalance
+from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, Failure, Incident
+from rorqual.planner.simulator.replicas import Replica, StageGroup
 from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedRank
 from rorqual.planner.simulator.timeline import Timeline
 from rorqual.planner.simulator.workload import Arrival, Workload
 
 ROUTING = ("live-tokens", "round-robin")
-ARRIVE, LAND, END, BEGIN = range(4)  # of events at the same moment, the order in which they happen
+# of events at the same moment, the order in which they happen
+CALL, ARRIVE, LAND, END, BEGIN = range(5)
 
 
 @dataclass(frozen=True)
 class Pool:
     """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `gpus`
     devices. steps_in_flight 2: the next step is planned while one runs, so a request joins a step
-    later. remote and first_only: see SimulatedRank. acceptance: of drafts, by place."""
+    later. remote and first_only: see SimulatedRank. acceptance: of drafts, by place. drift: how
+    its experts are used, where not evenly; with it, `balanced` gives the costs of steps whose
+    fullest rank of experts has so many times the mean."""
 
     name: str
     scheduler: SchedulerConfig
@@ -44,8 +54,11 @@ class Pool:
     acceptance: tuple[float, ...] = ()
     remote: bool = False
     first_only: bool = False
+    drift: ExpertDrift | None = None
+    balanced: Callable[[float], StepCosts] | None = None
 
     def __post_init__(self) -> None:
+        assert (self.drift is None) == (self.balanced is None)
         for name in ("replicas", "ranks", "groups", "gpus"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)} must be at least 1")
@@ -66,12 +79,16 @@ class Pool:
 class Deployment:
     """pools: one, or prompts and decoding apart. transfer: seconds a prompt of so many tokens
     takes from one pool to the other; a prompt's replica sends one at a time. delivery: seconds
-    between the engine and a client, both ways together."""
+    between the engine and a client, both ways together. failover: until a dead replica's requests
+    are sent elsewhere. autoscaling: of a pool, one rule at most."""
 
     pools: tuple[Pool, ...]
     transfer: Callable[[int], float] | None = None
     delivery: float = 0.0
     routing: str = SimulationSettings.balancing
+    failures: tuple[Failure, ...] = ()
+    failover: float = SimulationSettings.failover
+    autoscaling: tuple[Autoscaling, ...] = ()
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
@@ -83,6 +100,36 @@ class Deployment:
             "one pool for all, or prompts first and decoding second"
         )
         assert (self.transfer is not None) == (len(self.pools) == 2)
+        self._check_incidents()
+
+    def _check_incidents(self) -> None:
+        if self.failover < 0:
+            raise ConfigError(f"failover={self.failover} s must be at least 0")
+        scaled = {rule.pool: rule for rule in self.autoscaling}
+        if len(scaled) < len(self.autoscaling):
+            raise ConfigError("autoscale: a pool has one rule at most")
+        for rule in self.autoscaling:
+            there = self.pools[self.index(rule.pool)].replicas
+            if not rule.least <= there <= rule.most:
+                raise ConfigError(
+                    f"autoscale {rule.pool}={rule.least}:{rule.most}: it starts with {there} "
+                    "replicas"
+                )
+        for failure in self.failures:
+            pool = self.pools[self.index(failure.pool)]
+            most = scaled[pool.name].most if pool.name in scaled else pool.replicas
+            if failure.replica >= most:
+                raise ConfigError(
+                    f"fail: pool {pool.name} has no replica {failure.replica}; they count from 0 "
+                    f"to {most - 1}"
+                )
+
+    def index(self, name: str) -> int:
+        """Of a pool."""
+        names = [pool.name for pool in self.pools]
+        if name not in names:
+            raise ConfigError(f"pool {name!r} is not there; accepted: {', '.join(names)}")
+        return names.index(name)
 
     @property
     def gpus(self) -> int:
@@ -97,30 +144,23 @@ class Watched:
     loads: list[StepLoad]
 
 
-class Replica:
-    """What the groups of a replica share: the entry of its pipeline, and the link its caches
-    leave by."""
+@dataclass(slots=True)
+class Landing:
+    """A cache on its way from a replica that has died so often."""
 
-    def __init__(self) -> None:
-        self.entry = self.link = 0.0
+    record: RequestTimeline
+    replica: Replica
+    died: int
 
 
-class StageGroup:
-    """Ranks that step together."""
-
-    def __init__(self, pool: int, replica: Replica, ranks: list[SimulatedRank]):
-        self.pool = pool
-        self.replica = replica
-        self.ranks = ranks
-        self.running = self.waking = False
-        self.began = self.ended = 0.0
-        self.loads: list[StepLoad] = []
+Event = Arrival | Landing | StageGroup | Callable[[], None]
 
 
 @dataclass
 class Simulation:
     """One run. watch: from when on, and how many steps of the first group of the last pool are
-    kept to be drawn."""
+    kept to be drawn. open: requests under way; coming: that are still to arrive; looks: of rules
+    that are still to be taken."""
 
     deployment: Deployment
     workload: Workload
@@ -129,40 +169,27 @@ class Simulation:
     watch: tuple[float, int] = (0.0, 0)
     records: list[RequestTimeline] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.events: list[tuple[float, int, int, Arrival | RequestTimeline | StageGroup]] = []
-        self.count = self.turn = 0
-        self.groups = [
-            self._groups(index, pool) for index, pool in enumerate(self.deployment.pools)
-        ]
-        self.places = [
-            [(rank, group) for group in groups for rank in group.ranks] for groups in self.groups
-        ]
-        self.timelines = [
-            Timeline(pool.costs.resources, pool.replicas, self.interval)
-            for pool in self.deployment.pools
-        ]
+        self.events: list[tuple[float, int, int, Event]] = []
+        self.count = self.turn = self.emitted = 0
+        self.open = self.coming = self.looks = 0
+        pools = self.deployment.pools
+        # by number; what a rule removed stays in the list, for its GPUs count
+        self.replicas: list[list[Replica]] = [[] for _ in pools]
+        self.places: list[list[tuple[SimulatedRank, StageGroup]]] = [[] for _ in pools]
+        self.parked: list[list[RequestTimeline]] = [[] for _ in pools]
+        for index, pool in enumerate(pools):
+            for _ in range(pool.replicas):
+                self._start(self._ordered(index))
+        self.scalers = {
+            self.deployment.index(rule.pool): Autoscaler(rule)
+            for rule in self.deployment.autoscaling
+        }
+        self.timelines = [Timeline(pool.costs.resources, self.interval) for pool in pools]
         self.jobs: Iterator[Arrival] = iter(self.workload.jobs(self.seed))
-
-    def _groups(self, index: int, pool: Pool) -> list[StageGroup]:
-        found = []
-        for number in range(pool.replicas):
-            replica = Replica()
-            for group in range(pool.groups):
-                draws = [
-                    random.Random(f"{self.seed} acceptance {index} {number} {group} {rank}")
-                    for rank in range(pool.ranks)
-                ]
-                ranks = [
-                    SimulatedRank(
-                        pool.scheduler, pool.acceptance, draw, pool.remote, pool.first_only
-                    )
-                    for draw in draws
-                ]
-                found.append(StageGroup(index, replica, ranks))
-        return found
 
     # ---- events
 
@@ -174,8 +201,18 @@ class Simulation:
             arrivals.clients if arrivals.kind == "closed" and self.workload.trace is None else 1
         ):
             self._next_job()
-        handlers = {ARRIVE: self._arrive, LAND: self._land, END: self._end, BEGIN: self._begin}
-        while self.events:
+        for failure in self.deployment.failures:
+            self._push(failure.down, CALL, partial(self._fail, failure))
+        for index in self.scalers:
+            self._look_again(index)
+        handlers = {
+            CALL: lambda call: call(),
+            ARRIVE: self._arrive,
+            LAND: self._land,
+            END: self._end,
+            BEGIN: self._begin,
+        }
+        while self.events and (self.open or self.coming):
             time, kind, _, what = heapq.heappop(self.events)
             if time >= self.timelines[0].next_sample:
                 self._sample(time)
@@ -184,7 +221,7 @@ class Simulation:
         self._check()
         return self
 
-    def _push(self, time: float, kind: int, what: Arrival | RequestTimeline | StageGroup) -> None:
+    def _push(self, time: float, kind: int, what: Event) -> None:
         self.count += 1
         heapq.heappush(self.events, (time, kind, self.count, what))
 
@@ -192,6 +229,7 @@ class Simulation:
         job = next(self.jobs, None)
         if job is not None:
             self._push(max(job.arrival, self.now), ARRIVE, job)
+            self.coming += 1
 
     @property
     def _closed(self) -> bool:
@@ -200,17 +238,27 @@ class Simulation:
     def _arrive(self, job: Arrival) -> None:
         record = RequestTimeline(job, self.now)
         self.records.append(record)
+        self.open += 1
+        self.coming -= 1
         self._route(0, record)
         if not self._closed:
             self._next_job()
 
-    def _land(self, record: RequestTimeline) -> None:
+    def _land(self, landing: Landing) -> None:
         """A prompt's cache is there: the request goes on in the second pool."""
-        record.paused = record.first
-        self._route(1, record)
+        record = landing.record
+        record.paused = record.last
+        if landing.replica.died != landing.died:  # the rest of it will not come
+            record.moved += 1
+            self._again([record])
+        else:
+            self._route(1, record)
 
     def _route(self, pool: int, record: RequestTimeline) -> None:
         places = self.places[pool]
+        if not places:
+            self.parked[pool].append(record)
+            return
         if self.deployment.routing == "round-robin":
             rank, group = places[self.turn % len(places)]
             self.turn += 1
@@ -227,9 +275,12 @@ class Simulation:
     # ---- steps
 
     def _begin(self, group: StageGroup) -> None:
+        if group.dead:
+            return
         pool = self.deployment.pools[group.pool]
-        if group.replica.entry > self.now:  # another group entered the pipeline in between
-            self._push(group.replica.entry, BEGIN, group)
+        replica = group.replica
+        if replica.entry > self.now:  # another group entered the pipeline in between
+            self._push(replica.entry, BEGIN, group)
             return
         group.waking = False
         # The next step was planned when the last one began: what came since then joins the one
@@ -240,19 +291,23 @@ class Simulation:
             loads = self._loads(group, self.now)
         if all(load == IDLE for load in loads):
             return
-        cost = pool.costs.step(loads, pool.scheduler.num_speculative_tokens)
+        cost = replica.costs.step(loads, pool.scheduler.num_speculative_tokens)
+        seconds = cost.seconds
+        if replica.balance is not None:
+            seconds *= replica.balance.factor(self.now)
         group.running = True
         group.began = self.now
         group.loads = loads
-        group.replica.entry = self.now + (cost.stage if pool.groups > 1 else 0.0)
+        replica.entry = self.now + (cost.stage if pool.groups > 1 else 0.0)
         self.timelines[group.pool].step(self.now, cost, loads)
         if (
             len(self.watched) < self.watch[1]
             and self.now >= self.watch[0]
-            and group is self.groups[-1][0]
+            and replica is self.replicas[-1][0]
+            and group is replica.groups[0]
         ):
             self.watched.append(Watched(self.now, loads))
-        self._push(self.now + cost.seconds, END, group)
+        self._push(self.now + seconds, END, group)
 
     def _loads(self, group: StageGroup, until: float) -> list[StepLoad]:
         found = []
@@ -264,7 +319,10 @@ class Simulation:
         return found
 
     def _end(self, group: StageGroup) -> None:
+        if group.dead:
+            return
         timeline = self.timelines[group.pool]
+        replica = group.replica
         rows = 0
         for rank, load in zip(group.ranks, group.loads, strict=True):
             if load == IDLE:
@@ -277,33 +335,170 @@ class Simulation:
         if rows:
             # whoever decoded got a token in the step before
             timeline.gaps[self.now - group.ended] += rows
+        if replica.balance is not None:
+            self._balanced(replica, replica.balance, group)
         group.running = False
         group.ended = self.now
+        if replica.draining and replica.empty:
+            self._remove(replica)
+            return
         group.waking = True
-        self._push(max(self.now, group.replica.entry), BEGIN, group)
+        self._push(max(self.now, replica.entry), BEGIN, group)
+
+    def _balanced(self, replica: Replica, balance: ReplicaBalance, group: StageGroup) -> None:
+        """The replica's experts after a step; where they lie otherwise, its steps cost
+        otherwise."""
+        pool = self.deployment.pools[replica.pool]
+        drafts = pool.scheduler.num_speculative_tokens
+        tokens = sum(load.tokens(drafts) for load in group.loads)
+        if balance.step(self.now, tokens, self.now - group.began):
+            assert pool.balanced is not None
+            replica.costs = pool.balanced(balance.fullest)
 
     def _leave(self, group: StageGroup, record: RequestTimeline) -> None:
         """A request is done, or done here and its cache is sent on."""
-        if group.pool + 1 == len(self.deployment.pools) or record.wanted == 1:
+        if record.made == record.wanted:
             self._done()
             return
         assert self.deployment.transfer is not None
-        seconds = self.deployment.transfer(record.job.prompt)
-        group.replica.link = max(self.now, group.replica.link) + seconds
+        seconds = self.deployment.transfer(record.length - 1)
+        replica = group.replica
+        replica.link = max(self.now, replica.link) + seconds
         self.timelines[group.pool].sent += seconds
-        self._push(group.replica.link, LAND, record)
+        self._push(replica.link, LAND, Landing(record, replica, replica.died))
 
     def _done(self) -> None:
         """A client is free."""
+        self.open -= 1
         if self._closed:
             self._next_job()
 
     def _sample(self, until: float) -> None:
-        for groups, timeline in zip(self.groups, self.timelines, strict=True):
-            ranks = [rank for group in groups for rank in group.ranks]
-            waiting = sum(rank.waiting for rank in ranks)
+        for replicas, parked, timeline in zip(
+            self.replicas, self.parked, self.timelines, strict=True
+        ):
+            ranks = [rank for replica in replicas for rank in replica.ranks]
+            waiting = sum(rank.waiting for rank in ranks) + len(parked)
             running = sum(rank.scheduler.num_running for rank in ranks)
-            timeline.sample(until, waiting, running, sum(rank.live for rank in ranks))
+            held = sum(replica.gone is None for replica in replicas)
+            timeline.sample(until, waiting, running, sum(rank.live for rank in ranks), held)
+
+    # ---- replicas that come and go
+
+    def _ordered(self, index: int) -> Replica:
+        """Holds its GPUs from now on, and serves once it is started."""
+        pool = self.deployment.pools[index]
+        number = len(self.replicas[index])
+        balance = None
+        costs = pool.costs
+        if pool.drift is not None and pool.balanced is not None:
+            balance = ReplicaBalance(pool.drift, self.seed, f"{index} {number}")
+            costs = pool.balanced(balance.fullest)
+        replica = Replica(index, number, costs, self.now, balance)
+        self.replicas[index].append(replica)
+        return replica
+
+    def _start(self, replica: Replica) -> None:
+        if replica.gone is not None or replica.up:
+            return
+        pool = self.deployment.pools[replica.pool]
+        replica.start(
+            self.seed,
+            pool.scheduler,
+            pool.acceptance,
+            pool.groups,
+            pool.ranks,
+            pool.remote,
+            pool.first_only,
+        )
+        self._place(replica.pool)
+        waiting = self.parked[replica.pool]
+        self.parked[replica.pool] = []
+        for record in waiting:
+            self._route(replica.pool, record)
+
+    def _place(self, pool: int) -> None:
+        """Where a pool's requests may go from now on."""
+        self.places[pool] = [
+            (rank, group)
+            for replica in self.replicas[pool]
+            if replica.up and not replica.draining
+            for group in replica.groups
+            for rank in group.ranks
+        ]
+
+    def _note(self, pool: int, text: str) -> None:
+        self.incidents.append(Incident(self.now, f"{self.deployment.pools[pool].name} {text}"))
+
+    def _fail(self, failure: Failure) -> None:
+        pool = self.deployment.index(failure.pool)
+        there = self.replicas[pool]
+        replica = there[failure.replica] if failure.replica < len(there) else None
+        if replica is None or not replica.up:
+            self._note(pool, f"{failure.replica} should have died, and was not there")
+            return
+        requests, emitted = replica.die()
+        self.emitted += emitted
+        self._place(pool)
+        self._note(pool, f"{failure.replica} died with {len(requests)} requests")
+        if replica.draining:
+            self._remove(replica)
+        elif failure.up is not None:
+            self._push(failure.up, CALL, partial(self._back, replica))
+        if requests:
+            self._push(self.now + self.deployment.failover, CALL, partial(self._again, requests))
+
+    def _back(self, replica: Replica) -> None:
+        self._note(replica.pool, f"{replica.number} is back")
+        self._start(replica)
+
+    def _again(self, requests: list[RequestTimeline]) -> None:
+        """Their caches are lost: prompts and the tokens they have are computed again."""
+        for record in requests:
+            self._route(0, record)
+
+    def _scale(self, pool: int) -> None:
+        self.looks -= 1
+        scaler = self.scalers[pool]
+        present = [
+            replica
+            for replica in self.replicas[pool]
+            if replica.gone is None and not replica.draining and (replica.up or not replica.died)
+        ]
+        requests = sum(replica.requests for replica in self.replicas[pool])
+        requests += len(self.parked[pool])
+        wanted = scaler.replicas(self.now, requests, len(present))
+        if wanted != len(present):
+            self._note(pool, f"from {len(present)} to {wanted} replicas, {requests} requests")
+        for _ in range(wanted - len(present)):
+            replica = self._ordered(pool)
+            self._push(self.now + scaler.rule.start_seconds, CALL, partial(self._start, replica))
+        # those that do not serve yet first, then those with least to do
+        order = sorted(present, key=lambda one: (one.up, one.requests, -one.number))
+        for replica in order[: max(0, len(present) - wanted)]:
+            replica.draining = True
+            if replica.empty:
+                self._remove(replica)
+        self._place(pool)
+        if len(self.events) > self.looks:  # else nothing will ever happen
+            self._look_again(pool)
+
+    def _look_again(self, pool: int) -> None:
+        self.looks += 1
+        interval = self.scalers[pool].rule.interval
+        self._push(self.now + interval, CALL, partial(self._scale, pool))
+
+    def _remove(self, replica: Replica) -> None:
+        """It has no requests; its GPUs are free once its last cache has left."""
+        for rank in replica.ranks:
+            rank.check_idle()
+            self.emitted += rank.emitted
+        replica.gone = max(self.now, replica.link)
+        replica.up = False
+        for group in replica.groups:
+            group.dead = True
+        replica.groups = []
+        self._place(replica.pool)
 
     # ---- what must hold
 
@@ -312,7 +507,13 @@ class Simulation:
         once, and nothing is left behind."""
         if not self.records:
             raise ConfigError("the workload holds no requests")
-        ranks = [rank for groups in self.groups for group in groups for rank in group.ranks]
+        for parked, pool in zip(self.parked, self.deployment.pools, strict=True):
+            if parked:
+                raise ConfigError(
+                    f"no replica of pool {pool.name} is left or comes back; {len(parked)} "
+                    "requests wait for one"
+                )
+        ranks = [rank for pool in self.replicas for replica in pool for rank in replica.ranks]
         for rank in ranks:
             rank.check_idle()
         served = [record for record in self.records if record.refused is None]
@@ -333,5 +534,5 @@ class Simulation:
                 f"request {number} ran backwards"
             )
         made = sum(record.made for record in self.records)
-        emitted = sum(rank.emitted for rank in ranks)
+        emitted = self.emitted + sum(rank.emitted for rank in ranks)
         assert emitted == made, f"{emitted} tokens were made, requests got {made}"

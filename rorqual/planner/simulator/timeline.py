@@ -14,16 +14,17 @@ MOST_SAMPLES = 600
 
 @dataclass
 class Timeline:
-    """busy: by interval, seconds each of `resources` was busy in all of `replicas` replicas
-    together, and last seconds of steps under way. A step counts for the interval it began in."""
+    """busy: by interval, seconds each of `resources` was busy in all replicas together, and last
+    seconds of steps under way. A step counts for the interval it began in. replicas: that held
+    GPUs."""
 
     resources: tuple[str, ...]
-    replicas: int
     interval: float
     busy: list[list[float]] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
     steps: int = 0
     rows: int = 0
@@ -46,20 +47,21 @@ class Timeline:
         self.rows += sum(load.rows for load in loads)
         self.prompt_tokens += sum(load.prompts * load.new for load in loads)
 
-    def sample(self, until: float, waiting: int, running: int, live: int) -> None:
+    def sample(self, until: float, waiting: int, running: int, live: int, replicas: int) -> None:
         """Queues as they were at every full interval up to `until`."""
         while self.next_sample <= until:
             self.waiting.append(waiting)
             self.running.append(running)
             self.live.append(live)
+            self.replicas.append(replicas)
 
     def utilization(self, seconds: float) -> dict[str, float]:
-        """Shares of `seconds`."""
+        """Shares of so many seconds of all replicas."""
         totals = [sum(column) for column in zip(*self.busy, strict=True)] or [0.0] * (
             len(self.resources) + 1
         )
         return {
-            name: total / (self.replicas * seconds)
+            name: total / seconds
             for name, total in zip((*self.resources, "steps"), totals, strict=True)
         }
 
@@ -74,13 +76,15 @@ class Timeline:
             ("waiting", self.waiting),
             ("running", self.running),
             ("live_tokens", self.live),
+            ("replicas", self.replicas),
         ):
             found[name] = _means(values, each)
-        whole = self.replicas * self.interval
+        whole = [max(1, held) * self.interval for held in self.replicas]
         padded = [(*column, *[0.0] * (len(self.waiting) - len(column))) for column in columns]
         shares = zip((*self.resources, "steps"), padded, strict=True)
         found["utilization"] = {
-            name: _means([seconds / whole for seconds in column], each) for name, column in shares
+            name: _means([s / held for s, held in zip(column, whole, strict=False)], each)
+            for name, column in shares
         }
         return found
 

@@ -8,7 +8,8 @@ home-cluster study of DeepSeek-R1 (batch 128).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.hardware import load_device
@@ -30,6 +31,7 @@ from rorqual.planner.timing.roofline import (
     with_link,
 )
 from rorqual.planner.timing.split import SplitStep
+from rorqual.planner.validation.choices import CHOICES, TAKES_LOADS
 from rorqual.planner.validation.deployed import (
     R1,
     Line,
@@ -366,7 +368,7 @@ def dense_layout() -> list[Line]:
     return lines
 
 
-QUESTIONS: dict[str, tuple[str, Callable[[], list[Line]]]] = {
+QUESTIONS: dict[str, tuple[str, Callable[..., list[Line]]]] = {
     "parameters": ("parameters and bytes of backbone and experts", parameters),
     "kv-tokens": ("tokens of cache in 10 GiB, MHA and MLA", kv_tokens),
     "cache-kinds": ("cache per token of MHA, GQA, MQA and MLA", cache_kinds),
@@ -381,12 +383,16 @@ QUESTIONS: dict[str, tuple[str, Callable[[], list[Line]]]] = {
     "dense-layout": ("what dense data parallelism saves", dense_layout),
     "qwen-low-latency": ("Qwen3-235B in bf16 below 20 ms on Atlas A3", qwen_low_latency),
     "speculation": ("what one draft gains, by batch", speculation),
+    **CHOICES,
 }
 
 
-def answer(name: str) -> tuple[str, list[Line]]:
-    """(the question, its lines). Raises ConfigError naming the known ones."""
+def answer(name: str, loads: Sequence[str | Path] = ()) -> tuple[str, list[Line]]:
+    """(the question, its lines). loads: files of expert counts, for the questions about them.
+    Raises ConfigError naming the known ones."""
     if name not in QUESTIONS:
         raise ConfigError(f"question {name!r} is not known; known: {', '.join(QUESTIONS)}")
+    if loads and name not in TAKES_LOADS:
+        raise ConfigError(f"expert_load goes with the questions {', '.join(TAKES_LOADS)}")
     title, ask = QUESTIONS[name]
-    return title, ask()
+    return title, ask(loads) if loads else ask()

@@ -16,7 +16,7 @@ from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import IDS, published, shape_of, with_quant
 from rorqual.planner.costs.costs import BatchShape, GroupWork
-from rorqual.planner.search import report
+from rorqual.planner.search import chart, report
 from rorqual.planner.search.deployments import (
     Goal,
     Option,
@@ -201,8 +201,29 @@ def test_files(node: DeploymentPlan, tmp_path: Path) -> None:
 
 def test_the_chart(node: DeploymentPlan, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.write_png(node, tmp_path / "front.png")
+    chart.write_png(node, tmp_path / "front.png")
     assert (tmp_path / "front.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_chart_in_the_terminal(node: DeploymentPlan) -> None:
+    """The front falls from left to right, and its ends stand where their figures say."""
+    text = chart.in_terminal(node, 100, 24).plain
+    rows = [line[9:] for line in text.splitlines() if line[8:9] == "|"]
+    assert len(rows) == 24
+    marks = [(x, -y) for y, row in enumerate(rows) for x, mark in enumerate(row) if mark == "#"]
+    assert len(marks) > 4
+    heights = [y for _, y in sorted(marks, key=lambda mark: (mark[0], -mark[1]))]
+    assert heights == sorted(heights, reverse=True)
+    fastest = node.pareto()[0]
+    assert f"{fastest.per_user:7.1f} a user {fastest.per_gpu:9,.1f} a GPU" in text
+    assert "o together" in text
+
+
+def test_the_command_of_remote_experts(node: DeploymentPlan) -> None:
+    option = replace(node.options[0], kind="attention:experts", detail="6 attention : 2 expert")
+    lines = report.commands("deepseek-ai/DeepSeek-R1", node.question, option)
+    assert "rorqual experts deepseek-ai/DeepSeek-R1" in lines[0]
+    assert "--experts ADDRESSES" in lines[1]
 
 
 def test_the_command(node: DeploymentPlan) -> None:

@@ -280,6 +280,42 @@ def test_a_png_chart(tmp_path: Path) -> None:
         gantt.write(watched(1), tmp_path / "steps.gif")
 
 
+def test_a_trace_for_perfetto(tmp_path: Path) -> None:
+    """Complete events with the bars' times in microseconds, on threads named after the lanes."""
+    chart = watched(2)
+    gantt.write(chart, tmp_path / "steps.json")
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert list(names.values()) == chart.lanes
+    whole = [event for event in events if event["ph"] == "X"]
+    assert [(names[e["tid"]], e["name"], e["args"]["micro_batch"]) for e in whole] == [
+        (bar.lane, bar.name, bar.batch) for bar in chart.bars
+    ]
+    for event, bar in zip(whole, chart.bars, strict=True):
+        assert event["ts"] == pytest.approx(bar.start * 1e6)
+        assert event["dur"] == pytest.approx((bar.end - bar.start) * 1e6)
+    assert [event["ts"] for event in events if event["ph"] == "i"] == [
+        pytest.approx(begin * 1e6) for begin in chart.begins
+    ]
+
+
+def test_a_chart_in_the_terminal() -> None:
+    """Half of a lane for one batch, a quarter idle, a quarter for the other batch."""
+    bars = (
+        gantt.Bar("compute", "experts", 0, 0.0, 0.002),
+        gantt.Bar("compute", "experts", 1, 0.003, 0.004),
+        gantt.Bar("network", "dispatch", 0, 0.002, 0.004),
+    )
+    chart = gantt.GanttChart("steps", bars, (0.0,))
+    lines = gantt.in_terminal(chart, width=8 + 40).plain.splitlines()
+    assert lines[1] == "compute " + "A" * 20 + "." * 10 + "a" * 10
+    assert lines[2] == "network " + "." * 20 + "B" * 20
+    assert lines[3].endswith("4 ms")
+    assert lines[4].strip() == "A experts, B dispatch"
+
+
 def command(*options: str) -> Any:
     return CliRunner().invoke(app, ["simulate", "deepseek-ai/DeepSeek-R1", *options])
 
