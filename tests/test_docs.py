@@ -433,7 +433,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = {"timestamp": 0, "input_length": 8, "output_length": 3, "hash_ids": [1]}
     for name in ("requests.jsonl", "mooncake_trace.jsonl"):
         (folder / name).write_text(f"{json.dumps(line)}\n" * 2)
-    for number, name in enumerate(("load.json", "other.json")):
+    for number, name in enumerate(("load.json", "other.json", "morning.json", "evening.json")):
         counts = [[1 + (7 * i * i + number) % 50 for i in range(256)]] * 2
         (folder / name).write_text(json.dumps({"logical_count": counts}))
     same = dict.fromkeys(("card", "torch", "triton", "driver"), "here")

@@ -74,7 +74,11 @@ class PrefixCache:
         last = (len(tokens) - max(1, self.lookahead)) // self.page_size
         if not self.enabled or page >= last:
             return None
-        return next_key(previous, self.covered(tokens, page))
+        return self.key_after(previous, self.covered(tokens, page))
+
+    def key_after(self, previous: bytes, tokens: Sequence[int]) -> bytes:
+        """Of a page that holds `tokens`, behind those of `previous`."""
+        return next_key(previous, tokens)
 
     def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
         """What the key of a sequence's page number `page` covers beside its predecessor's."""
@@ -106,7 +110,7 @@ class PrefixCache:
         same content is kept already, this one is not."""
         if not self.enabled:
             return previous
-        key = next_key(previous, tokens)
+        key = self.key_after(previous, tokens)
         if key not in self.pages and page not in self.keys:
             self.pages[key] = page
             self.keys[page] = key

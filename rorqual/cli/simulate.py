@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,8 @@ def simulate(
     given = counted({"model": model, **asdict(asked)})
     work = workload_of(given)
     deployment = deployment_of(given, longest_requests(given, work))
+    # a run makes millions of objects and no cycles among them: looking for those takes a tenth
+    gc.disable()
     drawn = (asked.gantt_at, asked.gantt_steps if asked.gantt else 0)
     run = Simulation(deployment, work, asked.seed, asked.interval, drawn).run()
     found = outcome(run, asked.warm_up)

@@ -18,7 +18,7 @@ from rorqual.planner.costs.costs import Format
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.simulator import pools
 from rorqual.planner.simulator.expert_drift import ExpertDrift
-from rorqual.planner.simulator.incidents import Autoscaling, Failure
+from rorqual.planner.simulator.incidents import Autoscaling, ReplicaFailure
 from rorqual.planner.simulator.simulator import Deployment
 from rorqual.planner.simulator.workload import (
     Arrivals,
@@ -101,7 +101,7 @@ def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deploym
         )
         for pool, least, most in sizes
     )
-    failures = tuple(Failure.parse(text, last.name) for text in given["fail"])
+    failures = tuple(ReplicaFailure.parse(text, last.name) for text in given["fail"])
     return replace(found, failures=failures, failover=given["failover"], autoscaling=rules)
 
 

@@ -16,7 +16,7 @@ SCALING = re.compile(r"(?:(\w+)=)?(\d+):(\d+)")
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReplicaFailure:
     """Seconds since the start: replica number `replica` of a pool is gone from `down` on, with all
     it holds, and back with an empty cache at `up`; never, where that is None."""
 
@@ -26,14 +26,16 @@ class Failure:
     up: float | None = None
 
     @staticmethod
-    def parse(text: str, pool: str) -> Failure:
+    def parse(text: str, pool: str) -> ReplicaFailure:
         """[POOL:]REPLICA@DOWN[-UP]; `pool` where none is named."""
         found = FAILURE.fullmatch(text)
         try:
             if found is None:
                 raise ValueError
             named, number, down, up = found.groups()
-            failure = Failure(named or pool, int(number), float(down), float(up) if up else None)
+            failure = ReplicaFailure(
+                named or pool, int(number), float(down), float(up) if up else None
+            )
         except ValueError:
             raise ConfigError(
                 f"fail={text!r} is not understood; accepted: [POOL:]REPLICA@DOWN[-UP] in "

@@ -118,9 +118,23 @@ class ModelCosts:
     _floors: dict[tuple[StepLoad, int, int], tuple[float, float, float]] = field(
         default_factory=dict, repr=False
     )
+    _alone: dict[tuple[StepLoad, StepLoad, int, int], StepCost] = field(
+        default_factory=dict, repr=False
+    )
     _balanced: dict[float, ModelCosts] = field(default_factory=dict, repr=False)
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+        if len(loads) > 1 or self.slow:
+            return self._step(loads, num_speculative_tokens)
+        # one rank: a step's cost follows from these
+        stage = self._stage(loads, num_speculative_tokens)
+        mean = self._round(mean_load(loads))
+        key = (self._round(loads[0]), mean, stage, num_speculative_tokens)
+        if key not in self._alone:
+            self._alone[key] = self._step(loads, num_speculative_tokens)
+        return self._alone[key]
+
+    def _step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
         stage = self._stage(loads, num_speculative_tokens)
         factors: dict[StepLoad, float] = {}
         for rank, factor in self.slow.items():

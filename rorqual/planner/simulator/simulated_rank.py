@@ -1,8 +1,8 @@
 """One rank of the simulation: the engine's scheduler, fed with made-up tokens, and what became of
 each of its requests. No torch.
 
-While nothing changes but the number of tokens, steps are only counted; the scheduler takes them in
-one call when something happens.
+While nothing changes but the number of tokens, steps are only counted: without drafts for each
+request by itself (sleeping_rows.py), with drafts for all of them together (fast_forward.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from rorqual.engine.scheduling.sequence import InFlight, Sequence
 from rorqual.errors import RequestError
 from rorqual.planner.simulator.cost_runner import IDLE, StepLoad
 from rorqual.planner.simulator.fast_forward import advance, decode_run
+from rorqual.planner.simulator.sleeping_rows import SleepingScheduler
 from rorqual.planner.simulator.workload import Arrival, filler
 from rorqual.request import Request, SamplingParams
+
+SLEEPING = True  # False: every request is planned in every step, to compare
 
 
 @dataclass(slots=True)
@@ -74,7 +77,8 @@ class SimulatedRank:
         first_only: bool = False,
     ):
         assert len(acceptance) == config.num_speculative_tokens
-        self.scheduler = Scheduler(config)
+        self.sleeping = SleepingScheduler(config) if SLEEPING and not acceptance else None
+        self.scheduler = self.sleeping or Scheduler(config)
         self.acceptance = tuple(acceptance)
         self.random = draw
         self.remote = remote
@@ -135,17 +139,31 @@ class SimulatedRank:
 
     def begin(self, now: float) -> StepLoad:
         """The load of the next step; IDLE where there is none."""
+        if self.sleeping is not None:
+            return self._begin_sleeping(self.sleeping, now)
         if not self.left:
             self.settle()
             self._start_run()
         if self.left:
             return self._count_step()
+        self._schedule(now)
+        assert self.step or not self.scheduler.has_work, "work is there, and none of it is planned"
+        return self._load(self.step, now) if self.step else IDLE
+
+    def _schedule(self, now: float) -> None:
         before = self.scheduler.num_preemptions
         self.step = self.scheduler.schedule()
         if self.scheduler.num_preemptions > before:
             self._note_preempted(now)
-        assert self.step or not self.scheduler.has_work, "work is there, and none of it is planned"
-        return self._load(self.step, now) if self.step else IDLE
+
+    def _begin_sleeping(self, scheduler: SleepingScheduler, now: float) -> StepLoad:
+        if scheduler.rouse():
+            self._schedule(now)
+        if self.step:
+            return self._load(self.step, now)
+        rows = len(scheduler.since)
+        assert rows or not scheduler.has_work, "work is there, and none of it is planned"
+        return StepLoad(rows, scheduler.asleep // rows) if rows else IDLE
 
     def _start_run(self) -> None:
         self.left = decode_run(self.scheduler)
@@ -201,6 +219,9 @@ class SimulatedRank:
         decoded = len(output.decode_slots)
         rows = decoded
         entries = sum(len(sequence.tokens) for sequence in step.sampled[:decoded])
+        if self.sleeping is not None:
+            rows += len(self.sleeping.since)
+            entries += self.sleeping.asleep
         prompts = tokens = pairs = 0
         fresh = len(output.chunks) - len(output.new_requests)
         for index, (chunk, (sequence, stop)) in enumerate(
@@ -230,6 +251,8 @@ class SimulatedRank:
 
     def end(self, now: float) -> StepEvents:
         """The step that began last is over."""
+        if self.step is None and self.sleeping is not None:
+            return StepEvents(rows=self._slept(()))
         if self.step is None:
             self.live += self.rows + sum(right[-1] for right in self.accepted)
             return StepEvents(rows=self.rows)
@@ -257,7 +280,17 @@ class SimulatedRank:
         for out in outs:
             if out.finish is not None:
                 found.done.append(self._finished(out.sequence, now))
+        if self.sleeping is not None:
+            found.rows += self._slept(step.sampled)
         return found
+
+    def _slept(self, sampled: ReadOnly[Sequence]) -> int:
+        """The step is over for those who slept; returns how many they are."""
+        assert self.sleeping is not None
+        rows = self.sleeping.end_step(sampled)
+        self.live += rows
+        self.emitted += rows
+        return rows
 
     def _answered(self, sequence: Sequence, now: float, found: StepEvents) -> None:
         """A prompt is done: its request got its first token, or its next one after a pause."""
@@ -288,7 +321,10 @@ class SimulatedRank:
     def crash(self, stepping: bool, ended: float) -> list[RequestTimeline]:
         """This rank is no more: the requests it had, with the tokens they got by the end of the
         last step, at `ended`; a step under way (stepping) brings nothing."""
-        if stepping and self.step is None:  # it was only counted
+        for sequence in list(self.scheduler.decoding.values()) if self.sleeping else ():
+            if self.sleeping and sequence.request.id in self.sleeping.since:
+                self.sleeping.wake(sequence)
+        if stepping and self.owed:  # it was only counted
             self.owed -= 1
             for right in self.accepted:
                 right.pop()

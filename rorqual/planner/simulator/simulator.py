@@ -23,7 +23,7 @@ from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
 from rorqual.planner.simulator.expert_drift import ExpertDrift, ReplicaBalance
-from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, Failure, Incident
+from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, Incident, ReplicaFailure
 from rorqual.planner.simulator.replicas import Replica, StageGroup
 from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedRank
@@ -86,7 +86,7 @@ class Deployment:
     transfer: Callable[[int], float] | None = None
     delivery: float = 0.0
     routing: str = SimulationSettings.balancing
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[ReplicaFailure, ...] = ()
     failover: float = SimulationSettings.failover
     autoscaling: tuple[Autoscaling, ...] = ()
 
@@ -430,7 +430,7 @@ class Simulation:
     def _note(self, pool: int, text: str) -> None:
         self.incidents.append(Incident(self.now, f"{self.deployment.pools[pool].name} {text}"))
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: ReplicaFailure) -> None:
         pool = self.deployment.index(failure.pool)
         there = self.replicas[pool]
         replica = there[failure.replica] if failure.replica < len(there) else None

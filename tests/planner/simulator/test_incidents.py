@@ -11,7 +11,7 @@ import pytest
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import ConstantCosts
-from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, Failure
+from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, ReplicaFailure
 from rorqual.planner.simulator.results import Outcome, as_json, outcome
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
 from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Workload
@@ -43,7 +43,7 @@ def test_a_request_goes_on_where_it_was() -> None:
     """It decodes a token each 10 ms; after 0.505 s it has 50. The other replica computes its
     prompt and 50 tokens again in one step, which brings the next token; 50 steps in all follow
     the pause of half a second."""
-    failures = (Failure("all", 0, 0.505),)
+    failures = (ReplicaFailure("all", 0, 0.505),)
     run, found = play(
         (pool(replicas=2, steps_in_flight=1),),
         work("at-once", 1),
@@ -61,7 +61,7 @@ def test_a_request_goes_on_where_it_was() -> None:
 
 
 def test_who_comes_back_has_lost_its_cache_and_serves_again() -> None:
-    failures = (Failure("all", 0, 0.205, 5.0),)
+    failures = (ReplicaFailure("all", 0, 0.205, 5.0),)
     run, found = play((pool(steps_in_flight=1),), work("at-once", 3), failures=failures)
     assert found.moved == 3
     for record in run.records:
@@ -71,7 +71,7 @@ def test_who_comes_back_has_lost_its_cache_and_serves_again() -> None:
 
 def test_nowhere_to_go_is_said() -> None:
     with pytest.raises(ConfigError, match="no replica of pool all is left or comes back; 4 requ"):
-        play((pool(),), work("at-once", 4), failures=(Failure("all", 0, 0.1),))
+        play((pool(),), work("at-once", 4), failures=(ReplicaFailure("all", 0, 0.1),))
 
 
 def test_a_cache_on_its_way_from_a_dead_replica_is_computed_again() -> None:
@@ -80,7 +80,7 @@ def test_a_cache_on_its_way_from_a_dead_replica_is_computed_again() -> None:
         pool("prefill", replicas=2, first_only=True, steps_in_flight=1),
         pool("decode", remote=True, steps_in_flight=1),
     )
-    failures = (Failure("prefill", 0, 0.5),)
+    failures = (ReplicaFailure("prefill", 0, 0.5),)
     run, _ = play(pools, work("at-once", 1), transfer=lambda tokens: 1.0, failures=failures)
     record = run.records[0]
     assert record.moved == 1
@@ -95,7 +95,7 @@ def test_a_decode_replica_dies() -> None:
         pool("prefill", first_only=True, steps_in_flight=1),
         pool("decode", replicas=2, remote=True, steps_in_flight=1),
     )
-    failures = (Failure("decode", 0, 0.515, 0.6),)
+    failures = (ReplicaFailure("decode", 0, 0.515, 0.6),)
     run, found = play(pools, work("at-once", 2), transfer=lambda tokens: 0.1, failures=failures)
     assert found.moved == 1
     moved = next(record for record in run.records if record.moved)
@@ -114,7 +114,7 @@ def test_conservation_under_many_deaths(seed: int, apart: bool) -> None:
     for name in names:
         for replica in range(1, 3):
             down = dice.uniform(0.0, 3.0)
-            failures.append(Failure(name, replica, down, down + dice.uniform(0.01, 2.0)))
+            failures.append(ReplicaFailure(name, replica, down, down + dice.uniform(0.01, 2.0)))
     pools = (
         (
             pool("prefill", replicas=3, first_only=True),
@@ -187,7 +187,7 @@ def test_one_that_is_given_up_ends_what_it_has() -> None:
 
 
 def test_a_rule_replaces_what_died() -> None:
-    failures = (Failure("all", 0, 1.5),)
+    failures = (ReplicaFailure("all", 0, 1.5),)
     run, found = play(
         (pool(),),
         work("fixed", 40, rate=8.0),
@@ -201,19 +201,25 @@ def test_a_rule_replaces_what_died() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("3@60-120", Failure("all", 3, 60.0, 120.0)),
-        ("decode:0@1.5", Failure("decode", 0, 1.5)),
+        ("3@60-120", ReplicaFailure("all", 3, 60.0, 120.0)),
+        ("decode:0@1.5", ReplicaFailure("decode", 0, 1.5)),
     ],
 )
-def test_a_failure_as_it_is_written(text: str, wanted: Failure) -> None:
-    assert Failure.parse(text, "all") == wanted
+def test_a_failure_as_it_is_written(text: str, wanted: ReplicaFailure) -> None:
+    assert ReplicaFailure.parse(text, "all") == wanted
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"failures": (Failure("all", 2, 1.0),)}, "pool all has no replica 2; they count from 0"),
-        ({"failures": (Failure("decode", 0, 1.0),)}, "pool 'decode' is not there; accepted: all"),
+        (
+            {"failures": (ReplicaFailure("all", 2, 1.0),)},
+            "pool all has no replica 2; they count",
+        ),
+        (
+            {"failures": (ReplicaFailure("decode", 0, 1.0),)},
+            "pool 'decode' is not there; accepted",
+        ),
         ({"autoscaling": (rule(least=3),)}, "all=3:4: it starts with 2 replicas"),
         ({"autoscaling": (rule(), rule())}, "a pool has one rule at most"),
         ({"failover": -1.0}, "failover=-1.0 s must be at least 0"),
@@ -224,7 +230,7 @@ def test_mistakes_are_named(changes: dict[str, Any], words: str) -> None:
         Deployment((pool(replicas=2),), **changes)
     for text in ("60", "x@1", "1@5-3", "1@1e"):
         with pytest.raises(ConfigError, match="fail="):
-            Failure.parse(text, "all")
+            ReplicaFailure.parse(text, "all")
     for text in ("4", "a=1", "1-4"):
         with pytest.raises(ConfigError, match="autoscale="):
             Autoscaling.sizes(text, "all")

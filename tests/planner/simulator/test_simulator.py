@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +15,15 @@ from typing import Any, ClassVar
 import pytest
 
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator import simulated_rank as rank_module
+from rorqual.planner.simulator import sleeping_rows
 from rorqual.planner.simulator.cost_runner import ConstantCosts, MeasuredCosts, StepCost, StepLoad
 from rorqual.planner.simulator.micro_batches import Task
 from rorqual.planner.simulator.results import Outcome, as_json, outcome, spread, weighted_spread
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
+from rorqual.planner.simulator.sleeping_rows import SleepingScheduler
 from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, SharedPrefix, Workload
 
 
@@ -72,11 +75,11 @@ class PerToken:
     part: float = 1.0
     resources: ClassVar[tuple[str, ...]] = ("busy",)
 
-    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+    def step(self, loads: ReadOnly[StepLoad], num_speculative_tokens: int) -> StepCost:
         seconds = float(max(load.tokens(num_speculative_tokens) for load in loads))
         return StepCost(seconds, seconds * self.part, (seconds,))
 
-    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
+    def tasks(self, loads: ReadOnly[StepLoad], num_speculative_tokens: int) -> list[Task]:
         return [Task("busy", "step", 0, 0.0, self.step(loads, num_speculative_tokens).seconds)]
 
 
@@ -182,6 +185,8 @@ def test_counted_steps_change_nothing(
     )
     fast = as_json(*play(one, load), {})
     counts = []
+    monkeypatch.setattr(rank_module, "SLEEPING", False)
+    assert num_speculative_tokens or fast == as_json(*play(one, load), {}), "counted in runs"
     monkeypatch.setattr(rank_module, "decode_run", lambda scheduler: counts.append(1) or 0)
     slow = as_json(*play(one, load), {})
     assert counts
@@ -190,6 +195,8 @@ def test_counted_steps_change_nothing(
 
 
 def test_a_lost_token_or_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts, where runs are taken in one call, and without, where requests sleep."""
+    drafting = pool(scheduler=config(num_speculative_tokens=1), acceptance=(0.5,))
     advance = rank_module.advance
 
     def twice(scheduler: Scheduler, count: int, tokens: Any, accepted: Any) -> None:
@@ -198,12 +205,26 @@ def test_a_lost_token_or_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(rank_module, "advance", twice)
     with pytest.raises(AssertionError, match="pages are lost"):
-        play(pool(), work())
+        play(drafting, work())
     monkeypatch.setattr(rank_module, "advance", advance)
-    monkeypatch.setattr(
-        rank_module, "filler", lambda start, stop: list(range(start, max(start + 1, stop - 1)))
-    )
-    with pytest.raises(AssertionError):
+
+    def short(start: int, stop: int) -> list[int]:
+        return list(range(start, max(start + 1, stop - 1)))
+
+    for module in (rank_module, sleeping_rows):
+        monkeypatch.setattr(module, "filler", short)
+    for one in (drafting, pool()):
+        with pytest.raises(AssertionError):
+            play(one, work())
+    monkeypatch.undo()
+    wake = SleepingScheduler.wake
+
+    def greedy(scheduler: SleepingScheduler, sequence: Sequence) -> None:
+        wake(scheduler, sequence)
+        scheduler.prefix.take()
+
+    monkeypatch.setattr(SleepingScheduler, "wake", greedy)
+    with pytest.raises(AssertionError, match="pages are lost"):
         play(pool(), work())
 
 

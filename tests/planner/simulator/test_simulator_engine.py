@@ -33,7 +33,7 @@ WORK = Workload(
 # rounds of measuring and running; further tries add rounds where a busy machine disturbed them
 ROUNDS = 3
 TRIES = 5
-TOLERANCE = 0.15
+TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
