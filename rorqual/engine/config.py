@@ -432,11 +432,17 @@ class EngineConfig:
         return RemoteConfig(self.expert_servers, secret, self.expert_timeout, self.expert_wait)
 
     def _check_compiled_ranks(self) -> None:
-        if not self.for_npu:
-            raise ConfigError(
-                f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: "
-                "auto, eager, graph"
-            )
+        """What one traced step of a rank cannot hold."""
+        if self.for_npu:
+            return
+        wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches > 1}
+        wrong["enable_eplb"] = self.enable_eplb
+        for name, given in wrong.items():
+            if given:
+                raise ConfigError(
+                    f"exe_mode={self.exe_mode!r} on several ranks does not go with "
+                    f"{name}={getattr(self, name)!r}; accepted: auto, eager, graph"
+                )
 
     @property
     def for_npu(self) -> bool:

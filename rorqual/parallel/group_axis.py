@@ -57,9 +57,6 @@ class GroupAxis:
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def count(self, call: str, message: int) -> None:
-        """But for calls that are traced: a compiled step would count them once."""
-        if torch.compiler.is_compiling():
-            return
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
@@ -72,18 +69,20 @@ class GroupAxis:
     # ---- sums
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        # What is traced is not counted: a compiled step would count it once, and knows no sizes.
+        if torch.compiler.is_compiling():
+            return functional.all_reduce(x.contiguous(), "sum", self.group_name)
         if x.numel():
             self.count("all_reduce", x.nbytes)
             x = x.contiguous()
-            if torch.compiler.is_compiling():
-                return functional.all_reduce(x, "sum", self.group_name)
             dist.all_reduce(x, group=self.group)
         return x
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
     ) -> tuple[Activation, Tensor]:
-        if self.fused is not None and self.fused.takes(x, residual):
+        traced = torch.compiler.is_compiling()
+        if not traced and self.fused is not None and self.fused.takes(x, residual):
             self.count("all_reduce", x.nbytes)
             return self.fused.add_norm(x, residual, weight, eps)
         return plain(self.all_reduce(x), residual, weight, eps)
@@ -100,10 +99,10 @@ class GroupAxis:
             return Ready(x)
         own = most if counts is None else counts[self.rank]
         padded = x.contiguous() if even or counts is None else _padded(x, counts, most)
-        self.count("reduce_scatter", padded.nbytes)
         if torch.compiler.is_compiling():
             traced = functional.reduce_scatter_tensor(padded, "sum", 0, self.group_name)
             return Ready(traced if own == most else traced[:own])
+        self.count("reduce_scatter", padded.nbytes)
         out = x.new_empty(most, *x.shape[1:])
         work = _scatter(out, padded, group=self.group, async_op=True)
         return Started(work, lambda: out if own == most else out[:own])
@@ -122,12 +121,12 @@ class GroupAxis:
         assert counts is None or counts[self.rank] == x.shape[0], (counts, self.rank, x.shape)
         if most == 0:
             return Ready(x)
-        out = x.new_empty(self.size * most, *x.shape[1:])
-        self.count("all_gather", out.nbytes)
         own = _longer(x, most).contiguous()
         if torch.compiler.is_compiling():
             traced = functional.all_gather_tensor(own, 0, self.group_name)
             return Ready(traced if even or counts is None else _trimmed(traced, counts, most))
+        out = x.new_empty(self.size * most, *x.shape[1:])
+        self.count("all_gather", out.nbytes)
         work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
         return Started(work, lambda: out if even or counts is None else _trimmed(out, counts, most))
 
@@ -160,9 +159,9 @@ class GroupAxis:
         assert x.shape[0] == self.size, x.shape
         if x.numel() == 0:
             return Ready(x)
-        self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
         if torch.compiler.is_compiling():
             return Ready(functional.all_to_all_single(x.contiguous(), None, None, self.group_name))
+        self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
         out = torch.empty_like(x)
         work = dist.all_to_all_single(
             _bits(out), _bits(x.contiguous()), group=self.group, async_op=True

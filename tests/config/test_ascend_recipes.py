@@ -180,7 +180,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("kimi-k2-decode-128-ep", {"case_name": "../other"}, "case_name='../other'"),
     ("kimi-k2-decode-128-ep", {"case_name": ""}, "case_name=''"),
     # another device
-    ("deepseek-r1-decode-128-ep", {"device": "cuda"}, "exe_mode='ge_graph'.*several ranks"),
+    ("deepseek-r1-decode-128-ep", {"device": "cuda"}, "enable_superkernel=True needs"),
     ("deepseek-r1-decode-128-ep", {"device": "npu:3"}, "device='npu:3' names one device"),
     (
         "deepseek-r1-decode-128-ep",

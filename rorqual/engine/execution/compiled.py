@@ -2,11 +2,15 @@
 compiled by torch.compile.
 
 Two variants at most, both made before serving: one for a single token, one for any larger number
-(the number is a symbol, so batch sizes and drafts do not matter). After the first call the compiled
-function is called itself, with the step's tensors in the places where the first call had its own:
-no guards to evaluate a step, and nothing that could compile again. What the trace took for granted
-therefore has to stay: tensors of weights, cache and exchange are updated in place, `record_load`
-keeps its value.
+(the number is a symbol, so batch sizes and drafts do not matter). On several ranks collectives are
+operators of the traced graph. Where all ranks hold the same rows, which is tensor parallelism
+alone, nothing else changes; else counts of rows are part of the code: steps are padded to batch
+sizes that all ranks agree on, as for captured graphs, and each has a variant.
+
+After the first call the compiled function is called itself, with the step's tensors in the places
+where the first call had its own: no guards to evaluate a step, and nothing that could compile
+again. What the trace took for granted therefore has to stay: tensors of weights, cache and exchange
+are updated in place, `record_load` keeps its value.
 
 Compiled code is kept below the cache folder by torch's own caches, so that a restart traces the
 model (seconds) and compiles nothing; unless the engine is to keep nothing.
@@ -29,15 +33,16 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.config.model import cache_folder, compiler_caches_in
+from rorqual.config.model import MoEConfig, cache_folder, compiler_caches_in
+from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer, forward_layers
 from rorqual.ops import custom_ops
 from rorqual.ops.custom_ops import TracedMetadata, TracedOps
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
+from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
 from rorqual.parallel.layout import Layout
-from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 # Headers would be compiled into a folder that every user of the machine may write to.
 OPTIONS = {"cpp_cache_precompile_headers": False}
@@ -70,8 +75,10 @@ class CompiledVariant:
         function: Function,
         arguments: tuple[Any, ...],
         of_step: tuple[Tensor, ...],
+        tokens: int | None,
         pages: int,
     ):
+        """tokens: of that call, where their number is a symbol."""
         self.function = function
         self.arguments = list(arguments)
         places = {id(tensor): index for index, tensor in enumerate(of_step)}
@@ -79,7 +86,6 @@ class CompiledVariant:
             (at, places[id(given)]) for at, given in enumerate(arguments) if id(given) in places
         ]
         assert len(self.tensors) == len(of_step), "every tensor of the step is an input, once"
-        tokens = of_step[0].shape[0]
         sizes = {at: given for at, given in enumerate(arguments) if not isinstance(given, Tensor)}
         assert set(sizes.values()) <= {tokens, pages}, "these two are the only symbols"
         self.sizes = [at for at, given in sizes.items() if given == tokens]
@@ -119,19 +125,25 @@ class TracedForwardBatch(ForwardBatch):
         return [(self.decode, slice(0, self.num_tokens))]
 
 
+def one_count(sizes: ParallelConfig, moe: MoEConfig) -> bool:
+    """Whether all ranks hold the same rows in a step that decodes, however many they are."""
+    return sizes.dp == 1 and not shards_tokens(sizes, chosen_exchange(sizes, moe, 1, decode=True))
+
+
 class CompiledForward:
     """Normed hidden states [T, hidden] of every row of a step that only decodes. Compiled code
     is kept in `folder`, or nowhere; the model's layers were built over `ops`."""
-
-    fixed_shapes = False  # steps need no padding
 
     def __init__(self, model: Transformer, pool: KVPool, ops: TracedOps, folder: Path | None):
         self.model = model
         self.pool = pool
         self.ops = ops
         self.folder = folder
-        self.layout = SINGLE_LAYOUT
         self.stats = CompileStats()
+        # Whether each number of tokens has a variant, and steps are padded to those there are:
+        # where ranks hold different rows, how many is part of the code.
+        self.fixed_shapes = not one_count(model.mesh.sizes, model.config.moe)
+        self.sized: dict[int, CompiledVariant] = {}
         self.one: CompiledVariant | None = None
         self.many: CompiledVariant | None = None
         for attention in model.attentions():
@@ -140,13 +152,20 @@ class CompiledForward:
     def compile(self, examples: Iterable[ForwardBatch]) -> None:
         """Steps that write nowhere that is read; one of a single token, one of several tokens,
         or either. Not as many tokens as the pool has pages: equal numbers would become one
-        symbol."""
+        symbol. With fixed shapes a size is compiled when it is first computed, on all ranks in the
+        same order, which the warm-up of all batch sizes does before serving."""
+        if not self.fixed_shapes:
+            self._compile_all(examples)
+
+    def _compile_all(self, examples: Iterable[ForwardBatch]) -> None:
         start = time.perf_counter()
         with _caches(self.folder):
             for step in examples:
                 if self._variant(step) is not None:
                     continue
-                if step.num_tokens == 1:
+                if self.fixed_shapes:
+                    self.sized[step.num_tokens] = self._compile(step, dynamic=False)
+                elif step.num_tokens == 1:
                     self.one = self._compile(step, dynamic=False)
                 else:
                     self.many = self._compile(step, dynamic=True)
@@ -157,19 +176,25 @@ class CompiledForward:
         assert step.prefill is None
         variant = self._variant(step)
         if variant is None:
-            self.compile([step])
+            self._compile_all([step])
             variant = self._variant(step)
         assert variant is not None
         with self.ops.attending(step.decode):
             return variant(_inputs(step))
 
     def _variant(self, step: ForwardBatch) -> CompiledVariant | None:
+        if self.fixed_shapes:
+            return self.sized.get(step.num_tokens)
         return self.one if step.num_tokens == 1 else self.many
 
     def _trace(self, ids: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         segment = TracedMetadata(ids.shape[0])
         places = TokenPlaces(cos, sin, slots)
-        step = TracedForwardBatch(ids, places, self.pool, segment, self.layout)
+        mesh = self.model.mesh
+        # every data-parallel rank has as many rows: else steps are padded until it is so
+        counts = (ids.shape[0],) * mesh.sizes.dp
+        layout = mesh.layout(counts, True, self.model.config.moe)
+        step = TracedForwardBatch(ids, places, self.pool, segment, layout)
         state = self.model.embedded(step)
         for _ in forward_layers(self.model.layers, state, step):
             pass  # a hand-over: nothing else is under way
@@ -177,7 +202,7 @@ class CompiledForward:
 
     def _compile(self, step: ForwardBatch, dynamic: bool) -> CompiledVariant:
         assert step.decode is not None
-        assert step.num_tokens != self.pool.num_pages
+        assert step.num_tokens != self.pool.num_pages or not dynamic
         made: list[CompiledVariant] = []
         # tensors of their own: an input is known by its identity
         of_step = tuple(tensor.clone() for tensor in _inputs(step))
@@ -191,7 +216,8 @@ class CompiledForward:
             function = self._inductor(graph, inputs)
 
             def first(*arguments: Any) -> Any:
-                made.append(CompiledVariant(function, arguments, of_step, self.pool.num_pages))
+                symbols = (of_step[0].shape[0] if dynamic else None, self.pool.num_pages)
+                made.append(CompiledVariant(function, arguments, of_step, *symbols))
                 return function(*arguments)
 
             return first

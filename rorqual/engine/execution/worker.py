@@ -98,8 +98,10 @@ def _rounding(model: ModelConfig, name: str) -> QuantConfig:
 
 
 def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
-    """Graphs that were asked for, with a way to the experts that none can hold."""
-    if EXE_MODES[config.exe_mode] != "graph" or records_decode(config.parallel, model.moe):
+    """Graphs that were asked for, captured or compiled, with a way to the experts that none can
+    hold."""
+    asked = EXE_MODES[config.exe_mode] in ("graph", "compile")
+    if not asked or records_decode(config.parallel, model.moe):
         return
     others = [name for name in EXCHANGES if _takes_graphs(config.parallel, name, model)]
     raise ConfigError(
@@ -241,7 +243,7 @@ class Worker:
 
     def _graphs(self) -> bool:
         mode = EXE_MODES[self.config.exe_mode]
-        if self.platform.name == "npu" and mode == "compile":
+        if mode == "compile" and self._compiles_sizes():
             return True  # batches are padded to sizes that have a graph
         if self.platform.name == "npu" and mode == "auto" and self.speculation:
             return False  # the host does not know how long a draft's step is
@@ -252,6 +254,12 @@ class Worker:
             )
         recordable = records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
+
+    def _compiles_sizes(self) -> bool:
+        from rorqual.engine.execution.compiled import one_count
+
+        npu = self.platform.name == "npu"
+        return npu or not one_count(self.config.parallel, self.model_config.moe)
 
     def _piecewise_tokens(self) -> int:
         """Tokens up to which steps with prompts are captured. Several ranks launch theirs one

@@ -207,6 +207,55 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledForward, "_inductor", forward)
 
 
+RANKS: list[Any] = [
+    ("v3", {"tp": 2, "num_speculative_tokens": 1}),
+    ("qwen", {"dp": 2, "ep": 2}),
+    *(
+        pytest.param(name, options, marks=[pytest.mark.longest])
+        for name, options in (
+            ("qwen", {"tp": 2, "ep": 2}),
+            ("qwen", {"dp": 2, "ep": 2, "exchange": "low_latency"}),
+            ("qwen", {"dp": 2, "ep": 2, "redundant_experts": 2}),
+            ("v3", {"tp": 2, "sequence_parallel": True}),
+            ("v3", {"tp": 2, "dp": 2, "ep": 4, "num_speculative_tokens": 1}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RANKS)
+def test_several_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Collectives are operators of the graph. Where all ranks hold the same rows there are two
+    variants as ever, or with drafts one, else one for each batch size that steps are padded to."""
+    folder = write_config(tmp_path / name)
+    wanted = generate(engine(folder, **LIKE_EAGER))
+    llm = engine(folder, **options)
+    try:
+        assert generate(llm) == wanted
+        stats = llm.engine.stats.compiled
+    finally:
+        llm.engine.close()
+    assert stats is not None
+    same_rows = options.keys() <= {"tp", "ep", "num_speculative_tokens"}
+    assert stats.variants == (2 - ("num_speculative_tokens" in options) if same_rows else 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pp": 2}, "does not go with pp=2"),
+        ({"dp": 2, "ep": 2, "micro_batches": 2}, "does not go with micro_batches=2"),
+        ({"dp": 2, "ep": 2, "enable_eplb": True}, "does not go with enable_eplb=True"),
+        ({"dp": 2, "ep": 2, "exchange": "alltoall"}, "does not go with exchange='alltoall'"),
+    ],
+)
+def test_what_a_compiled_step_of_several_ranks_cannot_hold(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(write_config(tmp_path / "qwen"), **options)
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("form", ["CD", "AM_CC_ME"])
 def test_forms_of_mla(tmp_path: Path, form: str) -> None:
@@ -276,5 +325,4 @@ def test_modes() -> None:
         EngineConfig("m", exe_mode=alias)
         with pytest.raises(ConfigError, match="A_CC_ME"):
             EngineConfig("m", exe_mode=alias, mla_decode="CC")
-        with pytest.raises(ConfigError, match="several ranks"):
-            EngineConfig("m", exe_mode=alias, tp=2)
+        EngineConfig("m", exe_mode=alias, tp=2)
