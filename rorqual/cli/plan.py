@@ -11,6 +11,23 @@ from rorqual.cli.options import Given, with_options
 from rorqual.errors import ConfigError
 from rorqual.planner.search.settings import PlanSettings
 
+Validate = Annotated[
+    bool,
+    typer.Option(
+        "--validate",
+        help="Print predictions beside published and measured figures instead; ends with 1 "
+        "where they stand on times of kernels that have changed since.",
+    ),
+]
+Loads = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--expert-load",
+        help="With --question redundant-experts: counts of picks, JSON with `logical_count`; "
+        "may be repeated.",
+    ),
+]
+
 
 @with_options(asked=PlanSettings)
 def plan(
@@ -30,14 +47,7 @@ def plan(
     ] = None,
     chart: Annotated[bool, typer.Option("--chart", help="Draw it here as well.")] = False,
     yaml: Annotated[Path | None, typer.Option("--yaml", help="Write the best as a recipe.")] = None,
-    validate: Annotated[
-        bool,
-        typer.Option(
-            "--validate",
-            help="Print predictions beside published and measured figures instead; ends with 1 "
-            "where they stand on times of kernels that have changed since.",
-        ),
-    ] = False,
+    validate: Validate = False,
     group: Annotated[
         str | None, typer.Option(help="Beginnings of groups to validate, comma-separated.")
     ] = None,
@@ -45,14 +55,7 @@ def plan(
         str | None, typer.Option(help="Answer one question of those --questions lists instead.")
     ] = None,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions.")] = False,
-    expert_load: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--expert-load",
-            help="With --question redundant-experts: counts of picks, JSON with `logical_count`; "
-            "may be repeated.",
-        ),
-    ] = None,
+    expert_load: Loads = None,
     gpus: Annotated[
         bool,
         typer.Option("--gpus", help="List the GPUs that ship, with the source of every figure."),
