@@ -298,21 +298,67 @@ def _calibrate_full(
     """Ends with 1 while rows are missing."""
     from rorqual.bench.kernel_times import run as times
     from rorqual.bench.kernel_times.rows import rows
+    from rorqual.bench.step_times.rows import steps
 
     if list_rows:
-        print("\n".join(row.name for row in rows()))
+        names = [row.name for row in rows()] + [step.name for step in steps(learnt=True)]
+        print("\n".join(names))
         return
     if based_on is None:
         raise typer.BadParameter("--full needs --based-on: the GPU as rorqual plan --gpus names it")
     from rorqual.platforms import make_platform
 
-    device = make_platform("cuda").device  # says clearly when there is no GPU
+    platform = make_platform("cuda")  # says clearly when there is no GPU
     from rorqual.bench.kernel_times.measure import RowTimer
+    from rorqual.bench.step_times.measure import StepTimer, rates
     from rorqual.ops.triton.backend import TritonOps
 
-    timer = RowTimer(TritonOps(), device).microseconds
-    held, wanted = times.run(based_on, out, limit, only, timer, times.conditions_here())
+    timer = RowTimer(TritonOps(), platform.device).microseconds
+    given = (timer, times.conditions_here(), StepTimer, rates(platform))
+    held, wanted = times.run(based_on, out, limit, only, *given)
+    _tell_rows(out, held, wanted)
+
+
+def _tell_rows(out: Path, held: int, wanted: int) -> None:
     print(f"{out}: {held} of {wanted} rows")
     if held < wanted:
         print("call it again to go on; what failed stands in the file")
         raise typer.Exit(1)
+
+
+@app.command("steps")
+def bench_steps(
+    based_on: Annotated[str, typer.Option(help="The GPU as `rorqual plan --gpus` names it.")],
+    out: Annotated[
+        Path, typer.Option(help="The file to write; goes on with one that is there.")
+    ] = Path("steps.json"),
+    only: Annotated[str | None, typer.Option(help="Comma-separated parts of steps' names.")] = None,
+    list_rows: Annotated[
+        bool, typer.Option("--list", help="Print the steps' names, measure nothing.")
+    ] = False,
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which nothing further is measured.")
+    ] = 540.0,
+) -> None:
+    """Time steps of whole engines with random weights, for `rorqual plan --validate --steps FILE`;
+    none is among those that `calibrate --full` learns from."""
+    from rorqual.bench.step_times.rows import steps
+
+    wanted = [
+        step
+        for step in steps(learnt=False)
+        if only is None or any(word in step.name for word in only.split(","))
+    ]
+    if list_rows:
+        print("\n".join(step.name for step in wanted))
+        return
+    from rorqual.bench.kernel_times.run import conditions_here
+    from rorqual.bench.step_times import run as step_times
+    from rorqual.platforms import make_platform
+
+    platform = make_platform("cuda")
+    from rorqual.bench.step_times.measure import StepTimer, rates
+
+    given = (conditions_here(), rates(platform))
+    held, count = step_times.run(based_on, out, limit, wanted, StepTimer, *given)
+    _tell_rows(out, held, count)

@@ -19,6 +19,12 @@ Validate = Annotated[
         "where they stand on times of kernels that have changed since.",
     ),
 ]
+Steps = Annotated[
+    Path | None,
+    typer.Option(
+        "--steps", help="With --validate: steps that `rorqual bench steps` timed, these alone."
+    ),
+]
 Loads = Annotated[
     list[Path] | None,
     typer.Option(
@@ -51,6 +57,7 @@ def plan(
     group: Annotated[
         str | None, typer.Option(help="Beginnings of groups to validate, comma-separated.")
     ] = None,
+    steps: Steps = None,
     question: Annotated[
         str | None, typer.Option(help="Answer one question of those --questions lists instead.")
     ] = None,
@@ -66,8 +73,11 @@ def plan(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 160)
-    if validate or question or questions or gpus:
-        _instead(console, validate, group, question, questions, asked.get("kernels"), expert_load)
+    if validate or steps:
+        _validate(console, group, asked.get("kernels"), steps)
+        return
+    if question or questions or gpus:
+        _instead(console, question, questions, expert_load)
         return
     if expert_load:
         raise ConfigError("expert_load goes with --question redundant-experts")
@@ -91,28 +101,24 @@ def plan(
         report.write_yaml(found, model, yaml)
 
 
-def _instead(
-    console: Any,
-    validate: bool,
-    group: str | None,
-    question: str | None,
-    questions: bool,
-    kernels: str | None,
-    loads: list[Path] | None,
-) -> None:
+def _validate(console: Any, group: str | None, kernels: str | None, steps: Path | None) -> None:
+    from rorqual.planner.search import report
+    from rorqual.planner.validation import validation
+
+    names = group.split(",") if group else None
+    groups = validation.validate(names, kernels, str(steps) if steps else None)
+    report.show_validation(groups, console)
+    stale = validation.stale_groups(groups)
+    for line in stale:
+        typer.echo(line, err=True)
+    if stale:
+        raise typer.Exit(1)
+
+
+def _instead(console: Any, question: str | None, questions: bool, loads: list[Path] | None) -> None:
     from rorqual.planner.search import report
 
-    if validate:
-        from rorqual.planner.validation import validation
-
-        groups = validation.validate(group.split(",") if group else None, kernels)
-        report.show_validation(groups, console)
-        stale = validation.stale_groups(groups)
-        for line in stale:
-            typer.echo(line, err=True)
-        if stale:
-            raise typer.Exit(1)
-    elif question or questions:
+    if question or questions:
         from rorqual.planner.validation import questions as known
         from rorqual.planner.validation.deployed import Line
 

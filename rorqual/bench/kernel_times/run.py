@@ -1,5 +1,5 @@
-"""`rorqual bench calibrate --full`: the times of our kernels as the planner reads them, with the
-digests of the kernels, this GPU and the versions.
+"""`rorqual bench calibrate --full`: the times of our kernels as the planner reads them, and what
+steps of whole engines take beside them, with the digests of the kernels, this GPU and the versions.
 
 The file grows while it is written and a further call goes on where the last one stopped: rows of
 this GPU's kind, these versions and these kernels stay, others are measured anew.
@@ -12,57 +12,140 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from rorqual.bench.kernel_times.rows import TimedRow, complete, rows, tables
 from rorqual.bench.provenance import client_facts, local_cards
+from rorqual.bench.step_times.rows import steps
+from rorqual.bench.step_times.run import MakeTimer, time_steps
 from rorqual.config.hardware import load_device
 from rorqual.errors import ConfigError
 from rorqual.planner.timing import digests
-from rorqual.planner.timing.tables import load_tables
+from rorqual.planner.timing.between import learn
+from rorqual.planner.timing.tables import BETWEEN, KernelTables, load_tables
+from rorqual.planner.timing.timed_steps import Measured, TimedStep
 
 Timer = Callable[[TimedRow], float]
+Rows = tuple[dict[TimedRow, float], dict[TimedStep, Measured]]
 SAVED_EVERY = 20  # seconds
 BASE = "h200_sglang"  # lends collectives and what a file lacks, on a GPU of its own kind alone
 
 
 def run(
-    device: str, out: Path, limit: float, only: str | None, timer: Timer, conditions: dict[str, str]
+    device: str,
+    out: Path,
+    limit: float,
+    only: str | None,
+    timer: Timer,
+    conditions: dict[str, str],
+    engines: MakeTimer | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> tuple[int, int]:
     """Measures what `out` lacks and writes it, for at most about `limit` seconds. device: the GPU
     as the planner calls it; only: comma-separated parts of rows' names; conditions: what must be
-    the same for rows to stay. Returns rows held and rows wanted."""
+    the same for rows to stay; engines: times steps of whole engines, without which none are;
+    rates: what this GPU reaches in this run. Returns rows held and rows wanted."""
     load_device(device)
-    wanted = [row for row in rows() if _asked(row, only)]
-    if not wanted:
+    wanted = [row for row in rows() if _asked(row.name, only)]
+    whole = [step for step in steps(learnt=True) if _asked(step.name, only)] if engines else []
+    if not wanted and not whole:
         raise ConfigError(f"only={only!r} names no row; `--list` prints them")
-    measured, failed = _kept(out, device, conditions)
-    began = saved = time.monotonic()
-    for row in wanted:
-        if row in measured:
-            continue
-        if time.monotonic() - began > limit:
-            break
-        try:
-            measured[row] = round(timer(row), 3)
-            failed.pop(row.name, None)
-        except Exception as error:
-            if "CUDA error" in str(error):  # nothing further can be measured by this process
-                raise
-            failed[row.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            print(f"{row.name}: FAILED {failed[row.name]}", file=sys.stderr, flush=True)
-            continue
-        print(f"{row.name:60}{measured[row]:10.2f} us", flush=True)
-        if time.monotonic() - saved > SAVED_EVERY:
-            _write(out, device, conditions, measured, failed)
-            saved = time.monotonic()
-    _write(out, device, conditions, measured, failed)
-    return sum(row in measured for row in wanted), len(wanted)
+    file = _File(out, device, conditions, rates or {})
+    file.measure(wanted, timer, limit)
+    if engines and whole:
+        file.measure_steps(whole, engines, limit)
+    file.write()
+    held = sum(row in file.rows for row in wanted)
+    held += sum(step in file.steps or step.name in file.left_out for step in whole)
+    return held, len(wanted) + len(whole)
 
 
-def _asked(row: TimedRow, only: str | None) -> bool:
-    return only is None or any(word in row.name for word in only.split(",") if word)
+class _File:
+    """What is measured so far."""
+
+    def __init__(
+        self, out: Path, device: str, conditions: dict[str, str], rates: Mapping[str, float]
+    ):
+        self.out = out
+        self.device = device
+        self.conditions = conditions
+        self.rates = rates
+        self.rows, self.steps = _kept(out, device, conditions)
+        self.failed: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.began = time.monotonic()
+
+    def measure(self, wanted: list[TimedRow], timer: Timer, limit: float) -> None:
+        saved = self.began
+        for row in wanted:
+            if row in self.rows:
+                continue
+            if time.monotonic() - self.began > limit:
+                break
+            try:
+                self.rows[row] = round(timer(row), 3)
+            except Exception as error:
+                if "CUDA error" in str(error):  # nothing further can be measured by this process
+                    raise
+                self.failed[row.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                print(f"{row.name}: FAILED {self.failed[row.name]}", file=sys.stderr, flush=True)
+                continue
+            print(f"{row.name:60}{self.rows[row]:10.2f} us", flush=True)
+            if time.monotonic() - saved > SAVED_EVERY:
+                self.write()
+                saved = time.monotonic()
+
+    def measure_steps(self, wanted: list[TimedStep], engines: MakeTimer, limit: float) -> None:
+        until = self.began + limit
+        self.left_out |= time_steps(wanted, engines, until, self.steps, self.write)
+
+    def _complete(self) -> set[str]:
+        there = {*self.steps, *(step for step in steps(True) if step.name in self.left_out)}
+        return complete(self.rows) | ({BETWEEN} if there >= set(steps(learnt=True)) else set())
+
+    def write(self) -> None:
+        present = digests.present()
+        facts = client_facts(("torch", "triton"))
+        given = self.conditions
+        data: dict[str, Any] = {
+            "meta": {
+                "engine": "rorqual",
+                "device": self.device,
+                "base": BASE if load_tables(BASE).device == self.device else None,
+                "unit": "us",
+                "source": f"{given['card']}, torch {given['torch']}, triton {given['triton']}, "
+                f"driver {given['driver']}, commit {facts['git_commit']}, {facts['date']}, "
+                f"{' '.join(facts['command'])}",
+                "condition": "CUDA graph replay over rotated buffers; experts drawn uniformly",
+                "conditions": given,
+                "rates": dict(self.rates),
+                "commit": facts["git_commit"],
+                "kernels": {name: present[name] for name in sorted(self._complete())},
+                "failed": self.failed,
+                "left_out": self.left_out,
+            },
+            **tables(self.rows),
+            "rows": [
+                [row.family, row.dtype, row.key, us, present[row.family]]
+                for row, us in self.rows.items()
+            ],
+            "steps": [
+                [*astuple(step), *measured, present[BETWEEN]]
+                for step, measured in self.steps.items()
+            ],
+        }
+        if {BETWEEN, *(row.family for row in rows())} == self._complete():
+            base = load_tables(BASE) if data["meta"]["base"] else None
+            data["between"] = learn(self.steps, self.device, KernelTables(data, base))
+        part = self.out.with_name(self.out.name + ".part")
+        part.write_text(json.dumps(data, indent=None, separators=(",", ":")))
+        os.replace(part, self.out)
+
+
+def _asked(name: str, only: str | None) -> bool:
+    return only is None or any(word in name for word in only.split(",") if word)
 
 
 def conditions_here() -> dict[str, str]:
@@ -83,15 +166,14 @@ def conditions_here() -> dict[str, str]:
     }
 
 
-def _kept(
-    out: Path, device: str, conditions: Mapping[str, str]
-) -> tuple[dict[TimedRow, float], dict[str, str]]:
+def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Rows:
     if not out.is_file():
         return {}, {}
     try:
         data = json.loads(out.read_text())
         meta = data["meta"]
         found = [(TimedRow(row[0], row[1], tuple(row[2])), row[3], row[4]) for row in data["rows"]]
+        whole = [(TimedStep(*row[:7]), Measured(*row[7:9]), row[9]) for row in data["steps"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{out} is no file of calibrate --full: {error!r}") from None
     if meta["device"] != device or meta["conditions"] != dict(conditions):
@@ -100,39 +182,5 @@ def _kept(
             f"{dict(conditions)}. Name another file"
         )
     present = digests.present()
-    return {row: us for row, us, digest in found if present[row.family] == digest}, {}
-
-
-def _write(
-    out: Path,
-    device: str,
-    conditions: Mapping[str, str],
-    measured: Mapping[TimedRow, float],
-    failed: Mapping[str, str],
-) -> None:
-    present = digests.present()
-    facts = client_facts(("torch", "triton"))
-    data: dict[str, Any] = {
-        "meta": {
-            "engine": "rorqual",
-            "device": device,
-            "base": BASE if load_tables(BASE).device == device else None,
-            "unit": "us",
-            "source": f"{conditions['card']}, torch {conditions['torch']}, triton "
-            f"{conditions['triton']}, driver {conditions['driver']}, commit {facts['git_commit']}, "
-            f"{facts['date']}, {' '.join(facts['command'])}",
-            "condition": "CUDA graph replay over rotated buffers; experts drawn uniformly",
-            "conditions": dict(conditions),
-            "commit": facts["git_commit"],
-            "kernels": {name: present[name] for name in sorted(complete(measured))},
-            "failed": dict(failed),
-        },
-        **tables(measured),
-        "rows": [
-            [row.family, row.dtype, row.key, us, present[row.family]]
-            for row, us in measured.items()
-        ],
-    }
-    part = out.with_name(out.name + ".part")
-    part.write_text(json.dumps(data, indent=None, separators=(",", ":")))
-    os.replace(part, out)
+    kept = {row: us for row, us, digest in found if present[row.family] == digest}
+    return kept, {step: ms for step, ms, digest in whole if present[BETWEEN] == digest}

@@ -59,6 +59,30 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mla_prefill": Family(("attention/prefill.py",), ("decompressed_attention",), ("prefill",)),
     "gqa_prefill": Family(("attention/prefill.py",), ("attention",), ("prefill",)),
+    "between": Family(
+        (
+            "rowwise/norm.py",
+            "rowwise/quantize.py",
+            "rowwise/embedding.py",
+            "attention/rope_kv_write.py",
+            "moe/router_gemm.py",
+            "moe/topk.py",
+            "sampling/argmax.py",
+        ),
+        (
+            "norm",
+            "add_norm",
+            "sum_add_norm",
+            "swiglu",
+            "rope",
+            "gqa_prologue",
+            "mla_prologue",
+            "mla_down",
+            "mla_up",
+            "router",
+            "route",
+        ),
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
 from rorqual.planner.costs.messages import CostedMessage
-from rorqual.planner.costs.parallel_costs import RankOp, rank_step
+from rorqual.planner.costs.parallel_costs import RankOp, RankStep, rank_step
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import (
     rank_weight_bytes,
@@ -85,6 +85,7 @@ class StepModel:
     routing: Routing = UNIFORM
     utilization: float = 0.9
     longest: int | None = None
+    tables: KernelTables | None = None  # in place of the profile's
 
     def __post_init__(self) -> None:
         check_parallel(self.config, self.sizes)
@@ -127,7 +128,7 @@ class StepModel:
 
     @cached_property
     def _tables(self) -> KernelTables | None:
-        found = self.profile.kernel_tables()
+        found = self.tables or self.profile.kernel_tables()
         if found is None and self.profile.calibrated and self.device.gemm:
             meta = {"device": self.device.name, "source": "calibration"}
             return KernelTables({"meta": meta, "gemm": self.device.gemm})
@@ -155,17 +156,23 @@ class StepModel:
     def _step(self, work: GroupWork) -> StepTime:
         if not work.tokens:
             return StepTime(0.0, 0.0, ())
-        found = rank_step(
-            self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks"
-        )
+        found = self._rank_step(work)
         items = [self._timed(op) for op in found.ops if not self._folded(op)]
-        items += self._small(found.ops, work)
+        items += self._learnt(found.ops, work) or self._assumed(found.ops, work)
         items += [self._sent(message, bool(work.prefill)) for message in found.messages]
-        items.append(Timed("step", "engine", self.profile.step_us * 1e-6, "launch"))
         stage = sum(item.seconds for item in items)
         stage = max(stage, self._host_seconds(found.ops, work))
         stages = self.sizes.pp
         return StepTime(stage * stages if stages > 1 else stage, stage, tuple(items))
+
+    def _rank_step(self, work: GroupWork) -> RankStep:
+        copies = self.profile.dispatch == "picks"
+        return rank_step(self.config, self.sizes, work, self.fmt, self.routing, copies)
+
+    def kernels(self, work: GroupWork) -> float:
+        """Seconds of the operations alone, one after another, without what is between them."""
+        ops = self._rank_step(work).ops
+        return self.time_of(op for op in ops if not self._folded(op))
 
     def time_of(self, ops: Iterable[RankOp]) -> float:
         """Seconds of operations one after another."""
@@ -190,8 +197,26 @@ class StepModel:
         """The shortest kernel: the device's own where the profile stands on its calibration."""
         return (self.profile.calibrated and self.device.kernel) or self.profile.small_us * 1e-6
 
+    def _learnt(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
+        """What a measured engine's steps took beside the operations; empty where none was."""
+        if self._tables is None or not self._tables.own:
+            return []
+        layers = sum(op.layers for op in ops if op.name == "layernorms")
+        dtype = next((held_dtype(op) for op in ops if op.kind == "experts"), "bfloat16")
+        mla = self.config.is_mla
+        found = self._tables.between(mla, dtype, bool(work.prefill), work.tokens)
+        self._bases.add(self._tables.basis_between(found is not None))
+        if found is None:
+            return []
+        return [Timed("between kernels", "activations", layers * found, "launch", True)]
+
+    def _assumed(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
+        """Norms, quantization, rope, activations, routing: kernels that only move activations; and
+        what a step takes once."""
+        step = Timed("step", "engine", self.profile.step_us * 1e-6, "launch")
+        return [*self._small(ops, work), step]
+
     def _small(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
-        """Norms, quantization, rope, activations, routing: kernels that only move activations."""
         profile = self.profile
         row = self.config.hidden_size * 2.0
         moved = (

@@ -29,6 +29,7 @@ Nest = dict[float, Any]
 # profile: its own.
 CURRENT, STALE, BORROWED, THEIRS = ("current", "stale", "borrowed", "theirs")
 PRODUCT_START = 2e-6  # seconds of a product that no matrix is too small for
+BETWEEN = "between"  # family of digests.py
 RENEWAL = "rorqual bench calibrate --full"
 
 
@@ -110,6 +111,8 @@ class KernelTables:
         self.device: str = data["meta"]["device"]
         self.source: str = data["meta"]["source"]
         self.own = data["meta"].get("engine") == "rorqual"
+        self.conditions: Mapping[str, str] = data["meta"].get("conditions", {})
+        self.rates: Mapping[str, float] = data["meta"].get("rates", {})
         self.digests: Mapping[str, str] = data["meta"].get("kernels", {})
         self.base = base
         self._relative = {kind: nest(rows) for kind, rows in data.get("relative", {}).items()}
@@ -131,6 +134,7 @@ class KernelTables:
                 )
         self._bmm = {dtype: nest(rows) for dtype, rows in data.get("mla_bmm", {}).items()}
         self._experts = data.get("experts", [])
+        self._between = data.get("between", {})
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         self._collectives = {
             (kind, int(ranks)): nest(rows)
@@ -187,8 +191,15 @@ class KernelTables:
             return family, THEIRS
         if not self._holds(op, mla) and self._curve(op, mla, 1.0) is None:
             return family, BORROWED
+        return family, self._freshness(family)
+
+    def _freshness(self, family: str) -> str:
         kept = self.digests.get(family)
-        return family, CURRENT if kept and kept == digests.present()[family] else STALE
+        return CURRENT if kept and kept == digests.present()[family] else STALE
+
+    def basis_between(self, known: bool) -> tuple[str, str]:
+        """As `basis`, of what is between kernels; known: `between` found something."""
+        return BETWEEN, self._freshness(BETWEEN) if known else STALE
 
     def family(self, op: RankOp, mla: bool) -> str:
         """As digests.FAMILIES calls it."""
@@ -301,6 +312,24 @@ class KernelTables:
             entry["inter"],
             "phase" not in entry,
         )
+
+    # ---- between the kernels that have times
+
+    def between(self, mla: bool, dtype: str, prompts: bool, tokens: float) -> float | None:
+        """Seconds a layer, of the step of an engine beside the kernels timed on their own: norms,
+        rope, routing, sampling, what follows badly or overlaps (below 0 where that is more). Linear
+        in the logarithm of tokens, beyond the largest in proportion to them. dtype: of the experts'
+        weights; where it was not learnt that of bf16. None: nothing was learnt."""
+        kind, phase = ("mla" if mla else "gqa"), ("prompts" if prompts else "decode")
+        rows = self._between.get(f"{kind} {dtype} {phase}") or self._between.get(
+            f"{kind} bfloat16 {phase}"
+        )
+        if not rows:
+            return None
+        table = {math.log(at): us for at, us in rows}
+        largest = math.exp(max(table))
+        found = interpolate(table, _logs(min(tokens, largest)))
+        return found * 1e-6 * max(1.0, tokens / largest)
 
     # ---- collectives
 

@@ -4,9 +4,8 @@ Data: data/published.yaml. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean
+from pathlib import Path
 from typing import Any
 
 from rorqual.config.hardware import DATA, load_device
@@ -19,50 +18,8 @@ from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
 from rorqual.planner.timing.roofline import StepModel, StepTime
 from rorqual.planner.timing.tables import RENEWAL, STALE
 from rorqual.planner.validation.closed_loop import Loop, play
-
-
-@dataclass(frozen=True)
-class ValidationPoint:
-    """One figure. `high`: the other end of a predicted range, where overlap is not modelled."""
-
-    label: str
-    metric: str
-    unit: str
-    measured: float
-    predicted: float
-    high: float | None = None
-
-    @property
-    def error(self) -> float:
-        """Of the prediction; 0 within a range, else from its nearer end."""
-        if self.high is None:
-            return self.predicted / self.measured - 1
-        low, high = sorted((self.predicted, self.high))
-        return (
-            0.0
-            if low <= self.measured <= high
-            else (low if self.measured < low else high) / self.measured - 1
-        )
-
-
-@dataclass(frozen=True)
-class ValidationGroup:
-    name: str
-    title: str
-    source: str
-    note: str
-    target: str
-    kind: str  # prediction | range | bound
-    points: tuple[ValidationPoint, ...]
-    origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
-    stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
-
-    def mean_error(self, metric: str) -> float:
-        return fmean(abs(point.error) for point in self.points if point.metric == metric)
-
-    @property
-    def metrics(self) -> list[str]:
-        return list(dict.fromkeys(point.metric for point in self.points))
+from rorqual.planner.validation.own_steps import own_groups, shipped_groups
+from rorqual.planner.validation.points import ValidationGroup, ValidationPoint
 
 
 def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
@@ -233,12 +190,17 @@ def published_rows() -> Mapping[str, Any]:
     return yaml.safe_load((DATA / "published.yaml").read_text())["groups"]
 
 
-def validate(names: list[str] | None = None, kernels: str | None = None) -> list[ValidationGroup]:
+def validate(
+    names: list[str] | None = None, kernels: str | None = None, steps: str | None = None
+) -> list[ValidationGroup]:
     """Every group, or those whose name begins with one of `names`. kernels: a file of times in
-    place of the shipped ones."""
-    found = []
+    place of the shipped ones. steps: a file of `rorqual bench steps`; then its groups alone."""
+    if steps is not None:
+        return own_groups(Path(steps), kernels)
+    own = shipped_groups() if kernels is None and _wanted("steps", names, part=True) else []
+    found = [group for group in own if _wanted(group.name, names)]
     for name, given in published_rows().items():
-        if names and not any(name.startswith(wanted) for wanted in names):
+        if not _wanted(name, names):
             continue
         group = {**given, "kernels": kernels}
         points = [point for row in group["rows"] for point in KINDS[group["kind"]](group, row)]
@@ -257,3 +219,10 @@ def validate(names: list[str] | None = None, kernels: str | None = None) -> list
             )
         )
     return found
+
+
+def _wanted(name: str, asked: list[str] | None, part: bool = False) -> bool:
+    """part: a name that goes on may be asked for."""
+    return not asked or any(
+        name.startswith(each) or (part and each.startswith(name)) for each in asked
+    )

@@ -1,0 +1,144 @@
+"""Steps of a whole engine with random weights, timed while nothing but they run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rorqual.bench.layers.timing import DeviceRates
+from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.llm.llm import LLM
+from rorqual.planner.timing.timed_steps import BUDGET, Measured, TimedStep
+from rorqual.platforms.base import Platform
+from rorqual.request import Request, SamplingParams
+
+BLOCKS = 3  # medians are taken over so many
+STEPS = 16  # of a block
+MIXED_STEPS = 8
+ROUNDS = 4  # of prompts that fill a step
+SPARE = 8  # requests beside those that decode
+
+
+class DoesNotFit(Exception):
+    """The cache of this GPU beside these weights does not hold so many tokens."""
+
+
+class StepTimer:
+    """Times steps of one engine. `options` go to LLM beside those that the rows ask for."""
+
+    def __init__(self, rows: list[TimedStep], **options: Any):
+        model, quant, layers = rows[0].engine
+        shape: dict[str, Any] = {} if layers is None else {"num_layers": layers}
+        if quant != "auto":
+            shape["quantization"] = quant
+        decoding = sorted({row.requests for row in rows if row.requests})
+        longest = max(max(row.context, row.prompt) for row in rows)
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            weights="random",
+            max_num_seqs=max([*decoding, 32]) + SPARE,
+            max_model_len=longest + 1024,
+            max_num_batched_tokens=BUDGET,
+            enable_prefix_caching=False,
+            cudagraph_capture_sizes=tuple(decoding) or None,
+            **{**shape, **options},
+        )
+        self.engine = self.llm.engine
+        self._drawn = 0
+
+    def close(self) -> None:
+        platform = self.engine.platform
+        self.engine.close()
+        del self.engine, self.llm
+        gc.collect()  # engines hold themselves in circles
+        platform.release_memory()
+
+    def measure(self, row: TimedStep) -> Measured:
+        """Raises DoesNotFit."""
+        config = self.engine.scheduler.config
+        held = row.requests * (row.context + BLOCKS * STEPS + 64) + row.prompts * row.prompt
+        room = (config.num_pages - 1) * config.page_size
+        if held > room:
+            raise DoesNotFit(f"{held:,} tokens of {room:,}")
+        return self._decoding(row) if row.requests else self._prompts(row)
+
+    def _decoding(self, row: TimedStep) -> Measured:
+        waiting = row.requests * row.context // BUDGET
+        each = (MIXED_STEPS + 2) * max(1, -(-row.prompt // BUDGET)) if row.prompts else STEPS
+        timed = BLOCKS * (each + 4)
+        prompts = [self._draw(row.context - waiting // 2 - timed // 2) for _ in range(row.requests)]
+        params = _greedy(waiting + timed + 16)
+        with steady_state_steps(self.engine, prompts, params) as count:
+            found = [self._block(row, each) for _ in range(BLOCKS)]
+            decoding = self.engine.scheduler.decoding
+            assert len(decoding) == count, "a request ended while it was timed"
+            context = statistics.fmean(len(sequence.tokens) for sequence in decoding.values())
+        return Measured(statistics.median(found) * 1e3, context - timed / 2)
+
+    def _block(self, row: TimedStep, steps: int) -> float:
+        """Seconds of one step: of so many one behind the other. Where prompts are computed each
+        step has its own."""
+        if not row.prompts:
+            self.engine.step()
+            return _timed(self.engine.step, steps) / steps
+
+        def once() -> None:
+            for _ in range(row.prompts):
+                self._add(row.prompt)
+            self.engine.step()
+
+        for _ in range(2):
+            once()
+        seconds = _timed(once, MIXED_STEPS) / MIXED_STEPS
+        while (
+            self.engine.scheduler.prefilling or len(self.engine.scheduler.decoding) > row.requests
+        ):
+            self.engine.step()
+        return seconds
+
+    def _prompts(self, row: TimedStep) -> Measured:
+        def once() -> None:
+            for _ in range(row.prompts * ROUNDS):
+                self._add(row.prompt)
+            while self.engine.has_work:
+                self.engine.step()
+
+        once()
+        found = [_timed(once) / ROUNDS for _ in range(BLOCKS)]
+        return Measured(statistics.median(found) * 1e3, 0.0)
+
+    def _add(self, tokens: int) -> None:
+        prompt = self._draw(tokens)
+        self.engine.add(Request(f"timed-{self._drawn}", tuple(prompt), _greedy(1)))
+
+    def _draw(self, tokens: int) -> list[int]:
+        self._drawn += 1
+        generator = torch.Generator().manual_seed(self._drawn)
+        vocab = self.engine.model_config.vocab_size
+        return torch.randint(vocab, (max(1, tokens),), generator=generator).tolist()
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def _timed(work: Callable[[], Any], times: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    return time.perf_counter() - start
+
+
+def rates(platform: Platform) -> dict[str, float]:
+    """What this GPU reaches now: GB/s of a large sum, TFLOP/s of a large bf16 product."""
+    found = DeviceRates.measured(platform)
+    return {
+        "bandwidth_gb_s": round(found.bandwidth / 1e9, 1),
+        "bf16_tflops": round(found.operations / 1e12, 1),
+    }

@@ -1,0 +1,59 @@
+"""What a step takes beside the kernels that are timed on their own, learnt from steps of whole
+engines: their time less that of the kernels, a layer. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rorqual.config.hardware import load_device
+from rorqual.config.parallel import ParallelConfig
+from rorqual.planner.costs.catalog import published
+from rorqual.planner.costs.parallel_costs import rank_step
+from rorqual.planner.timing.profiles import Profile, load_profile
+from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.timing.tables import KernelTables, held_dtype
+from rorqual.planner.timing.timed_steps import Measured, TimedStep
+
+
+def step_model(
+    step: TimedStep, device: str, profile: Profile, tables: KernelTables | None = None
+) -> StepModel:
+    overrides = {"num_hidden_layers": step.layers} if step.layers else None
+    config = published(step.model, step.quant, overrides)
+    return StepModel(config, ParallelConfig(), load_device(device), profile, tables=tables)
+
+
+def learn(
+    steps: Mapping[TimedStep, Measured], device: str, tables: KernelTables
+) -> dict[str, list[list[float]]]:
+    """The section `between` of a file of times: [tokens, us a layer] by attention, the experts'
+    weights and phase, sorted; the mean where several models or steps say something of one. Steps
+    of more than one part are left out."""
+    profile = load_profile("rorqual")
+    sums: dict[str, dict[int, list[float]]] = {}
+    for step, measured in steps.items():
+        works = step.works(measured.context)
+        if len(works) > 1:
+            continue
+        model = step_model(step, device, profile, tables)
+        ops = rank_step(model.config, model.sizes, works[0], model.fmt).ops
+        dtype = next(held_dtype(op) for op in ops if op.kind == "experts")
+        layers = sum(op.layers for op in ops if op.name == "layernorms")
+        kind = "mla" if model.config.is_mla else "gqa"
+        phase = "prompts" if step.prompts else "decode"
+        rest = (measured.ms * 1e3 - model.kernels(works[0]) * 1e6) / layers
+        key = f"{kind} {dtype} {phase}"
+        sums.setdefault(key, {}).setdefault(works[0].tokens, []).append(rest)
+    return {
+        key: [[at, round(sum(found) / len(found), 3)] for at, found in sorted(rows.items())]
+        for key, rows in sums.items()
+    }
+
+
+def rates_ratio(measured: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, float]:
+    """By limiter, how much longer a kernel takes where `measured` was than where `tables` were."""
+    return {
+        "memory": tables["bandwidth_gb_s"] / measured["bandwidth_gb_s"],
+        "compute": tables["bf16_tflops"] / measured["bf16_tflops"],
+    }

@@ -1,0 +1,50 @@
+"""A predicted figure beside the measured one, and groups of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True)
+class ValidationPoint:
+    """One figure. `high`: the other end of a predicted range, where overlap is not modelled."""
+
+    label: str
+    metric: str
+    unit: str
+    measured: float
+    predicted: float
+    high: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Of the prediction; 0 within a range, else from its nearer end."""
+        if self.high is None:
+            return self.predicted / self.measured - 1
+        low, high = sorted((self.predicted, self.high))
+        return (
+            0.0
+            if low <= self.measured <= high
+            else (low if self.measured < low else high) / self.measured - 1
+        )
+
+
+@dataclass(frozen=True)
+class ValidationGroup:
+    name: str
+    title: str
+    source: str
+    note: str
+    target: str
+    kind: str  # prediction | range | bound
+    points: tuple[ValidationPoint, ...]
+    origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
+    stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
+
+    def mean_error(self, metric: str) -> float:
+        return fmean(abs(point.error) for point in self.points if point.metric == metric)
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(point.metric for point in self.points))
