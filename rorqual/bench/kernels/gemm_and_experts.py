@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.kernels import vllm_kernels as peers
+from rorqual.config.quant import quantization_named
 from rorqual.ops import reference
 from rorqual.ops.activation import Quantized, hidden_of
 from rorqual.ops.interface import GQAWeights, TokenPlaces
@@ -176,17 +177,20 @@ EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
     (QWEN3_235B_TP8, "experts bf16 Qwen3-235B tp8", {1: None, 64: None}),
 ]
+W4A16 = quantization_named("w4a16").schemes[0]
 _weights: dict[ExpertShape, ExpertWeights] = {}
 
 
 def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
-    """Rows of about unit norm."""
+    """Rows of about unit norm. int4: groups of 128 columns, or of 64 where 128 do not divide
+    them."""
     if kind == "int4":
-        groups = (*shape[:-1], shape[-1] // 128)
+        group = W4A16.fitted(shape[-1]).block[1]
+        groups = (*shape[:-1], shape[-1] // group)
         scale = (torch.rand(groups, device=device) + 0.5) * 0.2 * shape[-1] ** -0.5
         halved = (*shape[:-1], shape[-1] // 2)
         data = torch.randint(0, 256, halved, dtype=torch.uint8, device=device)
-        return Weight(data, scale.bfloat16(), (1, 128), activation="wide")
+        return Weight(data, scale.bfloat16(), (1, group), activation="wide")
     data = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for part in data.view(-1, *shape[-2:]):
         part.normal_(std=shape[-1] ** -0.5)
