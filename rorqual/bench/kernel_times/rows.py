@@ -27,12 +27,12 @@ MODELS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("deepseek-v3", "auto", {"dp": 8, "ep": 8}),
     ("qwen3-235b-a22b", "auto", {"tp": 8}),
 )
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
+TOKENS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096, 8192)
 LARGEST_HEAD = 256  # rows of a vocabulary's product: one a request
-REQUESTS = (1, 8, 32, 64, 128, 256)
+REQUESTS = (1, 2, 4, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096, 16384, 32768)
 MOST_CACHED = 2**20  # tokens of a decode row
-PROMPTS = ((1, 256), (1, 1024), (8, 1024), (1, 4096), (1, 8192))
+PROMPTS = ((1, 256), (1, 1024), (1, 4096), (1, 8192), (8, 256), (8, 1024), (8, 4096))
 WORK = (GroupWork(BatchShape.decode(8, 1000)), GroupWork(None, (BatchShape(1, 1000),)))
 
 

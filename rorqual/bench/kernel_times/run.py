@@ -28,7 +28,7 @@ from rorqual.planner.timing.tables import BETWEEN, KernelTables, load_tables
 from rorqual.planner.timing.timed_steps import Measured, TimedStep
 
 Timer = Callable[[TimedRow], float]
-Rows = tuple[dict[TimedRow, float], dict[TimedStep, Measured]]
+Kept = tuple[dict[TimedRow, float], dict[TimedStep, Measured], Mapping[str, float]]
 SAVED_EVERY = 20  # seconds
 BASE = "h200_sglang"  # lends collectives and what a file lacks, on a GPU of its own kind alone
 
@@ -71,8 +71,8 @@ class _File:
         self.out = out
         self.device = device
         self.conditions = conditions
-        self.rates = rates
-        self.rows, self.steps = _kept(out, device, conditions)
+        self.rows, self.steps, kept = _kept(out, device, conditions)
+        self.rates = kept or rates  # most rows are of the first run
         self.failed: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.began = time.monotonic()
@@ -166,9 +166,9 @@ def conditions_here() -> dict[str, str]:
     }
 
 
-def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Rows:
+def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Kept:
     if not out.is_file():
-        return {}, {}
+        return {}, {}, {}
     try:
         data = json.loads(out.read_text())
         meta = data["meta"]
@@ -183,4 +183,5 @@ def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Rows:
         )
     present = digests.present()
     kept = {row: us for row, us, digest in found if present[row.family] == digest}
-    return kept, {step: ms for step, ms, digest in whole if present[BETWEEN] == digest}
+    steps_kept = {step: ms for step, ms, digest in whole if present[BETWEEN] == digest}
+    return kept, steps_kept, meta["rates"] if kept or steps_kept else {}

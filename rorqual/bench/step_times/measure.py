@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rorqual.bench.layers.timing import DeviceRates
+from rorqual.bench.layers.timing import SQUARE, DeviceRates
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.llm.llm import LLM
 from rorqual.planner.timing.timed_steps import BUDGET, Measured, TimedStep
@@ -21,6 +21,7 @@ BLOCKS = 3  # medians are taken over so many
 STEPS = 16  # of a block
 MIXED_STEPS = 8
 ROUNDS = 4  # of prompts that fill a step
+CLOCKS_UP = 1.0  # seconds of work after which an idle GPU's clocks are up
 SPARE = 8  # requests beside those that decode
 
 
@@ -136,7 +137,14 @@ def _timed(work: Callable[[], Any], times: int = 1) -> float:
 
 
 def rates(platform: Platform) -> dict[str, float]:
-    """What this GPU reaches now: GB/s of a large sum, TFLOP/s of a large bf16 product."""
+    """What this GPU reaches: GB/s of a large sum, TFLOP/s of a large bf16 product, once its clocks
+    are up."""
+    x = torch.randn(SQUARE, SQUARE, device=platform.device, dtype=torch.bfloat16)
+    until = time.monotonic() + CLOCKS_UP
+    while time.monotonic() < until:
+        x @ x
+        platform.synchronize()
+    del x
     found = DeviceRates.measured(platform)
     return {
         "bandwidth_gb_s": round(found.bandwidth / 1e9, 1),

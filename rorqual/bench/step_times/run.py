@@ -77,7 +77,7 @@ def run(
 ) -> tuple[int, int]:
     """Writes `out`; device: the GPU as the planner calls it; rates: what it reaches in this run.
     Returns rows that are timed or do not fit, and rows wanted."""
-    known, left = _kept(out, device, conditions)
+    known, left, kept = _kept(out, device, conditions)
 
     def write() -> None:
         facts = client_facts(("torch", "triton"))
@@ -88,7 +88,7 @@ def run(
                 "commit": facts["git_commit"],
                 "date": facts["date"],
                 "command": " ".join(facts["command"]),
-                "rates": dict(rates),
+                "rates": dict(kept or rates),
                 "left_out": left,
             },
             "rows": [[*astuple(row), *measured] for row, measured in known.items()],
@@ -105,9 +105,9 @@ def run(
 
 def _kept(
     out: Path, device: str, conditions: Mapping[str, str]
-) -> tuple[dict[TimedStep, Measured], dict[str, str]]:
+) -> tuple[dict[TimedStep, Measured], dict[str, str], Rates]:
     if not out.is_file():
-        return {}, {}
+        return {}, {}, {}
     data = read(out)
     meta = data["meta"]
     if meta["device"] != device or meta["conditions"] != dict(conditions):
@@ -115,4 +115,4 @@ def _kept(
             f"{out} is of {meta['device']}, {meta['conditions']}; here it is {device}, "
             f"{dict(conditions)}. Name another file"
         )
-    return rows_of(data), dict(meta["left_out"])
+    return rows_of(data), dict(meta["left_out"]), meta["rates"]

@@ -27,7 +27,7 @@ from rorqual.cache.spec import (
     short_name,
 )
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
+from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
@@ -268,8 +268,7 @@ class Worker:
             return 0
         wanted = self.config.piecewise_tokens
         if wanted is None:
-            tried = isinstance(self.model_config.attention, GQAConfig)
-            wanted = PIECEWISE_TOKENS if tried else 0
+            wanted = PIECEWISE_TOKENS
         return min(wanted, self.batched_tokens)
 
     @property
