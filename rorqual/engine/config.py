@@ -170,8 +170,8 @@ class EngineConfig:
     piecewise_tokens: int | None = _execution(
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
-        "attention is launched; 0 for none. On one GPU alone; if left out 4096 for models with "
-        "grouped-query attention, and none for others, with which it has not run on a GPU.",
+        "attention is launched; 0 for none. On one GPU alone; if left out 4096, or none where a "
+        "layer has more than 4 GiB of weights, which take longer to read than to launch.",
     )
     precompile_kernels: bool = _execution(
         True,

@@ -64,6 +64,9 @@ log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
 PIECEWISE_TOKENS = 4096  # beyond, a GPU computes longer than the host launches
+# Of a layer's weights. A GPU that must read more of them takes longer than its launches in any
+# step, and pieces would bring nothing but rows of padding.
+PIECEWISE_BYTES = 4 * 2**30
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -268,7 +271,8 @@ class Worker:
             return 0
         wanted = self.config.piecewise_tokens
         if wanted is None:
-            wanted = PIECEWISE_TOKENS
+            layer = weight_bytes(self.model) / self.model_config.num_layers
+            wanted = PIECEWISE_TOKENS if layer <= PIECEWISE_BYTES else 0
         return min(wanted, self.batched_tokens)
 
     @property
