@@ -17,17 +17,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
 from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, SamplingVariant, int], Tensor]
 CAPTURED = tuple(SamplingVariant)
-
-
-def bucket_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 beyond."""
-    sizes = {1, 2, 4, most, *range(8, 65, 8), *range(64, 257, 16), *range(256, most + 1, 64)}
-    return sorted(size for size in sizes if size <= most)
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
+from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
 from rorqual.engine.execution.forward_batch_builder import (
     BatchPart,
@@ -23,6 +23,7 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
 from rorqual.engine.execution.verifier import Verifier
+from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
     SamplingVariant,

@@ -16,6 +16,7 @@ from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.config.quant import WIDE, WeightScheme
+from rorqual.engine.scheduling.buckets import bucket_of
 from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
@@ -167,7 +168,32 @@ class StepModel:
 
     def _rank_step(self, work: GroupWork) -> RankStep:
         copies = self.profile.dispatch == "picks"
-        return rank_step(self.config, self.sizes, work, self.fmt, self.routing, copies)
+        found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, copies)
+        decode = work.decode
+        if not self.profile.padded or decode is None or work.prefill:
+            return found
+        bucket = bucket_of(decode.requests)
+        if bucket == decode.requests:
+            return found
+        more = bucket / decode.requests
+        return replace(found, ops=tuple(self._padded(op, more) for op in found.ops))
+
+    def _padded(self, op: RankOp, more: float) -> RankOp:
+        """With `more` times the rows: those of padding are one and the same token, which attends to
+        nothing and chooses its own experts."""
+        grown = replace(op, flops=op.flops * more, activation_bytes=op.activation_bytes * more)
+        if op.kind == "gemm":
+            return replace(grown, shape=(op.shape[0] * more, *op.shape[1:]))
+        if op.kind == "bmm":
+            return replace(grown, shape=(op.shape[0], op.shape[1] * more, *op.shape[2:]))
+        if op.kind != "experts":
+            return op
+        tokens, picks, distinct, *rest, local = op.shape
+        moe = self.config.moe
+        used = distinct + moe.top_k * local / moe.num_experts * (1 - distinct / local)
+        shape = (tokens * more, picks * more, used, *rest, local)
+        weight = op.weight_bytes * used / max(distinct, 1e-9)
+        return replace(grown, shape=shape, weight_bytes=weight)
 
     def kernels(self, work: GroupWork) -> float:
         """Seconds of the operations alone, one after another, without what is between them."""

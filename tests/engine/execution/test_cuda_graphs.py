@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.execution.cuda_graphs import bucket_sizes
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.sampler import PendingStep
+from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
     SamplingVariant,
     SchedulerOutput,
@@ -340,6 +340,8 @@ def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
 
 
 def test_buckets():
+    assert all(bucket_of(n) in bucket_sizes(1024) for n in range(1, 1025))
+    assert all(bucket_of(n) == min(b for b in bucket_sizes(1024) if b >= n) for n in range(1, 1025))
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(5) == [1, 2, 4, 5]
     assert bucket_sizes(256)[-1] == 256
