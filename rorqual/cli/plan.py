@@ -25,6 +25,12 @@ Steps = Annotated[
         "--steps", help="With --validate: steps that `rorqual bench steps` timed, these alone."
     ),
 ]
+Question = Annotated[
+    str | None, typer.Option(help="Answer one question of those --questions lists instead.")
+]
+Gpus = Annotated[
+    bool, typer.Option("--gpus", help="List the GPUs that ship, with the source of every figure.")
+]
 Loads = Annotated[
     list[Path] | None,
     typer.Option(
@@ -58,15 +64,10 @@ def plan(
         str | None, typer.Option(help="Beginnings of groups to validate, comma-separated.")
     ] = None,
     steps: Steps = None,
-    question: Annotated[
-        str | None, typer.Option(help="Answer one question of those --questions lists instead.")
-    ] = None,
+    question: Question = None,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions.")] = False,
     expert_load: Loads = None,
-    gpus: Annotated[
-        bool,
-        typer.Option("--gpus", help="List the GPUs that ship, with the source of every figure."),
-    ] = False,
+    gpus: Gpus = False,
 ) -> None:
     """Search layouts, batches and roles for a service goal; print the best with the reason, or
     why nothing works."""

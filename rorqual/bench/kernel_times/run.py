@@ -25,10 +25,10 @@ from rorqual.errors import ConfigError
 from rorqual.planner.timing import digests
 from rorqual.planner.timing.between import learn
 from rorqual.planner.timing.tables import BETWEEN, KernelTables, load_tables
-from rorqual.planner.timing.timed_steps import Measured, TimedStep
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep
 
 Timer = Callable[[TimedRow], float]
-Kept = tuple[dict[TimedRow, float], dict[TimedStep, Measured], Mapping[str, float]]
+Kept = tuple[dict[TimedRow, float], dict[TimedStep, StepMeasurement], Mapping[str, float]]
 SAVED_EVERY = 20  # seconds
 BASE = "h200_sglang"  # lends collectives and what a file lacks, on a GPU of its own kind alone
 
@@ -173,7 +173,7 @@ def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Kept:
         data = json.loads(out.read_text())
         meta = data["meta"]
         found = [(TimedRow(row[0], row[1], tuple(row[2])), row[3], row[4]) for row in data["rows"]]
-        whole = [(TimedStep(*row[:7]), Measured(*row[7:9]), row[9]) for row in data["steps"]]
+        whole = [(TimedStep(*row[:7]), StepMeasurement(*row[7:9]), row[9]) for row in data["steps"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{out} is no file of calibrate --full: {error!r}") from None
     if meta["device"] != device or meta["conditions"] != dict(conditions):

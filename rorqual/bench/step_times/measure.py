@@ -13,7 +13,7 @@ import torch
 from rorqual.bench.layers.timing import SQUARE, DeviceRates
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.llm.llm import LLM
-from rorqual.planner.timing.timed_steps import BUDGET, Measured, TimedStep
+from rorqual.planner.timing.timed_steps import BUDGET, StepMeasurement, TimedStep
 from rorqual.platforms.base import Platform
 from rorqual.request import Request, SamplingParams
 
@@ -60,7 +60,7 @@ class StepTimer:
         gc.collect()  # engines hold themselves in circles
         platform.release_memory()
 
-    def measure(self, row: TimedStep) -> Measured:
+    def measure(self, row: TimedStep) -> StepMeasurement:
         """Raises DoesNotFit."""
         config = self.engine.scheduler.config
         held = row.requests * (row.context + BLOCKS * STEPS + 64) + row.prompts * row.prompt
@@ -69,7 +69,7 @@ class StepTimer:
             raise DoesNotFit(f"{held:,} tokens of {room:,}")
         return self._decoding(row) if row.requests else self._prompts(row)
 
-    def _decoding(self, row: TimedStep) -> Measured:
+    def _decoding(self, row: TimedStep) -> StepMeasurement:
         waiting = row.requests * row.context // BUDGET
         each = (MIXED_STEPS + 2) * max(1, -(-row.prompt // BUDGET)) if row.prompts else STEPS
         timed = BLOCKS * (each + 4)
@@ -80,7 +80,7 @@ class StepTimer:
             decoding = self.engine.scheduler.decoding
             assert len(decoding) == count, "a request ended while it was timed"
             context = statistics.fmean(len(sequence.tokens) for sequence in decoding.values())
-        return Measured(statistics.median(found) * 1e3, context - timed / 2)
+        return StepMeasurement(statistics.median(found) * 1e3, context - timed / 2)
 
     def _block(self, row: TimedStep, steps: int) -> float:
         """Seconds of one step: of so many one behind the other. Where prompts are computed each
@@ -103,7 +103,7 @@ class StepTimer:
             self.engine.step()
         return seconds
 
-    def _prompts(self, row: TimedStep) -> Measured:
+    def _prompts(self, row: TimedStep) -> StepMeasurement:
         def once() -> None:
             for _ in range(row.prompts * ROUNDS):
                 self._add(row.prompt)
@@ -112,7 +112,7 @@ class StepTimer:
 
         once()
         found = [_timed(once) / ROUNDS for _ in range(BLOCKS)]
-        return Measured(statistics.median(found) * 1e3, 0.0)
+        return StepMeasurement(statistics.median(found) * 1e3, 0.0)
 
     def _add(self, tokens: int) -> None:
         prompt = self._draw(tokens)

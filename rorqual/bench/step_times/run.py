@@ -16,11 +16,11 @@ from rorqual.bench.provenance import client_facts
 from rorqual.bench.step_times.measure import DoesNotFit
 from rorqual.bench.step_times.rows import by_engine
 from rorqual.errors import ConfigError, RorqualError
-from rorqual.planner.timing.timed_steps import Measured, TimedStep, read, rows_of
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 
 
 class Timer(Protocol):
-    def measure(self, row: TimedStep) -> Measured: ...
+    def measure(self, row: TimedStep) -> StepMeasurement: ...
 
     def close(self) -> None: ...
 
@@ -33,7 +33,7 @@ def time_steps(
     wanted: Iterable[TimedStep],
     make: MakeTimer,
     until: float,
-    known: dict[TimedStep, Measured],
+    known: dict[TimedStep, StepMeasurement],
     told: Callable[[], None],
 ) -> dict[str, str]:
     """Adds to `known` what it lacks, engine by engine, until time.monotonic() is past `until`;
@@ -105,7 +105,7 @@ def run(
 
 def _kept(
     out: Path, device: str, conditions: Mapping[str, str]
-) -> tuple[dict[TimedStep, Measured], dict[str, str], Rates]:
+) -> tuple[dict[TimedStep, StepMeasurement], dict[str, str], Rates]:
     if not out.is_file():
         return {}, {}, {}
     data = read(out)

@@ -17,18 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
 from rorqual.platforms.base import Pieces, Platform
 
 Body = Callable[[Tensor, Tensor, Tensor, PieceRecorder], Tensor]
-
-
-def token_buckets(most: int) -> list[int]:
-    """Every 64 up to 512, 128 up to 1,024, 256 up to 2,048, 512 beyond: at most an eighth of a
-    step of more than 512 tokens is padding."""
-    sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
-    found = [size for size in (*sizes, *range(2048, most + 1, 512)) if size <= most]
-    return found if not found or found[-1] == most else [*found, most]
 
 
 @dataclass

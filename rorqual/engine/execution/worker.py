@@ -38,6 +38,7 @@ from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
+from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
@@ -63,10 +64,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
-PIECEWISE_TOKENS = 4096  # beyond, a GPU computes longer than the host launches
-# Of a layer's weights. A GPU that must read more of them takes longer than its launches in any
-# step, and pieces would bring nothing but rows of padding.
-PIECEWISE_BYTES = 4 * 2**30
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -272,7 +269,7 @@ class Worker:
         wanted = self.config.piecewise_tokens
         if wanted is None:
             layer = weight_bytes(self.model) / self.model_config.num_layers
-            wanted = PIECEWISE_TOKENS if layer <= PIECEWISE_BYTES else 0
+            wanted = piecewise_tokens(layer)
         return min(wanted, self.batched_tokens)
 
     @property

@@ -1,6 +1,12 @@
-"""Batch sizes that decode steps are recorded for. No torch."""
+"""Sizes that steps are recorded for: batches that decode, tokens of steps with prompts. No
+torch."""
 
 from __future__ import annotations
+
+PIECEWISE_TOKENS = 4096  # beyond, a GPU computes longer than the host launches
+# Of a layer's weights. A GPU that must read more of them takes longer than its launches in any
+# step, and pieces would bring nothing but rows of padding.
+PIECEWISE_BYTES = 4 * 2**30
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -15,3 +21,17 @@ def bucket_of(size: int) -> int:
         return 1 << max(0, size - 1).bit_length()
     step = 8 if size <= 64 else 16 if size <= 256 else 64
     return -(-size // step) * step
+
+
+def piecewise_tokens(layer_bytes: float) -> int:
+    """Tokens up to which one GPU records steps with prompts if nothing is asked for; 0 for none.
+    layer_bytes: weights of a layer, in the mean."""
+    return PIECEWISE_TOKENS if layer_bytes <= PIECEWISE_BYTES else 0
+
+
+def token_buckets(most: int) -> list[int]:
+    """Every 64 up to 512, 128 up to 1,024, 256 up to 2,048, 512 beyond: at most an eighth of a
+    step of more than 512 tokens is padding."""
+    sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
+    found = [size for size in (*sizes, *range(2048, most + 1, 512)) if size <= most]
+    return found if not found or found[-1] == most else [*found, most]

@@ -372,13 +372,13 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
             error = (
                 "inside" if point.high is not None and not point.error else f"{point.error:+.1%}"
             )
-            made.add_row(
-                point.label, point.metric, f"{point.measured:,.2f}", shown, error, point.unit
-            )
+            label = f"{point.label} (chosen on)" if point.fitted else point.label
+            made.add_row(label, point.metric, f"{point.measured:,.2f}", shown, error, point.unit)
         console.print(made)
         if group.kind == "prediction":
             means = ", ".join(
-                f"{metric} {group.mean_error(metric):.1%}" for metric in group.metrics
+                f"{metric} {group.mean_error(metric):.1%} (worst {group.worst_error(metric):.1%})"
+                for metric in group.metrics
             )
             console.print(
                 f"mean absolute error: {means}"

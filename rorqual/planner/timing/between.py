@@ -13,7 +13,7 @@ from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.timing.profiles import Profile, load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.tables import KernelTables, held_dtype
-from rorqual.planner.timing.timed_steps import Measured, TimedStep
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep
 
 
 def step_model(
@@ -25,7 +25,7 @@ def step_model(
 
 
 def learn(
-    steps: Mapping[TimedStep, Measured], device: str, tables: KernelTables
+    steps: Mapping[TimedStep, StepMeasurement], device: str, tables: KernelTables
 ) -> dict[str, list[list[float]]]:
     """The section `between` of a file of times: [tokens, us a layer] by attention, the experts'
     weights and phase, sorted; the mean where several models or steps say something of one. Steps

@@ -26,7 +26,8 @@ class Profile:
     `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency
     exchange sends, `blocks` of rows to every rank as this engine does, or a copy for each of a
     token's `picks` as DeepEP does. calibrated: stands on the device's own measured file.
-    padded: decode steps compute as many rows as the bucket has that they were recorded for.
+    expert_factor: what the experts' times of the tables are multiplied by. padded: steps compute as
+    many rows as the bucket has that they were recorded for.
     npu: for NPUs alone. product_us: the start of a product, small_us if left out. *_reached:
     fractions of the device's peaks where nothing is measured; flops_by_dtype: where a dtype's
     differs.
@@ -53,6 +54,7 @@ class Profile:
     calibrated: bool = False
     dispatch: str = "blocks"
     padded: bool = False
+    expert_factor: float = 1.0
     npu: bool = False
     product_us: float | None = None
     bandwidth_reached: float = 0.85

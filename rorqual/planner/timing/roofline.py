@@ -16,7 +16,7 @@ from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.config.quant import WIDE, WeightScheme
-from rorqual.engine.scheduling.buckets import bucket_of
+from rorqual.engine.scheduling.buckets import bucket_of, piecewise_tokens, token_buckets
 from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
@@ -33,6 +33,10 @@ from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.tables import RENEWAL, KernelTables, curve_seconds, held_dtype
 
 PAGE = 64  # of an engine on a device, if nothing else is asked for
+PROMPTS_ALONE = (
+    "lm_head",
+    "kv_b_proj",
+)  # computed between recorded pieces, for rows that are there
 LIMITERS = ("compute", "memory", "network", "launch")
 
 
@@ -169,14 +173,29 @@ class StepModel:
     def _rank_step(self, work: GroupWork) -> RankStep:
         copies = self.profile.dispatch == "picks"
         found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, copies)
-        decode = work.decode
-        if not self.profile.padded or decode is None or work.prefill:
+        more = self._padding(work)
+        if more == 1:
             return found
-        bucket = bucket_of(decode.requests)
-        if bucket == decode.requests:
-            return found
-        more = bucket / decode.requests
-        return replace(found, ops=tuple(self._padded(op, more) for op in found.ops))
+        outside = PROMPTS_ALONE if work.prefill else ()
+        ops = (op if op.name in outside else self._padded(op, more) for op in found.ops)
+        return replace(found, ops=tuple(ops))
+
+    def _padding(self, work: GroupWork) -> float:
+        """Rows that a recorded step computes, over those that are asked for."""
+        if not self.profile.padded:
+            return 1.0
+        if not work.prefill:
+            return bucket_of(work.decode.requests) / work.decode.requests if work.decode else 1.0
+        most = self._piecewise
+        if work.tokens > most:
+            return 1.0
+        return next(size for size in token_buckets(most) if size >= work.tokens) / work.tokens
+
+    @cached_property
+    def _piecewise(self) -> int:
+        if not self.sizes.is_single:
+            return 0
+        return piecewise_tokens(self.weight_bytes / self.config.num_layers)
 
     def _padded(self, op: RankOp, more: float) -> RankOp:
         """With `more` times the rows: those of padding are one and the same token, which attends to
@@ -368,7 +387,8 @@ class StepModel:
             hidden, inner, picks + extra * tokens, distinct + extra, op, self.device, width
         )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
-        return start + (found.seconds - start) * here / there
+        seconds = start + (found.seconds - start) * here / there
+        return seconds * self.profile.expert_factor
 
     def _fused_shared(self) -> bool:
         """Shared experts run as so many more routed experts: only where both are cut alike over

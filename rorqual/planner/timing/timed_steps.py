@@ -15,7 +15,7 @@ from rorqual.planner.costs.costs import BatchShape, GroupWork
 BUDGET = 8192  # tokens of a step; prompts fill it
 
 
-class Measured(NamedTuple):
+class StepMeasurement(NamedTuple):
     """ms of the step (of all its parts, where a prompt takes several); context: tokens of a
     decoding request in the mean, half-way through."""
 
@@ -79,5 +79,5 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def rows_of(data: Mapping[str, Any]) -> dict[TimedStep, Measured]:
-    return {TimedStep(*row[:7]): Measured(row[7], row[8]) for row in data["rows"]}
+def rows_of(data: Mapping[str, Any]) -> dict[TimedStep, StepMeasurement]:
+    return {TimedStep(*row[:7]): StepMeasurement(row[7], row[8]) for row in data["rows"]}

@@ -13,7 +13,7 @@ from rorqual.errors import ConfigError
 from rorqual.planner.timing.between import rates_ratio, step_model
 from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
 from rorqual.planner.timing.tables import STALE, KernelTables
-from rorqual.planner.timing.timed_steps import Measured, TimedStep, read, rows_of
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 from rorqual.planner.validation.points import ValidationGroup, ValidationPoint
 
 TARGETS = {"decode": "5 %, worst 10 %", "prompts": "8 %", "mixed": "8 %"}  # of the tables' GPU
@@ -33,7 +33,7 @@ def own_groups(path: Path, kernels: str | None) -> list[ValidationGroup]:
             f"{path} is of {meta['device']}, the times of {tables.source} are of {tables.device}; "
             "--kernels names others"
         )
-    grouped: dict[tuple[Any, ...], dict[TimedStep, Measured]] = {}
+    grouped: dict[tuple[Any, ...], dict[TimedStep, StepMeasurement]] = {}
     for step, measured in rows_of(data).items():
         grouped.setdefault((*step.engine, step.kind), {})[step] = measured
     return [_group(steps, meta, profile, tables) for steps in grouped.values()]
@@ -59,7 +59,7 @@ def shipped_groups() -> list[ValidationGroup]:
 
 
 def _group(
-    steps: Mapping[TimedStep, Measured],
+    steps: Mapping[TimedStep, StepMeasurement],
     meta: Mapping[str, Any],
     profile: Profile,
     tables: KernelTables,

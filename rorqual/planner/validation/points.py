@@ -8,7 +8,8 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """One figure. `high`: the other end of a predicted range, where overlap is not modelled."""
+    """One figure. `high`: the other end of a predicted range, where overlap is not modelled.
+    fitted: a number of the profile was chosen on it, so its error tells nothing."""
 
     label: str
     metric: str
@@ -16,6 +17,7 @@ class ValidationPoint:
     measured: float
     predicted: float
     high: float | None = None
+    fitted: bool = False
 
     @property
     def error(self) -> float:
@@ -42,8 +44,15 @@ class ValidationGroup:
     origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
     stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
 
+    def judged(self, metric: str) -> list[float]:
+        """Errors of the figures that nothing was fitted to."""
+        return [point.error for point in self.points if point.metric == metric and not point.fitted]
+
     def mean_error(self, metric: str) -> float:
-        return fmean(abs(point.error) for point in self.points if point.metric == metric)
+        return fmean(map(abs, self.judged(metric)))
+
+    def worst_error(self, metric: str) -> float:
+        return max(map(abs, self.judged(metric)))
 
     @property
     def metrics(self) -> list[str]:

@@ -4,48 +4,27 @@ Data: data/published.yaml. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rorqual.config.hardware import DATA, load_device
-from rorqual.config.model import ModelConfig
-from rorqual.config.parallel import ParallelConfig
-from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
-from rorqual.planner.costs.routing import Routing
-from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
+from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing.roofline import StepModel, StepTime
 from rorqual.planner.timing.tables import RENEWAL, STALE
 from rorqual.planner.validation.closed_loop import Loop, play
+from rorqual.planner.validation.fitting import GROUPS, fitted_rows
 from rorqual.planner.validation.own_steps import own_groups, shipped_groups
 from rorqual.planner.validation.points import ValidationGroup, ValidationPoint
-
-
-def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
-    both = {**group, **row}
-    overrides = {"num_hidden_layers": both["layers"]} if "layers" in both else None
-    config: ModelConfig = published(both["model"], both.get("quant", "auto"), overrides)
-    sizes = ParallelConfig(**both.get("sizes", {}))
-    fmt = Format(kv_dtype=both.get("kv_dtype"), split_latent=both.get("split_latent", False))
-    routing = Routing.parse(both.get("routing", "uniform"))
-    return StepModel(config, sizes, load_device(both["device"]), _profile(both), fmt, routing)
-
-
-def _profile(given: Mapping[str, Any]) -> Profile:
-    """`kernels` stands in for the shipped times of ours alone."""
-    profile = load_profile(given["profile"])
-    return with_kernels(profile, given.get("kernels")) if profile.name == "rorqual" else profile
+from rorqual.planner.validation.published import model_of_row, published_rows
 
 
 def _stale(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Of a step that decodes and one of prompts, as the rows' models would run them."""
     found: set[str] = set()
     for row in group["rows"]:
-        model = _model(group, row)
+        model = model_of_row(group, row)
         if group["kind"] not in PROMPTS:
             model.step(GroupWork(BatchShape.decode(1, 1024)))
-        if group["kind"] in (*PROMPTS, "closed_loop"):
+        if group["kind"] in (*PROMPTS, "closed_loop", "served"):
             model.step(GroupWork(None, (BatchShape(1, 1024),)))
         found.update(model.families(STALE))
     return tuple(sorted(found))
@@ -53,18 +32,32 @@ def _stale(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     loop = Loop(row["clients"], group["prompt"], group["output"], ratio=group["ratio"])
-    result = play(_model(group, row), loop)
+    result = play(model_of_row(group, row), loop)
     label = f"{row['clients']} clients"
+    chosen = group["name"] in GROUPS and (group["name"], row["clients"]) in fitted_rows()
     return [
+        ValidationPoint(label, "TPOT", "ms", row["tpot_ms"], result.tpot * 1e3, fitted=chosen),
+        ValidationPoint(label, "TTFT", "ms", row["ttft_ms"], result.ttft * 1e3, fitted=chosen),
+    ]
+
+
+def _served(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
+    """A server under so many streams that all begin at once, each with `waves` requests."""
+    clients = row["clients"]
+    loop = Loop(clients, group["prompt"], group["output"], requests=clients * row["waves"])
+    result = play(model_of_row(group, row), loop)
+    label = f"{clients} streams"
+    return [
+        ValidationPoint(label, "output", "tok/s", row["tokens_per_s"], result.throughput),
         ValidationPoint(label, "TPOT", "ms", row["tpot_ms"], result.tpot * 1e3),
-        ValidationPoint(label, "TTFT", "ms", row["ttft_ms"], result.ttft * 1e3),
+        ValidationPoint(label, "TTFT p50", "ms", row["ttft_ms"], result.ttft_median * 1e3),
     ]
 
 
 def _decode(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepTime:
     both = {**group, **row}
     drafts = both.get("num_speculative_tokens", 0)
-    return _model(group, row).step(
+    return model_of_row(group, row).step(
         GroupWork(BatchShape.verify(both["clients"], both["context"], drafts), drafts=drafts)
     )
 
@@ -92,7 +85,7 @@ def _prefill_time(
     group: Mapping[str, Any], row: Mapping[str, Any]
 ) -> tuple[StepModel, StepTime, int]:
     both = {**group, **row}
-    model = _model(group, row)
+    model = model_of_row(group, row)
     work = GroupWork(None, (BatchShape(both["batch"], both["prompt"]),))
     return model, model.step(work), work.tokens
 
@@ -175,19 +168,13 @@ def stale_groups(groups: list[ValidationGroup]) -> list[str]:
 PROMPTS = ("prefill", "prefill_step", "prefill_rate")
 KINDS = {
     "closed_loop": _closed_loop,
+    "served": _served,
     "step": _step,
     "prefill": _prefill,
     "prefill_step": _prefill_step,
     "prefill_rate": _prefill_rate,
     "decode_rate": _decode_rate,
 }
-
-
-@lru_cache(maxsize=1)
-def published_rows() -> Mapping[str, Any]:
-    import yaml
-
-    return yaml.safe_load((DATA / "published.yaml").read_text())["groups"]
 
 
 def validate(
@@ -202,7 +189,7 @@ def validate(
     for name, given in published_rows().items():
         if not _wanted(name, names):
             continue
-        group = {**given, "kernels": kernels}
+        group = {**given, "kernels": kernels, "name": name}
         points = [point for row in group["rows"] for point in KINDS[group["kind"]](group, row)]
         kind = "bound" if group.get("bound") else "range" if group.get("range") else "prediction"
         found.append(

@@ -15,10 +15,14 @@ from rorqual.bench.kernel_times import run as times
 from rorqual.bench.kernel_times.measure import ATTENTION, RowTimer
 from rorqual.bench.kernel_times.rows import TimedRow
 from rorqual.bench.kernels import gemm_and_experts as cases
+from rorqual.bench.step_times import run as step_times
+from rorqual.bench.step_times.measure import DoesNotFit, StepTimer
+from rorqual.bench.step_times.rows import steps
 from rorqual.cli.main import app
 from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
+from rorqual.models.hub import BUNDLED
 from rorqual.ops.activation import NormOutput, Quantized
 from rorqual.ops.interface import Ops
 from rorqual.planner.costs.catalog import published
@@ -26,6 +30,7 @@ from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing import digests, tables
 from rorqual.planner.timing.profiles import load_profile, with_kernels
 from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read
 from rorqual.planner.validation import validation
 
 HERE = {"card": "a GPU", "torch": "2", "triton": "3", "driver": "1", "own_tuning": "no"}
@@ -39,11 +44,30 @@ def fake(row: TimedRow) -> float:
     return 3 + size**0.5 / 100
 
 
+class FakeEngine:
+    """Steps longer than the kernels above, by 1 ms for each 100 tokens."""
+
+    def __init__(self, rows: list[TimedStep]):
+        self.rows = rows
+
+    def measure(self, row: TimedStep) -> StepMeasurement:
+        assert row in self.rows
+        if row.requests == 256:
+            raise DoesNotFit("too many")
+        return StepMeasurement(1e6 + row.works()[0].tokens / 100, row.context)
+
+    def close(self) -> None:
+        self.rows = []
+
+
+RATES = {"bandwidth_gb_s": 4000.0, "bf16_tflops": 700.0}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("times") / "h200.json"
-    held, count = times.run("h200", out, 1e9, None, fake, HERE)
-    assert held == count == len(wanted.rows())
+    held, count = times.run("h200", out, 1e9, None, fake, HERE, FakeEngine, RATES)
+    assert held == count == len(wanted.rows()) + len(steps(learnt=True))
     return out
 
 
@@ -89,13 +113,13 @@ def test_a_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
         return 5.0
 
     only = "mla_prefill,gqa_prefill"
-    assert times.run("h200", out, -1, only, timer, HERE) == (0, 20)
+    assert times.run("h200", out, -1, only, timer, HERE) == (0, 28)
     assert not done, "no row begins after the limit"
-    assert times.run("h200", out, 1e9, "mla_prefill", timer, HERE) == (10, 10)
+    assert times.run("h200", out, 1e9, "mla_prefill", timer, HERE) == (14, 14)
     meta = json.loads(out.read_text())["meta"]
     assert meta["kernels"] == {"mla_prefill": digests.present()["mla_prefill"]}
-    assert times.run("h200", out, 1e9, only, timer, HERE) == (20, 20)
-    assert len(done) == len(set(done)) == 20
+    assert times.run("h200", out, 1e9, only, timer, HERE) == (28, 28)
+    assert len(done) == len(set(done)) == 28
     assert set(json.loads(out.read_text())["meta"]["kernels"]) == {"mla_prefill", "gqa_prefill"}
 
 
@@ -113,7 +137,7 @@ def test_rows_of_changed_kernels_are_measured_anew(
         return 1.0
 
     times.run("h200", out, 1e9, "prefill", timer, HERE)
-    assert seen == ["mla_prefill"] * 10
+    assert seen == ["mla_prefill"] * 14
 
 
 def test_a_row_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
@@ -124,12 +148,12 @@ def test_a_row_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
             raise ValueError("out of registers")
         return 1.0
 
-    assert times.run("h200", out, 1e9, "mla_prefill", broken, HERE) == (8, 10)
+    assert times.run("h200", out, 1e9, "mla_prefill", broken, HERE) == (12, 14)
     meta = json.loads(out.read_text())["meta"]
     assert len(meta["failed"]) == 2
     assert "out of registers" in next(iter(meta["failed"].values()))
     assert meta["kernels"] == {}, "a family with a hole is not current"
-    assert times.run("h200", out, 1e9, "mla_prefill", fake, HERE) == (10, 10)
+    assert times.run("h200", out, 1e9, "mla_prefill", fake, HERE) == (14, 14)
     assert json.loads(out.read_text())["meta"]["failed"] == {}
 
 
@@ -162,7 +186,114 @@ def test_no_other_gpu_lends_what_a_file_lacks(tmp_path: Path) -> None:
         StepModel(*given).step(GroupWork(BatchShape.decode(8, 1000)))
 
 
+# ---- steps of whole engines
+
+
+def test_what_lies_between_kernels_is_learnt(whole: Path) -> None:
+    data = json.loads(whole.read_text())
+    assert data["meta"]["kernels"].keys() == digests.FAMILIES.keys()
+    assert data["meta"]["rates"] == RATES
+    left = data["meta"]["left_out"]
+    assert len(left) == 6
+    assert all("256 x 1024" in name for name in left)
+    rows = data["between"]["gqa bfloat16 decode"]
+    assert [at for at, _ in rows] == [1, 32, 128]
+    model = step_model(whole, "qwen3-30b-a3b")
+    for requests in (1, 32, 128):
+        step = model.step(GroupWork(BatchShape.decode(requests, 1024)))
+        assert step.seconds * 1e3 == pytest.approx(1e6 + requests / 100, rel=1e-9)
+
+
+def test_a_part_of_the_rows_learns_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "part.json"
+    only = "experts,qwen3-30b-a3b decode"
+    held, count = times.run("h200", out, 1e9, only, fake, HERE, FakeEngine, RATES)
+    assert held == count
+    data = json.loads(out.read_text())
+    assert "between" not in data
+    assert set(data["meta"]["kernels"]) == {"experts"}
+    assert len(data["steps"]) == 4  # 256 requests do not fit
+
+
+def test_steps_go_on_and_are_judged(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "steps.json"
+    asked = [step for step in steps(learnt=False) if step.requests != 250]
+    half = asked[:7]
+    given = (FakeEngine, HERE, RATES)
+    assert step_times.run("h200", out, 1e9, half, *given) == (7, 7)
+    assert step_times.run("h200", out, -1, asked, *given) == (7, len(asked))
+    slower = {name: rate * 0.9 for name, rate in RATES.items()}
+    assert step_times.run("h200", out, 1e9, asked, FakeEngine, HERE, slower)[0] == len(asked)
+    assert read(out)["meta"]["rates"] == RATES, "of the first run"
+    with pytest.raises(ConfigError, match="Name another file"):
+        step_times.run("h100", out, 1, asked, *given)
+    found = validation.validate(steps=str(out), kernels=str(whole))
+    assert {group.name for group in found} >= {
+        "steps-h200-qwen3-30b-a3b-decode",
+        "steps-h200-deepseek-v3-8-mixed",
+        "steps-h200-deepseek-v2-lite-w4a16-prompts",
+    }
+    assert sum(len(group.points) for group in found) == len(asked)
+    assert not validation.stale_groups(found)
+
+
+def test_a_slower_gpu_of_the_kind_is_expected_to_be_slower(tmp_path: Path, whole: Path) -> None:
+    asked = [step for step in steps(learnt=False) if step.engine == ("qwen3-30b-a3b", "auto", None)]
+    predicted = []
+    for share in (1.0, 0.8):
+        out = tmp_path / f"{share}.json"
+        rates = {name: rate * share for name, rate in RATES.items()}
+        step_times.run("h200", out, 1e9, asked, FakeEngine, HERE, rates)
+        groups = validation.validate(steps=str(out), kernels=str(whole))
+        predicted.append([point.predicted for group in groups for point in group.points])
+    assert all(a < b < a / 0.79 for a, b in zip(*predicted, strict=True))
+
+
+def test_a_file_that_is_none_of_steps_is_refused(tmp_path: Path, whole: Path) -> None:
+    for text in ("", "[]", '{"meta": {}, "rows": []}'):
+        bad = tmp_path / "bad.json"
+        bad.write_text(text)
+        with pytest.raises(ConfigError, match="no file of rorqual bench steps"):
+            validation.validate(steps=str(bad))
+    out = tmp_path / "h100.json"
+    step_times.run("h100", out, 1e9, steps(learnt=False)[:2], FakeEngine, HERE, RATES)
+    with pytest.raises(ConfigError, match="--kernels names others"):
+        validation.validate(steps=str(out), kernels=str(whole))
+
+
+def test_a_step_of_a_real_engine_is_timed() -> None:
+    """On this machine's CPU, the bundled model: the same calls as on a GPU."""
+    model = str(BUNDLED)
+    asked = [
+        TimedStep(model, "auto", None, 3, 300, 0, 0),
+        TimedStep(model, "auto", None, 0, 0, 2, 64),
+        TimedStep(model, "auto", None, 2, 300, 1, 128),
+        TimedStep(model, "auto", None, 300, 300, 0, 0),
+    ]
+    timer = StepTimer(asked, device="cpu", num_pages=400)
+    try:
+        decode, prompts, mixed = (timer.measure(step) for step in asked[:3])
+        with pytest.raises(DoesNotFit, match="tokens of"):
+            timer.measure(asked[3])
+        assert not timer.engine.has_work
+    finally:
+        timer.close()
+    assert 0 < decode.ms < mixed.ms
+    assert prompts.ms > 0
+    assert abs(decode.context - 300) < 30
+    assert abs(mixed.context - 300) < 60
+
+
 # ---- on a user's command line
+
+
+def test_the_steps_list_needs_no_gpu() -> None:
+    asked = ["bench", "steps", "--based-on", "h200", "--list", "--only", "w4a16"]
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code == 0
+    names = found.output.split("\n")[:-1]
+    assert len(names) == len(set(names)) == 30
+    assert all("w4a16" in name for name in names)
 
 
 def plan(*arguments: str) -> str:
@@ -171,7 +302,6 @@ def plan(*arguments: str) -> str:
 
 def test_a_plan_on_a_fresh_file_is_not_stale(whole: Path) -> None:
     asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--top", "1")
-    assert "(stale)" in plan(*asked)
     assert "stale" not in plan(*asked, "--kernels", str(whole))
     fresh = validation.validate(["now"], str(whole))
     assert validation.stale_groups(fresh) == []
@@ -179,8 +309,6 @@ def test_a_plan_on_a_fresh_file_is_not_stale(whole: Path) -> None:
 
 def test_four_bits_need_times_of_their_own(whole: Path) -> None:
     asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--top", "1", "--quant", "w4a16")
-    with pytest.raises(ConfigError, match="no times of gemm_int4; `rorqual bench calibrate --full"):
-        plan(*asked)
     assert "Best deployments" in plan(*asked, "--kernels", str(whole))
     for quant, missing in (("w8a8", "gemm_int8"), ("w4afp8", "no times of")):
         with pytest.raises(ConfigError, match=missing):
@@ -191,7 +319,7 @@ def test_the_list_needs_no_gpu() -> None:
     found = CliRunner().invoke(app, ["bench", "calibrate", "--full", "--list"])
     assert found.exit_code == 0
     names = found.output.split("\n")[:-1]
-    assert len(names) == len(set(names)) == len(wanted.rows())
+    assert len(names) == len(set(names)) == len(wanted.rows()) + len(steps(learnt=True))
     assert "experts int4 2048x768x128x128x8x64" in names
 
 
@@ -234,7 +362,7 @@ def test_rows_call_the_engines_operations_with_their_sizes() -> None:
     product = timer.calls(TimedRow("bmm", "bfloat16", (2, 3)))[0]()
     assert product.shape == (3, 2, 512)
     families = {row.family for row in wanted.rows()}
-    assert families == set(digests.FAMILIES)
+    assert families | {tables.BETWEEN} == set(digests.FAMILIES)
     assert set(ATTENTION) == {name for name in families if "decode" in name or "prefill" in name}
 
 

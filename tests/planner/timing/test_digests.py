@@ -153,8 +153,7 @@ def test_what_chooses_between_kernels_counts(source: Path) -> None:
 
 def table(kernels: dict[str, str] | None) -> tables.KernelTables:
     data = json.loads((DATA / "kernels_h200_rorqual.json").read_text())
-    if kernels is not None:
-        data["meta"]["kernels"] = kernels
+    data["meta"]["kernels"] = kernels or {}
     return tables.KernelTables(data, tables.load_tables("h200_sglang"))
 
 
@@ -165,7 +164,11 @@ def test_tables_know_their_kernels() -> None:
     assert table(now | {"mla_decode": "0"}).basis(DECODE, True) == ("mla_decode", tables.STALE)
     assert table(now | {"experts": "0"}).basis(DECODE, True)[1] == tables.CURRENT
     product = replace(DECODE, kind="gemm", shape=(8, 2048, 2048))
-    assert table(now).basis(product, True) == ("gemm_bfloat16", tables.BORROWED)
+    assert table(now).basis(product, True) == ("gemm_bfloat16", tables.CURRENT)
+    other = replace(product, dtype="int8")
+    assert table(now).basis(other, True) == ("gemm_int8", tables.BORROWED)
+    assert table(now).basis_between(True) == ("between", tables.CURRENT)
+    assert table(now).basis_between(False) == ("between", tables.STALE), "nothing was learnt"
     base = tables.load_tables("h200_sglang")
     assert base.basis(DECODE, True) == ("mla_decode", tables.THEIRS)
 
@@ -184,6 +187,6 @@ def test_a_planted_edit_fails_the_validation(source: Path, monkeypatch: pytest.M
         path.write_text(plain)
     monkeypatch.setattr(digests, "present", lambda: changed)
     first, groups, command = validation.stale_groups(validation.validate(["now-qwen3"]))
-    assert first.startswith("stale tables: experts have changed")
+    assert first.startswith("stale tables: between, experts have changed")
     assert groups.endswith("now-qwen3-30b")
     assert "rorqual bench calibrate --full" in command

@@ -26,7 +26,7 @@ from rorqual.planner.timing.roofline import (
     rpc_seconds,
     with_link,
 )
-from rorqual.planner.timing.tables import interpolate, load_tables, nest
+from rorqual.planner.timing.tables import KernelTables, interpolate, load_tables, nest
 
 R1 = published("deepseek-ai/DeepSeek-R1")
 QWEN = published("qwen3-30b-a3b")
@@ -105,8 +105,10 @@ def test_no_table_lies_under_the_datasheet() -> None:
 
 def test_own_kernels_are_ratios_to_the_base() -> None:
     base = load_tables("h200_sglang")
-    own = load_tables("h200_rorqual")
-    assert own.base is base
+    assert load_tables("h200_rorqual").base is base
+    meta = {"device": "h200", "source": "a test", "engine": "rorqual"}
+    curve = {"gemm_fp8": [[1, 1.0], [64, 1.25], [4096, 1.5]]}
+    own = KernelTables({"meta": meta, "relative": curve}, base)
     op = gemm(64, 4096, 7168)
     assert own.seconds(op, True) / base.seconds(op, True) == pytest.approx(1.25)
     assert own.has(op, True)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
+from rorqual.bench.step_times.rows import steps
+from rorqual.config.hardware import DATA
+from rorqual.planner.timing import digests
+from rorqual.planner.timing.profiles import load_profile
+from rorqual.planner.timing.timed_steps import TimedStep, read, rows_of
+from rorqual.planner.validation.fitting import GROUPS, fitted_rows, loss
 from rorqual.planner.validation.validation import (
     ValidationGroup,
     ValidationPoint,
@@ -22,39 +30,86 @@ def groups() -> dict[str, ValidationGroup]:
 
 
 def test_every_figure_has_a_source(groups: dict[str, ValidationGroup]) -> None:
-    assert set(groups) == set(published_rows())
+    steps = {name for name in groups if name.startswith("steps-")}
+    assert set(groups) - steps == set(published_rows())
+    assert {name.split("-")[1] for name in steps} == {"h100", "h200"}
     assert all(group.source and group.points for group in groups.values())
     assert all(group.note for group in groups.values() if group.kind != "prediction")
 
 
-@pytest.mark.parametrize("name", ["inferencex-1k", "inferencex-8k"])
-def test_sglang_on_eight_h200(groups: dict[str, ValidationGroup], name: str) -> None:
-    assert groups[name].mean_error("TPOT") < 0.10
-    assert groups[name].mean_error("TTFT") < 0.35
+@pytest.mark.parametrize(("name", "tpot"), [("inferencex-1k", 0.066), ("inferencex-8k", 0.093)])
+def test_sglang_on_eight_h200(groups: dict[str, ValidationGroup], name: str, tpot: float) -> None:
+    """Over the half that no number was chosen on."""
+    assert len(groups[name].judged("TPOT")) in (2, 3)
+    assert groups[name].mean_error("TPOT") < tpot
+    assert groups[name].mean_error("TTFT") < 0.25
 
 
-def test_own_measurements(groups: dict[str, ValidationGroup]) -> None:
-    own = [
-        point for name, group in groups.items() if name.startswith("own") for point in group.points
-    ]
-    assert len(own) == 14
-    assert fmean(abs(point.error) for point in own) < 0.08
-    assert max(abs(point.error) for point in own) < 0.15
+def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None:
+    rows = sorted(
+        ((group, row["clients"]) for group in GROUPS for row in published_rows()[group]["rows"]),
+        key=lambda row: hashlib.sha256(f"{row[0]} {row[1]}".encode()).hexdigest(),
+    )
+    assert fitted_rows() == set(rows[:5])
+    assert len(rows) == 10
+    shipped = load_profile("sglang")
+    best = loss(shipped, 0)
+    for other in (shipped.expert_factor - 0.02, shipped.expert_factor + 0.02):
+        assert loss(replace(shipped, expert_factor=other), 0) > best
+    best = loss(shipped, 1)
+    for queued in (shipped.queued_steps - 1, shipped.queued_steps + 1):
+        assert loss(replace(shipped, queued_steps=queued), 1) > best
 
 
-OWN = ("own", "now")
+# Figures that docs/planning.md tells of; what kernels do later, `stale` says.
+MISSED = {
+    "steps-h200-deepseek-v2-lite-w4a16-decode": (0.06, 0.32),
+    "steps-h200-qwen3-30b-a3b-w4a16-decode": (0.05, 0.16),
+}
+
+
+def test_own_steps(groups: dict[str, ValidationGroup]) -> None:
+    for name, group in groups.items():
+        mean, worst = (0.05, 0.10) if name.endswith("decode") else (0.08, 0.09)
+        if name.startswith("steps-h200"):
+            mean, worst = MISSED.get(name, (mean, worst))
+        elif name.startswith("now-"):
+            mean, worst = 0.03, 0.05
+        elif name.startswith("steps-h100"):
+            mean, worst = (0.14, 0.14) if name.endswith("mixed") else (0.07, 0.11)
+        else:
+            continue
+        assert group.mean_error("step") < mean, name
+        assert group.worst_error("step") < worst, name
+
+
+def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
+    served = groups["served-qwen3-30b"]
+    assert served.worst_error("output") < 0.05
+    assert served.worst_error("TPOT") < 0.05
+
+
+OWN = ("steps", "now", "served")
 
 
 def test_own_figures_say_where_they_come_from(groups: dict[str, ValidationGroup]) -> None:
     for name, group in groups.items():
         if name.startswith(OWN):
             assert "measured at commit" in group.origin, name
-            kept = "by a command that was not kept" not in group.origin
-            assert kept == name.startswith("now"), name
-            assert kept == ("`rorqual bench offline" in group.origin), name
+            assert "`rorqual bench " in group.origin, name
             assert "not in the fit" in group.origin, name
         else:
             assert not group.origin, name
+
+
+def test_what_is_judged_was_not_learnt_from() -> None:
+    learnt = set(steps(learnt=True))
+    for path in sorted((DATA / "measured").glob("steps_*.json")):
+        found = set(rows_of(read(path)))
+        assert found <= set(steps(learnt=False)), path.name
+        assert not found & learnt
+    table = json.loads((DATA / "kernels_h200_rorqual.json").read_text())
+    assert {TimedStep(*row[:7]) for row in table["steps"]} == learnt
 
 
 def test_todays_figures_are_those_of_the_document() -> None:
@@ -72,8 +127,9 @@ def test_todays_figures_are_those_of_the_document() -> None:
     assert rows == list(found.values())
 
 
-def test_stale_groups_are_named_with_what_renews_them(groups: dict[str, ValidationGroup]) -> None:
-    """The shipped tables kept no digest of their kernels; when they are renewed, this goes."""
+def test_stale_groups_are_named_with_what_renews_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "present", lambda: dict.fromkeys(digests.FAMILIES, "0"))
+    groups = {group.name: group for group in validate()}
     stale = {name for name, group in groups.items() if group.stale}
     assert stale == {name for name in groups if name.startswith(OWN)}
     told = "\n".join(stale_groups(list(groups.values())))
