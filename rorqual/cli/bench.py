@@ -328,7 +328,9 @@ def _tell_rows(out: Path, held: int, wanted: int) -> None:
 
 @app.command("steps")
 def bench_steps(
-    based_on: Annotated[str, typer.Option(help="The GPU as `rorqual plan --gpus` names it.")],
+    based_on: Annotated[
+        str | None, typer.Option(help="The GPU as `rorqual plan --gpus` names it.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="The file to write; goes on with one that is there.")
     ] = Path("steps.json"),
@@ -352,6 +354,8 @@ def bench_steps(
     if list_rows:
         print("\n".join(step.name for step in wanted))
         return
+    if based_on is None:
+        raise typer.BadParameter("--based-on is needed: the GPU as rorqual plan --gpus names it")
     from rorqual.bench.kernel_times.run import conditions_here
     from rorqual.bench.step_times import run as step_times
     from rorqual.platforms import make_platform

@@ -30,8 +30,9 @@ from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing import digests, tables
 from rorqual.planner.timing.profiles import load_profile, with_kernels
 from rorqual.planner.timing.roofline import StepModel
-from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read
+from rorqual.planner.timing.timed_steps import TimedStep, read
 from rorqual.planner.validation import validation
+from tests.bench.kernel_times.fake_engine import RATES, FakeEngine
 
 HERE = {"card": "a GPU", "torch": "2", "triton": "3", "driver": "1", "own_tuning": "no"}
 
@@ -42,25 +43,6 @@ def fake(row: TimedRow) -> float:
     for number in row.key:
         size *= number
     return 3 + size**0.5 / 100
-
-
-class FakeEngine:
-    """Steps longer than the kernels above, by 1 ms for each 100 tokens."""
-
-    def __init__(self, rows: list[TimedStep]):
-        self.rows = rows
-
-    def measure(self, row: TimedStep) -> StepMeasurement:
-        assert row in self.rows
-        if row.requests == 256:
-            raise DoesNotFit("too many")
-        return StepMeasurement(1e6 + row.works()[0].tokens / 100, row.context)
-
-    def close(self) -> None:
-        self.rows = []
-
-
-RATES = {"bandwidth_gb_s": 4000.0, "bf16_tflops": 700.0}
 
 
 @pytest.fixture(scope="module")
