@@ -47,3 +47,13 @@ def stream_lost() -> RouteError:
 
 def server_lost() -> RouteError:
     return RouteError(502, "the servers that were tried broke off", "servers_lost", RETRY_SECONDS)
+
+
+def no_connection() -> RouteError:
+    message = "the router cannot open another connection now"
+    return RouteError(503, message, "router_full", RETRY_SECONDS)
+
+
+def ending() -> RouteError:
+    """Another router, or this one started again, takes the request."""
+    return RouteError(503, "the router is ending", "router_ending", RETRY_SECONDS)

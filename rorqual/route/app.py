@@ -1,5 +1,5 @@
 """The process of `rorqual route`: routes, signals, and the end. Exit status 0 after SIGTERM or
-SIGINT, 1 where a second one cut requests off."""
+SIGINT, 1 where a second one or the time for open requests cut some off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from rorqual.errors import ConfigError
 from rorqual.route.admin import Admin
-from rorqual.route.answers import RouteError, too_many
+from rorqual.route.answers import RouteError, ending, too_many
 from rorqual.route.calls import LONG_BODY, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
 from rorqual.route.forward import Forwarder
@@ -32,6 +32,7 @@ log = logging.getLogger("rorqual.route")
 HEADER_BYTES = 32 << 10  # all of a request's, and its first line
 READ_BYTES = 1 << 16
 SPARE_FILES = 64  # of the process itself
+CUT_SECONDS = 5.0  # after which a request that was cut off ends without a word
 BODY_SECONDS = 60.0  # that a request's body may take
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,6 +97,13 @@ class Router:
         app.router.add_route("*", "/v1/{rest:.*}", self.forward)
         return app
 
+    def cut(self) -> int:
+        """Ends all open requests, each with a last word to its client. Returns how many."""
+        self.forwarder.ending = True
+        for task in list(self.tasks):
+            task.cancel()
+        return len(self.tasks)
+
     # ---- routes
 
     async def health(self, request: web.Request) -> web.Response:
@@ -131,6 +139,11 @@ class Router:
             )
             call = read() if held < LONG_BODY else await asyncio.to_thread(read)
             return await self.forwarder.answer(call, request)
+        except asyncio.CancelledError:
+            if not self.forwarder.ending:
+                raise
+            task.uncancel()
+            raise ending() from None
         finally:
             self.held -= held
             self.open -= 1
@@ -224,7 +237,7 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
         router.app(),
         access_log=None,
         handler_cancellation=True,  # a client that leaves ends its request
-        shutdown_timeout=config.drain_timeout,
+        shutdown_timeout=config.drain_timeout + CUT_SECONDS,
         max_line_size=HEADER_BYTES,
         max_field_size=HEADER_BYTES,
         max_headers=128,
@@ -244,16 +257,16 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
         router.open,
         config.drain_timeout,
     )
-    ending = asyncio.create_task(runner.cleanup())
+    done = asyncio.create_task(runner.cleanup())
     hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait({ending, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        {done, hurried}, timeout=config.drain_timeout, return_when=asyncio.FIRST_COMPLETED
+    )
     hurried.cancel()
-    cut = 0 if ending.done() else router.open
+    cut = 0 if done.done() else router.cut()
     if cut:
         log.warning("%d open requests are cut off", cut)
-        for task in list(router.tasks):
-            task.cancel()
-    await ending
+    await done
     await router.close()
     return 1 if cut else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -22,6 +23,18 @@ class ServerLost(Exception):
     def __init__(self, why: str, state: str | None = None):
         super().__init__(why)
         self.state = state
+
+
+class OwnFault(Exception):
+    """This process cannot open a connection to anybody: no server is to blame."""
+
+
+OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Whether a connection failed because this process or host has no file or memory left."""
+    return isinstance(error, OSError) and error.errno in OWN_ERRORS
 
 
 class Attempt:
@@ -69,7 +82,7 @@ class Attempt:
         return self.task.cancel()
 
     async def of_server(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Something that the server is to bring. Raises ServerLost."""
+        """Something that the server is to bring. Raises ServerLost, and OwnFault."""
         if self.given_up:
             raise ServerLost(self.given_up)
         self.waits = True
@@ -81,6 +94,8 @@ class Attempt:
                 raise ServerLost(self.given_up) from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if is_own_fault(error):
+                raise OwnFault(str(error)) from None
             raise ServerLost(f"it cannot be reached: {error}", DOWN) from None
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ServerLost(f"it broke off: {type(error).__name__}: {error}") from None

@@ -7,13 +7,22 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from rorqual.route.answers import DONE, RouteError, no_server, server_lost, stream_lost
-from rorqual.route.attempt import Attempt, ServerLost
+from rorqual.route.answers import (
+    DONE,
+    RouteError,
+    ending,
+    no_connection,
+    no_server,
+    server_lost,
+    stream_lost,
+)
+from rorqual.route.attempt import Attempt, OwnFault, ServerLost
 from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, passed_on
 from rorqual.route.config import RouteConfig
 from rorqual.route.events import BadStream, EventSplitter, StreamRecord, is_full, is_loss
@@ -25,6 +34,7 @@ log = logging.getLogger("rorqual.route")
 RETRIED = frozenset((502, 503))  # nothing was done there; another server may have room
 LONGEST_ERROR = 4096  # bytes of an answer that may be one that tells of a lost engine
 EVENTS = "text/event-stream"
+LAST_WORDS = 1.0  # seconds for an event before a stream is cut
 
 
 def has_no_room(status: int, body: bytes) -> bool:
@@ -58,9 +68,17 @@ class Forwarder:
         self.servers = servers
         self.session = session
         self.metrics = metrics
+        self.ending = False  # open requests are told so, and end
 
     async def answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
         """Raises RouteError, where nothing was sent to the client yet."""
+        try:
+            return await self._answer(call, request)
+        except OwnFault as error:
+            log.warning("no connection can be opened: %s", error)
+            raise no_connection() from None
+
+    async def _answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
         if call.wants_prefill(self.config.prefill_from):
             call.transfer = await self.prefill(call)
         if call.streams:
@@ -79,7 +97,9 @@ class Forwarder:
         """How an attempt ended."""
         if not self.servers.knows(server):
             return  # it left meanwhile, and its figures with it
-        if isinstance(error, ServerLost):
+        if isinstance(error, OwnFault):
+            self.metrics.note(server, "left")
+        elif isinstance(error, ServerLost):
             self.metrics.note(server, "lost")
             self.servers.failed(server, error.state)
             log.warning("%s lost a request: %s", server.url, error)
@@ -102,7 +122,7 @@ class Forwarder:
             return None
         try:
             found = await self._prefilled(call, server)
-        except (ServerLost, ValueError) as error:
+        except (ServerLost, OwnFault, ValueError) as error:
             log.warning("%s did not compute a prompt: %s", server.url, error)
             found = None
         self.metrics.prefills.labels("ok" if found else "failed").inc()
@@ -210,6 +230,31 @@ class RoutedStream:
         self.loss: bytes | None = None
 
     async def run(self) -> web.StreamResponse:
+        try:
+            return await self._run()
+        except asyncio.CancelledError:
+            if self.response is None or not self.forwarder.ending:
+                raise
+            return await self._told(ending().event())
+        except OwnFault:
+            if self.response is None:
+                raise
+            self.metrics.streams_lost.inc()
+            return await self._told(stream_lost().event())
+
+    async def _told(self, event: bytes) -> web.StreamResponse:
+        """The stream's last event, which a client that does not read is not waited for."""
+        task = asyncio.current_task()
+        assert self.response is not None
+        assert task is not None
+        task.uncancel()
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LAST_WORDS):
+                await self.response.write(event)
+                await self.response.write_eof()
+        return self.response
+
+    async def _run(self) -> web.StreamResponse:
         while True:
             before = self.record.events
             server = await self._next()

@@ -8,7 +8,7 @@ import time
 
 import aiohttp
 
-from rorqual.route.attempt import state_after
+from rorqual.route.attempt import is_own_fault, state_after
 from rorqual.route.config import RouteConfig
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.servers import DOWN, Server, ServerList
@@ -54,6 +54,7 @@ class HealthChecks:
         while True:
             server.look.clear()
             await self.look(server)
+            server.end_roles(time.monotonic())
             known = self.servers.knows(server)
             if known and server.lease is not None and time.monotonic() > server.lease:
                 self.leave(server, "its lease ran out")
@@ -75,6 +76,9 @@ class HealthChecks:
                 state = state_after(answer.status)
             server.missed = 0
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no host's name
+            if is_own_fault(error):
+                log.warning("%s cannot be looked at: %s", server.url, error)
+                return
             server.missed += 1
             # nobody listens: there is no need to ask again
             refused = isinstance(error, aiohttp.ClientConnectorError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,12 @@ DOWN = "down"
 
 @dataclass(eq=False)
 class Server:
-    """`state` is what /health said last. lease: when a registration ends, None for servers named
-    at the start. strikes: requests that failed in a row; after `breaker_failures` there are none
-    before `closed_until`, and then one at a time."""
+    """`state` is what /health said last. leases: by role, when its registration ends; None for
+    roles named at the start. strikes: requests that failed in a row; after `breaker_failures` there
+    are none before `closed_until`, and then one at a time."""
 
     url: str
-    roles: frozenset[str]
-    lease: float | None = None
+    leases: dict[str, float | None]
     state: str = DOWN
     draining: bool = False
     in_flight: int = 0
@@ -35,6 +34,21 @@ class Server:
     closed_until: float = 0.0
     attempts: set[Any] = field(default_factory=set)
     look: asyncio.Event = field(default_factory=asyncio.Event)  # set: look at /health now
+
+    @property
+    def roles(self) -> Set[str]:
+        return self.leases.keys()
+
+    @property
+    def lease(self) -> float | None:
+        """When the last registration ends; None where a role has no end."""
+        ends = list(self.leases.values())
+        return None if None in ends else max(end for end in ends if end is not None)
+
+    def end_roles(self, now: float) -> None:
+        """Those whose registration has ended beside others: it was started anew as another."""
+        left = {role: end for role, end in self.leases.items() if end is None or end > now}
+        self.leases = left or self.leases
 
     @property
     def ready(self) -> bool:
@@ -77,14 +91,12 @@ class ServerList:
         return iter(list(self.servers.values()))
 
     def add(self, url: str, role: str, lease: float | None = None) -> Server:
-        """A server in one more role, or with a lease that ends later."""
+        """A server in one more role, or with a lease of that role that ends later."""
         server = self.servers.get(url)
         if server is None:
-            server = self.servers[url] = Server(url, frozenset((role,)), lease)
-        else:
-            server.roles |= {role}
-            if server.lease is not None or lease is None:
-                server.lease = lease
+            server = self.servers[url] = Server(url, {role: lease})
+        elif role not in server.leases or server.leases[role] is not None:
+            server.leases[role] = lease
         return server
 
     def knows(self, server: Server) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import signal
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp")
+
+import aiohttp
 
 from rorqual.errors import ConfigError
 from rorqual.route.config import RouteConfig
@@ -203,7 +207,7 @@ def test_a_server_that_left_and_is_silent_is_given_up(tmp_path: Path, how: str) 
             await router.until(lambda: bad.hangs)
             server = router.server(bad)
             if how == "lease":
-                server.lease = 0.0
+                server.leases = dict.fromkeys(server.leases, 0.0)
             else:
                 router.router.checks.leave(server, "a test says so")
             (await asyncio.wait_for(asking, 4)).assert_whole("abc", 4)
@@ -238,6 +242,77 @@ def test_a_second_signal_ends_open_requests_now() -> None:
         assert router.process.wait(5) == 1
         assert "1 open requests are cut off" in router.text()
         assert "Traceback" not in router.text()
+
+
+def test_requests_that_do_not_end_in_time_are_told_so() -> None:
+    """A stream gets a last event, any other request a status; neither is just cut off."""
+    with ExitStack() as stack:
+        fake, url = stack.enter_context(beside())
+        fake.faults.slow = 0.2
+        router = stack.enter_context(start_router("--replica", url, "--drain-timeout", "0.5"))
+        target = f"{router.url}/v1/completions"
+        body = b'{"prompt": "abc", "stream": true, "max_tokens": 1000}'
+        stream = stack.enter_context(urllib.request.urlopen(urllib.request.Request(target, body)))
+        stream.readline()
+        answers: list[tuple[int, bytes]] = []
+
+        def ask() -> None:
+            whole = urllib.request.Request(target, b'{"prompt": "abc", "slow": true}')
+            try:
+                urllib.request.urlopen(whole)
+            except urllib.error.HTTPError as error:
+                answers.append((error.code, error.read()))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        router.wait_until(lambda: b"rorqual_router_open_requests 2.0" in metrics_of(router.url))
+        router.process.send_signal(signal.SIGTERM)
+        rest = stream.read()
+        asking.join(10)
+        assert router.process.wait(5) == 1
+        events = rest.split(b"\n\n")
+        assert b"router_ending" in events[-3]
+        assert events[-2] == b"data: [DONE]"
+        assert [status for status, _ in answers] == [503]
+        assert b"router_ending" in answers[0][1]
+        assert "Traceback" not in router.text()
+
+
+def metrics_of(url: str) -> bytes:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        found: bytes = answer.read()
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_router_without_files_blames_no_server(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake) as router:
+            connector = router.router.session.connector
+            looks = 0
+
+            async def full(request: Any, *_: Any, **__: Any) -> Any:
+                nonlocal looks
+                looks += 1
+                raise aiohttp.ClientConnectorError(
+                    request.connection_key, OSError(errno.EMFILE, "Too many open files")
+                )
+
+            with monkeypatch.context() as patch:
+                patch.setattr(connector, "connect", full)
+                status, told = await router.ask({**ASK, "stream": stream})
+                assert status == 503
+                assert "router_full" in str(told)
+                seen = looks
+                await router.until(lambda: looks > seen + 3)
+            server = router.server(fake)
+            assert (server.state, server.strikes, server.missed) == ("ready", 0, 0)
+            assert (await router.ask(ASK))[0] == 200
+
+    run(test())
 
 
 @contextmanager

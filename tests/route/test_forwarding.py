@@ -366,3 +366,32 @@ def test_servers_join_drain_and_leave(tmp_path: Any) -> None:
             await second.stop()
 
     run(test())
+
+
+def test_a_server_that_comes_back_in_another_role_loses_the_first(tmp_path: Any) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+
+    async def test() -> None:
+        first, second = FakeServer("first"), FakeServer("second")
+        await second.start()
+        async with routed(first, admin_secret_file=str(path)) as router:
+
+            async def register(server: FakeServer, role: str, seconds: float) -> list[str]:
+                fields = {"url": server.url, "role": role, "lease_seconds": seconds}
+                headers = {"Authorization": f"Bearer {SECRET}"}
+                url = f"{router.url}/admin/register"
+                async with router.session.post(url, json=fields, headers=headers) as answer:
+                    return list(json.loads(await answer.text())["roles"])
+
+            assert await register(second, "prefill", 1) == ["prefill"]
+            assert await register(second, "decode", 30) == ["decode", "prefill"]
+            assert await register(first, "decode", 1) == ["decode", "replica"]
+            known = router.router.servers.servers
+            await router.until(lambda: sorted(known[second.url].roles) == ["decode"])
+            await router.until(lambda: sorted(known[first.url].roles) == ["replica"])
+            assert known[second.url].lease is not None
+            assert known[first.url].lease is None
+            await second.stop()
+
+    run(test())
