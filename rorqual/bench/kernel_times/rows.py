@@ -27,7 +27,8 @@ MODELS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("deepseek-v3", "auto", {"dp": 8, "ep": 8}),
     ("qwen3-235b-a22b", "auto", {"tp": 8}),
 )
-TOKENS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096, 8192)
+SMALL = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 112, 128, 160, 208, 256)
+TOKENS = (*SMALL, 1024, 4096, 8192)
 LARGEST_HEAD = 256  # rows of a vocabulary's product: one a request
 REQUESTS = (1, 2, 4, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096, 16384, 32768)

@@ -104,14 +104,17 @@ class StepTimer:
         return seconds
 
     def _prompts(self, row: TimedStep) -> StepMeasurement:
+        together = ROUNDS if row.prompts * row.prompt % BUDGET == 0 else 1
+
         def once() -> None:
-            for _ in range(row.prompts * ROUNDS):
+            for _ in range(row.prompts * together):
                 self._add(row.prompt)
             while self.engine.has_work:
                 self.engine.step()
 
         once()
-        found = [_timed(once) / ROUNDS for _ in range(BLOCKS)]
+        rounds = ROUNDS // together
+        found = [_timed(once, rounds) / ROUNDS for _ in range(BLOCKS)]
         return StepMeasurement(statistics.median(found) * 1e3, 0.0)
 
     def _add(self, tokens: int) -> None:

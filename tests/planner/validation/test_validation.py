@@ -109,7 +109,7 @@ def test_what_is_judged_was_not_learnt_from() -> None:
         assert found <= set(steps(learnt=False)), path.name
         assert not found & learnt
     table = json.loads((DATA / "kernels_h200_rorqual.json").read_text())
-    assert {TimedStep(*row[:7]) for row in table["steps"]} == learnt
+    assert {TimedStep(*row[:7]) for row in table["steps"]} <= learnt
 
 
 def test_todays_figures_are_those_of_the_document() -> None:
