@@ -57,3 +57,7 @@ def no_connection() -> RouteError:
 def ending() -> RouteError:
     """Another router, or this one started again, takes the request."""
     return RouteError(503, "the router is ending", "router_ending", RETRY_SECONDS)
+
+
+def reader_too_slow() -> RouteError:
+    return RouteError(502, "the client read its stream too slowly", "reader_too_slow")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from rorqual.route.answers import (
     ending,
     no_connection,
     no_server,
+    reader_too_slow,
     server_lost,
     stream_lost,
 )
@@ -35,6 +37,12 @@ RETRIED = frozenset((502, 503))  # nothing was done there; another server may ha
 LONGEST_ERROR = 4096  # bytes of an answer that may be one that tells of a lost engine
 EVENTS = "text/event-stream"
 LAST_WORDS = 1.0  # seconds for an event before a stream is cut
+SLOW_READER = 10.0  # seconds, and most of the time, that a stream has waited for its client
+
+
+class SlowReader(Exception):
+    """A server broke off while the router mostly waited for the client: servers do that with
+    readers that are too slow, and so would the next."""
 
 
 def has_no_room(status: int, body: bytes) -> bool:
@@ -228,6 +236,8 @@ class RoutedStream:
         self.resumes = 0
         self.refused: web.Response | None = None
         self.loss: bytes | None = None
+        self.began = 0.0  # of the present attempt
+        self.unread = 0.0  # seconds of it in which the client had not taken what was there
 
     async def run(self) -> web.StreamResponse:
         try:
@@ -241,6 +251,8 @@ class RoutedStream:
                 raise
             self.metrics.streams_lost.inc()
             return await self._told(stream_lost().event())
+        except SlowReader:
+            return await self._told(reader_too_slow().event())
 
     async def _told(self, event: bytes) -> web.StreamResponse:
         """The stream's last event, which a client that does not read is not waited for."""
@@ -304,6 +316,8 @@ class RoutedStream:
         body = await beside(call, call.answer_body, resume)
         error: BaseException | None = None
         status = 0
+        self.began = time.monotonic()
+        self.unread = 0.0
         try:
             with Attempt(server) as attempt:
                 answer = await attempt.begin(
@@ -315,6 +329,9 @@ class RoutedStream:
                     check_lost(status, data)
                     return self._no_stream(server, answer, data)
                 return await self._pass(attempt, answer)
+        except ServerLost as caught:
+            error = SlowReader() if self._reads_slowly() else caught
+            raise error from None
         except BadStream as caught:
             error = ServerLost(str(caught))
             raise error from None
@@ -355,8 +372,7 @@ class RoutedStream:
             if passed.out:
                 if self.response is None:
                     await self._begin(answer)
-                assert self.response is not None
-                await self.response.write(passed.out)
+                await self._write(passed.out)
             if passed.done:
                 assert self.response is not None
                 return self.response
@@ -370,6 +386,15 @@ class RoutedStream:
         if splitter.rest:
             await self.response.write(splitter.rest)
         return self.response
+
+    async def _write(self, data: bytes) -> None:
+        assert self.response is not None
+        before = time.monotonic()
+        await self.response.write(data)
+        self.unread += time.monotonic() - before
+
+    def _reads_slowly(self) -> bool:
+        return self.unread > max(SLOW_READER, (time.monotonic() - self.began) / 2)
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> None:
         response = web.StreamResponse(status=200, headers=passed_on(answer.headers))

@@ -21,6 +21,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from rorqual.errors import ConfigError
+from rorqual.route import forward
 from rorqual.route.config import RouteConfig
 from tests.route.fakes import FakeServer, Faults, routed, run, said
 from tests.route.running import start_router
@@ -187,6 +188,37 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
             await router.until(router.at_rest)
             assert router.server(fake).strikes == 0
             assert 'outcome="lost"' not in (await router.get("/metrics"))[1]
+            writer.close()
+
+    run(test())
+
+
+def test_a_reader_that_is_too_slow_for_a_server_is_not_moved_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server broke off because of the client, as all others would."""
+    monkeypatch.setattr(forward, "SLOW_READER", 0.3)
+
+    async def test() -> None:
+        first = FakeServer("first", Faults(flood=40, die_after=2))
+        second = FakeServer("second")
+        async with routed(first, second) as router:
+            router.router.servers.policies[False].turn = 1  # the first is next
+            port = int(router.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt": "abc", "stream": true}'
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            await reader.readline()
+            await asyncio.sleep(1)
+            rest = await reader.read()
+            assert b"reader_too_slow" in rest[-500:]
+            assert b"data: [DONE]" in rest[-500:]
+            await router.until(router.at_rest)
+            assert router.server(first).strikes == 0
+            assert second.bodies == []
             writer.close()
 
     run(test())

@@ -143,7 +143,10 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         output_tokens=sum(record.made for record in served),
         preemptions=sum(record.preemptions for record in served),
         moved=sum(record.moved for record in served),
-        gpus=sum(pool.gpus * whole for pool, whole in zip(pools, held, strict=True)) / seconds,
+        # whole where none came or went: seconds are sums of steps
+        gpus=round(
+            sum(pool.gpus * whole for pool, whole in zip(pools, held, strict=True)) / seconds, 6
+        ),
         ttft=spread([_at(record.first) - record.arrival + late for record in counted]),
         queue=spread([_at(record.admitted) - record.arrival for record in counted]),
         tpot=spread(
