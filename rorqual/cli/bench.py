@@ -344,13 +344,9 @@ def bench_steps(
 ) -> None:
     """Time steps of whole engines with random weights, for `rorqual plan --validate --steps FILE`;
     none is among those that `calibrate --full` learns from."""
-    from rorqual.bench.step_times.rows import steps
+    from rorqual.bench.step_times.rows import asked, steps
 
-    wanted = [
-        step
-        for step in steps(learnt=False)
-        if only is None or any(word in step.name for word in only.split(","))
-    ]
+    wanted = [step for step in steps(learnt=False) if asked(step.name, only)]
     if list_rows:
         print("\n".join(step.name for step in wanted))
         return

@@ -8,7 +8,6 @@ this GPU's kind, these versions and these kernels stay, others are measured anew
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,8 +17,13 @@ from typing import Any
 
 from rorqual.bench.kernel_times.rows import TimedRow, complete, rows, tables
 from rorqual.bench.provenance import client_facts, local_cards
-from rorqual.bench.step_times.rows import steps
-from rorqual.bench.step_times.run import MakeTimer, time_steps
+from rorqual.bench.step_times.rows import asked, steps
+from rorqual.bench.step_times.run import (
+    MakeTimer,
+    check_conditions,
+    replace_file,
+    time_steps,
+)
 from rorqual.config.hardware import load_device
 from rorqual.errors import ConfigError
 from rorqual.planner.timing import digests
@@ -48,8 +52,8 @@ def run(
     the same for rows to stay; engines: times steps of whole engines, without which none are;
     rates: what this GPU reaches in this run. Returns rows held and rows wanted."""
     load_device(device)
-    wanted = [row for row in rows() if _asked(row.name, only)]
-    whole = [step for step in steps(learnt=True) if _asked(step.name, only)] if engines else []
+    wanted = [row for row in rows() if asked(row.name, only)]
+    whole = [step for step in steps(learnt=True) if asked(step.name, only)] if engines else []
     if not wanted and not whole:
         raise ConfigError(f"only={only!r} names no row; `--list` prints them")
     file = _File(out, device, conditions, rates or {})
@@ -107,6 +111,7 @@ class _File:
 
     def write(self) -> None:
         present = digests.present()
+        whole = self._complete()
         facts = client_facts(("torch", "triton"))
         given = self.conditions
         data: dict[str, Any] = {
@@ -122,7 +127,7 @@ class _File:
                 "conditions": given,
                 "rates": dict(self.rates),
                 "commit": facts["git_commit"],
-                "kernels": {name: present[name] for name in sorted(self._complete())},
+                "kernels": {name: present[name] for name in sorted(whole)},
                 "failed": self.failed,
                 "left_out": self.left_out,
             },
@@ -136,16 +141,10 @@ class _File:
                 for step, measured in self.steps.items()
             ],
         }
-        if {BETWEEN, *(row.family for row in rows())} == self._complete():
+        if {BETWEEN, *(row.family for row in rows())} == whole:
             base = load_tables(BASE) if data["meta"]["base"] else None
             data["between"] = learn(self.steps, self.device, KernelTables(data, base))
-        part = self.out.with_name(self.out.name + ".part")
-        part.write_text(json.dumps(data, indent=None, separators=(",", ":")))
-        os.replace(part, self.out)
-
-
-def _asked(name: str, only: str | None) -> bool:
-    return only is None or any(word in name for word in only.split(",") if word)
+        replace_file(self.out, data)
 
 
 def conditions_here() -> dict[str, str]:
@@ -176,11 +175,7 @@ def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Kept:
         whole = [(TimedStep(*row[:7]), StepMeasurement(*row[7:9]), row[9]) for row in data["steps"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{out} is no file of calibrate --full: {error!r}") from None
-    if meta["device"] != device or meta["conditions"] != dict(conditions):
-        raise ConfigError(
-            f"{out} is of {meta['device']}, {meta['conditions']}; here it is {device}, "
-            f"{dict(conditions)}. Name another file"
-        )
+    check_conditions(out, meta, device, conditions)
     present = digests.present()
     kept = {row: us for row, us, digest in found if present[row.family] == digest}
     steps_kept = {step: ms for step, ms, digest in whole if present[BETWEEN] == digest}

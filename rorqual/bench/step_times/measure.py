@@ -71,7 +71,7 @@ class StepTimer:
 
     def _decoding(self, row: TimedStep) -> StepMeasurement:
         waiting = row.requests * row.context // BUDGET
-        each = (MIXED_STEPS + 2) * max(1, -(-row.prompt // BUDGET)) if row.prompts else STEPS
+        each = MIXED_STEPS + 2 if row.prompts else STEPS
         timed = BLOCKS * (each + 4)
         prompts = [self._draw(row.context - waiting // 2 - timed // 2) for _ in range(row.requests)]
         params = _greedy(waiting + timed + 16)

@@ -62,3 +62,8 @@ def by_engine(wanted: list[TimedStep]) -> Iterator[tuple[Engine, list[TimedStep]
         found = [step for step in wanted if step.engine == engine]
         if found:
             yield engine, found
+
+
+def asked(name: str, only: str | None) -> bool:
+    """Whether a row of that name is among `only`, comma-separated parts of names; None: all are."""
+    return only is None or any(word in name for word in only.split(",") if word)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rorqual.bench.provenance import client_facts
 from rorqual.bench.step_times.measure import DoesNotFit
@@ -93,12 +93,10 @@ def run(
             },
             "rows": [[*astuple(row), *measured] for row, measured in known.items()],
         }
-        part = out.with_name(out.name + ".part")
-        part.write_text(json.dumps(data, separators=(",", ":")))
-        os.replace(part, out)
+        replace_file(out, data)
 
-    asked = [row for row in wanted if row.name not in left]
-    left |= time_steps(asked, make, time.monotonic() + limit, known, write)
+    fitting = [row for row in wanted if row.name not in left]
+    left |= time_steps(fitting, make, time.monotonic() + limit, known, write)
     write()
     return sum(row in known or row.name in left for row in wanted), len(wanted)
 
@@ -110,9 +108,23 @@ def _kept(
         return {}, {}, {}
     data = read(out)
     meta = data["meta"]
+    check_conditions(out, meta, device, conditions)
+    return rows_of(data), dict(meta["left_out"]), meta["rates"]
+
+
+def check_conditions(
+    out: Path, meta: Mapping[str, Any], device: str, conditions: Mapping[str, str]
+) -> None:
+    """Raises ConfigError where a file that is to go on is of another GPU or other versions."""
     if meta["device"] != device or meta["conditions"] != dict(conditions):
         raise ConfigError(
             f"{out} is of {meta['device']}, {meta['conditions']}; here it is {device}, "
             f"{dict(conditions)}. Name another file"
         )
-    return rows_of(data), dict(meta["left_out"]), meta["rates"]
+
+
+def replace_file(out: Path, data: Mapping[str, Any]) -> None:
+    """All of it or nothing: a run may be cut short at any time."""
+    part = out.with_name(out.name + ".part")
+    part.write_text(json.dumps(data, separators=(",", ":")))
+    os.replace(part, out)

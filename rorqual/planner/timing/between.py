@@ -12,7 +12,7 @@ from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.timing.profiles import Profile, load_profile
 from rorqual.planner.timing.roofline import StepModel
-from rorqual.planner.timing.tables import KernelTables, held_dtype
+from rorqual.planner.timing.tables import KernelTables, between_key
 from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep
 
 
@@ -38,12 +38,9 @@ def learn(
             continue
         model = step_model(step, device, profile, tables)
         ops = rank_step(model.config, model.sizes, works[0], model.fmt).ops
-        dtype = next(held_dtype(op) for op in ops if op.kind == "experts")
-        layers = sum(op.layers for op in ops if op.name == "layernorms")
-        kind = "mla" if model.config.is_mla else "gqa"
-        phase = "prompts" if step.prompts else "decode"
+        layers, kind, phase = model.between_of(ops, works[0])
         rest = (measured.ms * 1e3 - model.kernels(works[0]) * 1e6) / layers
-        key = f"{kind} {dtype} {phase}"
+        key = between_key(*kind, phase)
         sums.setdefault(key, {}).setdefault(works[0].tokens, []).append(rest)
     return {
         key: [[at, round(sum(found) / len(found), 3)] for at, found in sorted(rows.items())]

@@ -33,10 +33,8 @@ from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.tables import RENEWAL, KernelTables, curve_seconds, held_dtype
 
 PAGE = 64  # of an engine on a device, if nothing else is asked for
-PROMPTS_ALONE = (
-    "lm_head",
-    "kv_b_proj",
-)  # computed between recorded pieces, for rows that are there
+# Computed between recorded pieces, for rows that are there.
+PROMPTS_ALONE = ("lm_head", "kv_b_proj")
 LIMITERS = ("compute", "memory", "network", "launch")
 
 
@@ -242,14 +240,22 @@ class StepModel:
         """The shortest kernel: the device's own where the profile stands on its calibration."""
         return (self.profile.calibrated and self.device.kernel) or self.profile.small_us * 1e-6
 
+    def between_of(
+        self, ops: Iterable[RankOp], work: GroupWork
+    ) -> tuple[int, tuple[str, str], str]:
+        """(layers, (attention, the experts' weights), phase): what is between kernels goes by."""
+        found = tuple(ops)
+        layers = sum(op.layers for op in found if op.name == "layernorms")
+        dtype = next((held_dtype(op) for op in found if op.kind == "experts"), "bfloat16")
+        attention = "mla" if self.config.is_mla else "gqa"
+        return layers, (attention, dtype), "prompts" if work.prefill else "decode"
+
     def _learnt(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
         """What a measured engine's steps took beside the operations; empty where none was."""
         if self._tables is None or not self._tables.own:
             return []
-        layers = sum(op.layers for op in ops if op.name == "layernorms")
-        dtype = next((held_dtype(op) for op in ops if op.kind == "experts"), "bfloat16")
-        mla = self.config.is_mla
-        found = self._tables.between(mla, dtype, bool(work.prefill), work.tokens)
+        layers, kind, phase = self.between_of(ops, work)
+        found = self._tables.between(*kind, phase, work.tokens)
         self._bases.add(self._tables.basis_between(found is not None))
         if found is None:
             return []

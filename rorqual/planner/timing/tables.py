@@ -111,7 +111,6 @@ class KernelTables:
         self.device: str = data["meta"]["device"]
         self.source: str = data["meta"]["source"]
         self.own = data["meta"].get("engine") == "rorqual"
-        self.conditions: Mapping[str, str] = data["meta"].get("conditions", {})
         self.rates: Mapping[str, float] = data["meta"].get("rates", {})
         self.digests: Mapping[str, str] = data["meta"].get("kernels", {})
         self.base = base
@@ -315,15 +314,13 @@ class KernelTables:
 
     # ---- between the kernels that have times
 
-    def between(self, mla: bool, dtype: str, prompts: bool, tokens: float) -> float | None:
+    def between(self, attention: str, dtype: str, phase: str, tokens: float) -> float | None:
         """Seconds a layer, of the step of an engine beside the kernels timed on their own: norms,
         rope, routing, sampling, what follows badly or overlaps (below 0 where that is more). Linear
         in the logarithm of tokens, beyond the largest in proportion to them. dtype: of the experts'
         weights; where it was not learnt that of bf16. None: nothing was learnt."""
-        kind, phase = ("mla" if mla else "gqa"), ("prompts" if prompts else "decode")
-        rows = self._between.get(f"{kind} {dtype} {phase}") or self._between.get(
-            f"{kind} bfloat16 {phase}"
-        )
+        found_for = (between_key(attention, kind, phase) for kind in (dtype, "bfloat16"))
+        rows = next((self._between[key] for key in found_for if key in self._between), None)
         if not rows:
             return None
         table = {math.log(at): us for at, us in rows}
@@ -348,6 +345,11 @@ class KernelTables:
             )
         table = self._collectives.get((message.kind, message.ranks))
         return None if table is None else _exp(interpolate(table, _logs(max(message.bytes, 128.0))))
+
+
+def between_key(attention: str, dtype: str, phase: str) -> str:
+    """attention: mla or gqa; dtype: of the experts' weights; phase: decode or prompts."""
+    return f"{attention} {dtype} {phase}"
 
 
 def _logged(times: Iterable[Sequence[float]]) -> Iterable[tuple[float, float]]:

@@ -65,9 +65,9 @@ def _group(
     tables: KernelTables,
 ) -> ValidationGroup:
     first = next(iter(steps))
-    name = meta["device"]
-    model = replace(step_model(first, name, profile), device=_device(meta, tables))
-    same = name == tables.device and tables.rates
+    device = meta["device"]
+    model = replace(step_model(first, device, profile), device=_device(meta, tables))
+    same = device == tables.device and tables.rates
     slower = rates_ratio(meta["rates"], tables.rates) if same else {}
     points = []
     for step, measured in steps.items():
@@ -81,7 +81,7 @@ def _group(
     cut = f"-{first.layers}" if first.layers else ""
     left = [f"{name}: {why}" for name, why in meta["left_out"].items() if first.model in name]
     return ValidationGroup(
-        f"steps-{name}-{first.model}{quant}{cut}-{first.kind}",
+        f"steps-{device}-{first.model}{quant}{cut}-{first.kind}",
         f"this engine, {first.model}{quant}{cut}, {first.kind}, one {meta['conditions']['card']}",
         f"rorqual bench steps, torch {meta['conditions']['torch']}, triton "
         f"{meta['conditions']['triton']}",
