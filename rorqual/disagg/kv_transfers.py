@@ -20,9 +20,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.config.quant import QuantConfig
 from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_memory import PageMemory
 from rorqual.disagg.page_reader import PageFetch, PageReader, lease_name
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.disagg.page_link import LEASE, MOST_KEYS, PageMessage, introduce, receive_head
-from rorqual.disagg.page_memory import PageMemory
 from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
 
 CONNECT_SECONDS = 5.0

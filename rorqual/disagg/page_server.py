@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_link import KEY, LEASE, MOST_KEYS, PURPOSE, PageMessage, receive
-from rorqual.disagg.page_memory import PageMemory
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.parallel.remote.link import Fingerprint, LinkError, send
 from rorqual.parallel.remote.link_server import LinkServer

@@ -147,6 +147,7 @@ class Mesh:
         self.weights: WeightsGroup | None = None
         self.stop: Tensor | None = None
         self.leaving: list[threading.Thread] = []
+        self.leaving_lock = threading.Lock()
 
     @staticmethod
     def single() -> Mesh:
@@ -256,24 +257,26 @@ class Mesh:
         returns at once: NCCL tells a group's kernels to end, then waits until nothing captured
         holds a call of the group, which may be long; so each group has a thread of its own."""
         self.let_go()
-        if self.leaving:
-            return
         groups = {
             id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)
         }
-        self.leaving = [
-            threading.Thread(target=axis.abandon, daemon=True) for axis in groups.values()
-        ]
-        for thread in self.leaving:
-            thread.start()
+        with self.leaving_lock:
+            if self.leaving:
+                return
+            for axis in groups.values():
+                thread = threading.Thread(target=axis.abandon, daemon=True)
+                thread.start()
+                self.leaving.append(thread)
 
     def left(self, seconds: float) -> bool:
         """Whether groups that were abandoned are no more, within so many seconds. Captured graphs
         must be gone before."""
         deadline = time.monotonic() + seconds
-        for thread in self.leaving:
+        with self.leaving_lock:  # another thread may be in the midst of `abandon`
+            leaving = list(self.leaving)
+        for thread in leaving:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self.leaving)
+        return not any(thread.is_alive() for thread in leaving)
 
     def all2all_backend(
         self,

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.pool import KVPool
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_link import PageMessage, introduce
-from rorqual.disagg.page_memory import PageMemory
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig

@@ -1,0 +1,49 @@
+"""Groups of a mesh that are abandoned, while another thread asks whether they are gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.mesh import Mesh
+
+
+def axis(gone: threading.Event) -> GroupAxis:
+    found = object.__new__(GroupAxis)
+    found.group = object()  # type: ignore[assignment]
+    found.abandon = lambda: gone.wait(30)  # type: ignore[assignment, method-assign, return-value]
+    return found
+
+
+def test_whoever_asks_while_groups_are_being_abandoned_waits_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = Mesh.single()
+    gone = threading.Event()
+    mesh.axes = {"tp": axis(gone), "ep": axis(gone)}
+    begun = threading.Event()
+    start = threading.Thread.start
+
+    def slowly(thread: threading.Thread) -> None:
+        begun.set()
+        time.sleep(0.1)
+        start(thread)
+
+    watchdog = threading.Thread(target=mesh.abandon)
+    watchdog.start()
+    watchdog.join()
+    assert not mesh.left(0.01), "the groups are still there"
+
+    mesh.leaving = []
+    watchdog = threading.Thread(target=mesh.abandon)
+    monkeypatch.setattr(threading.Thread, "start", slowly)
+    start(watchdog)
+    assert begun.wait(30)
+    assert not mesh.left(0.01), "none may be asked for before it runs"
+    gone.set()
+    watchdog.join()
+    assert mesh.left(30)
+    assert len(mesh.leaving) == 2
