@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,6 +92,7 @@ class Engine:
         self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
+        self.on_restart: Callable[[], None] = lambda: None  # pages mean nothing any more
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
         self._whole = True
@@ -126,9 +127,10 @@ class Engine:
 
     # ---- serving
 
-    def add(self, request: Request) -> FinishReason | None:
+    def add(self, request: Request, dp_rank: int | None = None) -> FinishReason | None:
         """Queue a request; raises RequestError when it can never be served. Not None where the
-        tokens that it came with are all that it may have: it is over, and not queued."""
+        tokens that it came with are all that it may have: it is over, and not queued. dp_rank: the
+        data-parallel rank that has its pages, where that is known."""
         vocab = self.model_config.vocab_size
         for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
             wrong = next((token for token in tokens if not 0 <= token < vocab), None)
@@ -158,7 +160,7 @@ class Engine:
             self._check_structured(request)
         with self.changing():
             try:
-                over = self.scheduler.add(request)
+                over = self.scheduler.add(request, dp_rank)
             except RequestError as error:  # refused before anything was changed
                 refused = error
             else:
@@ -256,6 +258,7 @@ class Engine:
             self.scheduler.undo(step)
         self.in_flight.clear()
         self.scheduler.restart()
+        self.on_restart()
         self._whole = True
 
     def step(self) -> list[TokenOut]:

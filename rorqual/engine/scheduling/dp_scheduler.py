@@ -133,22 +133,30 @@ class DataParallelScheduler:
 
     # ---- requests in and out
 
-    def add(self, request: Request) -> FinishReason | None:
-        """Queue a request on the rank where it costs least: live tokens there, and tokens of its
-        own that are not cached there. Not None: see Scheduler."""
+    def add(self, request: Request, rank: int | None = None) -> FinishReason | None:
+        """Queue a request on this rank, or if left out on the cheapest. Not None: see Scheduler."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
-        assigned_rank = self.schedulers[0]
-        if len(self.schedulers) > 1:
-            tokens = request.tokens
-            assigned_rank = min(
-                self.schedulers,
-                key=lambda rank: rank.live_tokens - self._cached(rank, request, tokens),
-            )
+        assigned_rank = self.schedulers[self.cheapest(request) if rank is None else rank]
         over = assigned_rank.add(request)
         if over is None:
             self.assigned_rank[request.id] = assigned_rank
         return over
+
+    def cheapest(self, request: Request, coming: tuple[int, ...] = ()) -> int:
+        """The rank where a request costs least: live tokens there, and tokens of its own that are
+        not cached there. coming: tokens by rank of requests that were promised to it and are not
+        queued yet."""
+        if len(self.schedulers) == 1:
+            return 0
+        tokens = request.tokens
+
+        def cost(rank: int) -> int:
+            scheduler = self.schedulers[rank]
+            live = scheduler.live_tokens + (coming[rank] if coming else 0)
+            return live - self._cached(scheduler, request, tokens)
+
+        return min(range(len(self.schedulers)), key=cost)
 
     def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
         if not rank.prefix.pages or request.params.prompt_logprobs is not None:

@@ -251,7 +251,7 @@ def test_a_member_that_sends_one_is_named() -> None:
     theirs.socket.sendall(HEADER.pack(99, 0))
     member.listen()
     assert member.gone(60) is None
-    assert member.failed() == "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 15"
+    assert member.failed() == "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 17"
 
 
 def test_a_member_that_leaves_or_falls_silent_is_named() -> None:

@@ -128,6 +128,17 @@ def test_requests_go_where_fewest_tokens_live() -> None:
     assert abs(scheduler.schedulers[0].live_tokens - scheduler.schedulers[1].live_tokens) <= 30
 
 
+def test_a_request_whose_rank_is_known_goes_there() -> None:
+    scheduler = DataParallelScheduler(config(), 2)
+    scheduler.add(request("long", 12, 4, 0), 1)
+    assert scheduler.assigned_rank["long"] is scheduler.schedulers[1]
+    asked = request("next", 8, 4, 1)
+    assert scheduler.cheapest(asked) == 0
+    assert scheduler.cheapest(asked, (30, 0)) == 1, "what was promised to a rank counts"
+    scheduler.add(asked, 1)
+    assert scheduler.assigned_rank["next"] is scheduler.schedulers[1]
+
+
 def test_a_request_goes_where_its_prefix_is() -> None:
     scheduler = DataParallelScheduler(config(), 2)
     loop = GroupLoop(scheduler, 1)
