@@ -25,6 +25,24 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
+def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
+    """Of a prompt of so many tokens: pages that may be taken from a cache, which leaves at least
+    one token to compute. lookahead: see PrefixCache."""
+    return (num_tokens - max(1, lookahead)) // page_size
+
+
+def chain_keys(
+    tokens: Sequence[int], salt: str, page_size: int, lookahead: int, count: int
+) -> list[bytes]:
+    """Of a prompt's first `count` pages, in a cache with pages of `page_size` tokens."""
+    keys: list[bytes] = []
+    key = root_key(salt)
+    for start in range(0, count * page_size, page_size):
+        key = next_key(key, tokens[start : start + page_size + lookahead])
+        keys.append(key)
+    return keys
+
+
 class PrefixCache:
     """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps.
 
@@ -71,7 +89,7 @@ class PrefixCache:
     def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
         """The key under which `match` looks for a sequence's page number `page`; None where it
         would not look."""
-        last = (len(tokens) - max(1, self.lookahead)) // self.page_size
+        last = whole_pages(len(tokens), self.page_size, self.lookahead)
         if not self.enabled or page >= last:
             return None
         return self.key_after(previous, self.covered(tokens, page))

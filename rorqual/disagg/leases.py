@@ -1,98 +1,173 @@
 """Pages that are kept for another engine until it has read them, or until its time is over. No
 torch.
 
-The engine's thread makes leases and lets their pages go; threads of the page server read. A page
-is read under its lease's lock, and let go only once the lease is closed under that lock: whatever
-order threads wake up in, also after the process was stopped and continued, nobody reads a page that
-has become another's.
+Rank 0's `Leases` hold pages in a prefix cache and decide when that ends; the `LeaseTable` of each
+rank that holds a part of the pages says what may be read there. A page is read under its lease's
+lock. Rank 0 lets pages go only after it has told every rank, in the order of the steps, to close
+the lease, which takes the same lock: whatever order threads and processes wake up in, also after
+one of them was stopped and continued, nobody reads a page that has become another's.
 """
 
 from __future__ import annotations
 
-import secrets
+import hmac
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rorqual.cache.prefix import PrefixCache
 from rorqual.disagg.page_link import LEASE
 
+NUMBER = struct.Struct("!Q")
+# for a rank that has yet to hear of a lease, or to finish a step; less than a reader waits
+OPENING_SECONDS = 5.0
+
 
 @dataclass
 class Lease:
-    """pages by key, held in `prefix`."""
+    """pages by key, held in `prefix`, the cache of this data-parallel rank."""
 
     prefix: PrefixCache
+    dp_rank: int
     pages: dict[bytes, int]
     deadline: float
-    closed: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Leases:
-    def __init__(self, seconds: float, most_pages: int):
-        """most_pages: that may be held at once."""
+    """Rank 0's. On the engine's thread."""
+
+    def __init__(self, secret: bytes, seconds: float, most_pages: int):
+        """secret: this engine's own, from which names are made. most_pages: of one prefix cache,
+        that may be held at once."""
+        self.secret = secret
         self.seconds = seconds
         self.most_pages = most_pages
         self.open: dict[bytes, Lease] = {}
-        self.held = 0
+        self.done: set[bytes] = set()
         self.expired = 0
-        self.table = threading.Lock()
+        self.newest = 0
 
-    # ---- the engine's thread
+    @property
+    def held(self) -> int:
+        return sum(len(lease.pages) for lease in self.open.values())
 
-    def make(self, prefix: PrefixCache, pages: dict[bytes, int]) -> bytes | None:
+    def held_of(self, dp_rank: int) -> int:
+        leases = self.open.values()
+        return sum(len(lease.pages) for lease in leases if lease.dp_rank == dp_rank)
+
+    def make(self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int]) -> bytes | None:
         """Keep pages that the caller has held; their name, or None where too many are kept as it
         is: the caller then lets them go."""
-        if self.held + len(pages) > self.most_pages:
+        if self.held_of(dp_rank) + len(pages) > self.most_pages:
             return None
-        name = secrets.token_bytes(LEASE)
-        lease = Lease(prefix, pages, time.monotonic() + self.seconds)
-        with self.table:
-            self.open[name] = lease
-        self.held += len(pages)
+        self.newest += 1
+        name = lease_name(self.secret, self.newest)
+        self.open[name] = Lease(prefix, dp_rank, pages, time.monotonic() + self.seconds)
         return name
 
-    def settle(self, prefix: PrefixCache) -> None:
-        """Let go of what was read, or not in time. prefix: the one in force; pages of one before
-        it, which an error made void, are nobody's to give back."""
+    def extend(self, name: bytes) -> None:
+        """It is being read."""
+        lease = self.open.get(name)
+        if lease is not None:
+            lease.deadline = time.monotonic() + self.seconds
+
+    def finish(self, name: bytes) -> None:
+        """Its reader is through."""
+        if name in self.open:
+            self.done.add(name)
+
+    def settle(self, prefixes: Iterable[PrefixCache], close: Callable[[list[bytes]], None]) -> None:
+        """Let go of what was read, or not in time. prefixes: those in force; pages of ones before,
+        which an error made void, are nobody's to give back. close: has every rank close leases, in
+        the order of the steps."""
         now = time.monotonic()
-        for name, lease in list(self.open.items()):
-            stale = lease.prefix is not prefix
-            if not (lease.closed or stale or now > lease.deadline):
-                continue
-            with lease.lock:
-                self.expired += not (lease.closed or stale)
-                lease.closed = True
-            with self.table:
-                del self.open[name]
-            self.held -= len(lease.pages)
-            if not stale:
+        in_force = {id(prefix) for prefix in prefixes}
+        stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
+        late = {name for name, lease in self.open.items() if now > lease.deadline}
+        over = [name for name in self.open if name in self.done | stale | late]
+        if not over:
+            return
+        close(over)
+        self.expired += len(late - self.done - stale)
+        self.done -= set(over)
+        for name in over:
+            lease = self.open.pop(name)
+            if name not in stale:
                 lease.prefix.release(list(lease.pages.values()))
 
-    # ---- threads of the server
+
+@dataclass
+class OpenLease:
+    """ready: set once this rank's device has done the steps that wrote the pages."""
+
+    pages: dict[bytes, int]
+    closed: bool = False
+    ready: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LeaseTable:
+    """What may be read on one rank. `open`, `note` and `close` on the engine's thread, `read` on
+    threads of the page server."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self.leases: dict[bytes, OpenLease] = {}
+        self.newest = 0
+        self.changed = threading.Condition()
+
+    def open(self, name: bytes, pages: dict[bytes, int]) -> Callable[[], None]:
+        """What is returned says that the pages are written."""
+        lease = OpenLease(pages)
+        with self.changed:
+            self.leases[name] = lease
+        self.note(name)
+        return lease.ready.set
+
+    def note(self, name: bytes) -> None:
+        """Whatever lease this is, readers of it need not wait for it to be opened any more."""
+        with self.changed:
+            self.newest = max(self.newest, _number(name))
+            self.changed.notify_all()
+
+    def close(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            with self.changed:
+                lease = self.leases.pop(name, None)
+            if lease is not None:
+                with lease.lock:
+                    lease.closed = True
 
     def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> bool:
-        """`copy(page)` of the page with this key; False where it is kept no more. Reading extends
-        the lease."""
-        with self.table:
-            lease = self.open.get(name)
-        if lease is None:
+        """`copy(page)` of the page with this key; False where it is kept no more."""
+        lease = self._find(name)
+        if lease is None or not lease.ready.wait(OPENING_SECONDS):
             return False
         with lease.lock:
-            now = time.monotonic()
             page = lease.pages.get(key)
-            if lease.closed or now > lease.deadline or page is None:
+            if lease.closed or page is None:
                 return False
-            lease.deadline = now + self.seconds
             copy(page)
             return True
 
-    def close(self, name: bytes) -> None:
-        """The reader is through; the engine's thread lets go of the pages."""
-        with self.table:
-            lease = self.open.get(name)
-        if lease is not None:
-            with lease.lock:
-                lease.closed = True
+    def _find(self, name: bytes) -> OpenLease | None:
+        number = _number(name)
+        if not hmac.compare_digest(name, lease_name(self.secret, number)):
+            return None  # nobody waits for what rank 0 has not made
+        with self.changed:
+            self.changed.wait_for(lambda: self.newest >= number, OPENING_SECONDS)
+            return self.leases.get(name)
+
+
+def lease_name(secret: bytes, number: int) -> bytes:
+    """Names count up, so that a rank knows one that it has yet to hear of from one that is over;
+    and only who knows the engine's secret can make one."""
+    head = NUMBER.pack(number)
+    return head + hmac.digest(secret, b"lease" + head, "sha256")[: LEASE - NUMBER.size]
+
+
+def _number(name: bytes) -> int:
+    found: int = NUMBER.unpack_from(name)[0]
+    return found

@@ -1,18 +1,27 @@
-"""Fetches pages from another engine, on threads of its own."""
+"""Fetches parts of pages from a rank of another engine, on threads of its own."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg.page_link import LEASE, MOST_KEYS, PageMessage, introduce, receive_head
+from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.page_link import (
+    LEASE,
+    MOST_KEYS,
+    PageMessage,
+    introduce,
+    pack_read,
+    receive_head,
+)
 from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
 
 CONNECT_SECONDS = 5.0
@@ -23,12 +32,18 @@ AT_ONCE = 4
 
 @dataclass
 class PageFetch:
-    """Pages with these keys, in order, from a lease of another engine. `found` of them came, the
-    first ones, and lie in `rows` [keys, bytes of a page]; `error` says why not all."""
+    """One part of the pages with these keys, in order, from a lease of another engine. secret: of
+    the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
+    lie in `rows` [keys, bytes of the part]; `error` says why not all. deadline: a monotonic time,
+    for all."""
 
     address: tuple[str, int]
+    secret: bytes
     lease: bytes
     keys: list[bytes]
+    part: PagePart
+    page_size: int
+    deadline: float
     rows: Tensor | None = None
     found: int = 0
     error: str = ""
@@ -37,8 +52,7 @@ class PageFetch:
 
 
 class PageReader:
-    def __init__(self, secret: str, memory: PageMemory, fingerprint: Fingerprint):
-        self.secret = secret.encode()
+    def __init__(self, memory: PageMemory, fingerprint: Fingerprint):
         self.memory = memory
         self.fingerprint = fingerprint
         self.pool = ThreadPoolExecutor(AT_ONCE, "page reader")
@@ -46,6 +60,11 @@ class PageReader:
     def start(self, fetch: PageFetch, done: Callable[[], None]) -> None:
         """`done` is called on a thread, whatever happens."""
         self.pool.submit(self._run, fetch, done)
+
+    def finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
+        """Tell rank 0 of the other engine that nobody will read from a lease any more. Should it
+        not hear of this, the lease runs out."""
+        self.pool.submit(self._finish, address, secret, lease)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -65,32 +84,43 @@ class PageReader:
             fetch.seconds = time.perf_counter() - start
             done()
 
-    def _fetch(self, fetch: PageFetch) -> None:
-        deadline = time.monotonic() + FETCH_SECONDS
-        with socket.create_connection(fetch.address, CONNECT_SECONDS) as sock:
+    @contextmanager
+    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[socket.socket]:
+        with socket.create_connection(address, CONNECT_SECONDS) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(sock, self.secret, self.fingerprint)
+            introduce(sock, secret, self.fingerprint)
             sock.settimeout(QUIET_SECONDS)
-            fetch.rows = self.memory.rows(len(fetch.keys))
+            yield sock
+
+    def _finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
+        with suppress(LinkError, OSError), self._linked(address, secret) as sock:
+            send(sock, PageMessage.DONE, lease)
+
+    def _fetch(self, fetch: PageFetch) -> None:
+        size = self.memory.part_size(fetch.part, fetch.page_size)
+        with self._linked(fetch.address, fetch.secret) as sock:
+            fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
-                send(sock, PageMessage.READ, fetch.lease + b"".join(some))
+                send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
                 for _ in some:
                     if fetch.cancelled.is_set():
                         return
-                    if time.monotonic() > deadline:
+                    if time.monotonic() > fetch.deadline:
                         raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
-                    kind, size = receive_head(sock, self.memory.size)
-                    if kind is not PageMessage.PAGE or size not in (0, self.memory.size):
-                        raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
-                    if not size:
-                        raise LinkError("the pages are kept no more")
-                    receive_into(sock, fetch.rows[fetch.found].numpy().data)
-                    fetch.found += 1
-            send(sock, PageMessage.DONE, fetch.lease)
+                    self._receive_page(sock, fetch, fetch.rows[fetch.found])
+
+    def _receive_page(self, sock: socket.socket, fetch: PageFetch, row: Tensor) -> None:
+        kind, size = receive_head(sock, row.numel())
+        if kind is not PageMessage.PAGE or size not in (0, row.numel()):
+            raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
+        if not size:
+            raise LinkError("the pages are kept no more")
+        receive_into(sock, row.numpy().data)
+        fetch.found += 1
 
 
-def lease_name(text: object) -> bytes | None:
+def parse_lease(text: object) -> bytes | None:
     """What `remote_request_id` says; None where it is none of ours."""
     try:
         found = bytes.fromhex(text) if isinstance(text, str) else b""

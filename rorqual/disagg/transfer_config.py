@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import json
 from dataclasses import dataclass
 
 from rorqual.errors import ConfigError
@@ -16,10 +18,10 @@ PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 @dataclass(frozen=True)
 class TransferConfig:
     """role: prefill keeps pages for other engines and serves them, decode fetches them, both does
-    both. host, port: where pages are served, 0 for a free port. peers: addresses, in PEER_FORMS,
-    that pages may be fetched from. secret: known to all of them. lease_seconds: how long pages are
-    kept for who has not yet fetched them. on_failure: what becomes of a request whose pages do not
-    come."""
+    both. host, port: where pages are served, 0 for a free port; further ranks have the next ones.
+    peers: addresses, in PEER_FORMS, that pages may be fetched from. secret: known to all of them.
+    lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
+    becomes of a request whose pages do not come."""
 
     role: str
     secret: str
@@ -57,6 +59,14 @@ class TransferConfig:
             _private(host, "kv_peers")
             if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
                 raise ConfigError(f"kv_peers={peer!r} is no address; accepted: {PEER_FORMS}")
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> TransferConfig:
+        found = json.loads(data)
+        return TransferConfig(**{**found, "peers": tuple(found["peers"])})
 
     @property
     def sends(self) -> bool:

@@ -1,51 +1,48 @@
-"""Whole pages of prompts in and out of an engine's prefix cache, for whoever moves them between
-engines. On the engine's thread."""
+"""Whole pages of prompts in and out of an engine's prefix caches, for whoever moves them between
+engines. On the engine's thread. Each data-parallel rank has a cache of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rorqual.cache.prefix import PrefixCache, next_key, root_key
+from rorqual.cache.prefix import PrefixCache, chain_keys
 from rorqual.engine.engine import Engine
 
 
 class CachedPages:
     def __init__(self, engine: Engine):
-        assert engine.config.parallel.is_single, "each rank has a cache of its own"
         self.engine = engine
 
-    @property
-    def prefix(self) -> PrefixCache:
+    def prefix(self, dp_rank: int) -> PrefixCache:
         """The one in force: an error in the midst of a step begins a new one."""
-        return self.engine.scheduler.schedulers[0].prefix
+        return self.engine.scheduler.schedulers[dp_rank].prefix
 
-    def missing(self, tokens: Sequence[int], salt: str) -> tuple[int, list[bytes]]:
-        """How many pages of a prompt are cached, and the keys of those behind them that a request
-        for it could take from a cache."""
-        with self.engine.changing():
-            prefix = self.prefix
-            pages, key = prefix.match(tokens, salt)
-            prefix.release(pages)
-        keys: list[bytes] = []
-        while (found := prefix.following(tokens, len(pages) + len(keys), key)) is not None:
-            keys.append(found)
-            key = found
-        return len(pages), keys
+    @property
+    def prefixes(self) -> list[PrefixCache]:
+        return [scheduler.prefix for scheduler in self.engine.scheduler.schedulers]
 
-    def hold(self, tokens: Sequence[int], salt: str) -> dict[bytes, int]:
-        """The cached pages of a prompt by key, held for the caller."""
+    def count(self, dp_rank: int, tokens: Sequence[int], salt: str) -> int:
+        """How many pages of a prompt are cached."""
         with self.engine.changing():
-            prefix = self.prefix
+            prefix = self.prefix(dp_rank)
             pages, _ = prefix.match(tokens, salt)
-        found = {}
-        key = root_key(salt)
-        for place, page in enumerate(pages):
-            key = next_key(key, prefix.covered(tokens, place))
-            found[key] = page
-        return found
+            prefix.release(pages)
+        return len(pages)
+
+    def hold(self, tokens: Sequence[int], salt: str) -> tuple[int, dict[bytes, int]]:
+        """The data-parallel rank that has most of a prompt's pages, and these by key, held for the
+        caller."""
+        counts = [self.count(rank, tokens, salt) for rank in range(len(self.prefixes))]
+        dp_rank = counts.index(max(counts))
+        with self.engine.changing():
+            prefix = self.prefix(dp_rank)
+            pages, _ = prefix.match(tokens, salt)
+        keys = chain_keys(tokens, salt, prefix.page_size, prefix.lookahead, len(pages))
+        return dp_rank, dict(zip(keys, pages, strict=True))
 
     def keep(
         self,
+        dp_rank: int,
         tokens: Sequence[int],
         salt: str,
         first: int,
@@ -56,7 +53,7 @@ class CachedPages:
         fills them with what belongs to those from the i-th on. Returns how many are cached now;
         fewer where pages before them have gone, or there is no room."""
         with self.engine.changing():
-            prefix = self.prefix
+            prefix = self.prefix(dp_rank)
             before, key = prefix.match(tokens, salt)
             skipped = len(before) - first
             taken: list[int] = []

@@ -75,7 +75,10 @@ class ServeConfig:
         choices=("none", *ROLES, ATTENTION),
     )
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
-    kv_port: int = _transfer(0, "Its port; 0 takes a free one. Replicas have the next ones.")
+    kv_port: int = _transfer(
+        0,
+        "Its port; 0 takes a free one. Further ranks have the next ones, then replicas.",
+    )
     kv_peers: tuple[str, ...] = _transfer(
         ("127.0.0.1",),
         "HOST, HOST:PORT or NETWORK/BITS that pages may be fetched from; may be repeated.",
@@ -151,12 +154,6 @@ class ServeConfig:
     def _check_role(self) -> None:
         if self.kv_secret_file is None:
             raise ConfigError(f"role={self.role!r} needs kv_secret_file")
-        several = [name for name in ("tp", "dp", "pp") if self.engine.get(name, 1) != 1]
-        if several:
-            raise ConfigError(
-                f"role={self.role!r} is for engines of one rank so far; "
-                f"{several[0]}={self.engine[several[0]]}"
-            )
         if not self.engine.get("enable_prefix_caching", True):
             raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
 

@@ -195,6 +195,13 @@ def test_what_a_request_may_not_ask_for(pair: Pair) -> None:
     assert "192.168.3.4" in refused(pair.decode, other)
     assert "remote_request_id" in refused(pair.decode, {**given, "remote_request_id": "x"})
     assert "name no address" in refused(pair.decode, {**given, "remote_port": "80"})
+    assert "remote_engine_id" in refused(pair.decode, {**given, "remote_engine_id": None})
+    assert "whole numbers" in refused(pair.decode, {**given, "tp_size": "2"})
+    assert "out of range" in refused(pair.decode, {**given, "pp_size": 0})
+    assert "names 1 addresses" in refused(pair.decode, {**given, "tp_size": 2})
+    far = {**given, "remote_ranks": [["192.168.3.4", 9]]}
+    assert "192.168.3.4" in refused(pair.decode, far)
+    assert "no [host, port]" in refused(pair.decode, {**given, "remote_ranks": [["a", "b"]]})
     unknown = {**given, "remote_request_id": "ab" * 32}
     assert cached(ask(pair.decode, ids, unknown)) == 0
 
@@ -203,11 +210,10 @@ def test_servers_that_differ_say_in_what(pair: Pair, folder: Path) -> None:
     ids = prompt(500)
     given = prefilled(pair.prefill, ids)
     want = tokens(ask(pair.prefill, ids, cache_salt="alone"))
-    with server("decode", folder, "--page-size", "16") as other:
+    with server("decode", folder) as other:
         found = ask(other, ids, given)
         assert cached(found) == 0
         assert tokens(found) == want
-        assert "page_size is '8' at the keeper, '16' here" in other.text()
         assert "modules is '1' at the keeper, '0' here" in other.text()
 
 
@@ -230,6 +236,7 @@ def test_a_request_may_fail_instead(folder: Path) -> None:
             "remote_host": "127.0.0.1",
             "remote_port": 9,
             "remote_request_id": "ab" * 32,
+            "remote_engine_id": "gone",
         }
         body = {"model": "rorqual-bundled", "prompt": PROMPT, "kv_transfer_params": given}
         status, answer = strict.request("POST", "/v1/completions", body)

@@ -484,10 +484,11 @@ class Worker:
 
     # ---- the cache
 
-    def _spec(self) -> KVSpec:
-        """Of this rank's heads and layers; prediction modules live on the last stage."""
+    @property
+    def whole_spec(self) -> KVSpec:
+        """Of all heads and layers, on whatever rank."""
         page = self.config.page_size or self.platform.default_page_size
-        whole = kv_spec(
+        return kv_spec(
             self.model_config,
             page,
             self.config.kv_cache_dtype,
@@ -496,11 +497,17 @@ class Worker:
             activations=self.dtype,
             split_latent=self.model.ops.splits_latents,
         )
+
+    @property
+    def cache_layers(self) -> range:
+        """Whose caches this rank holds; prediction modules live on the last stage, behind the
+        model's layers."""
         held = self.model.held
-        return whole.shard(
-            self.mesh.sizes.tp,
-            range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage),
-        )
+        return range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage)
+
+    def _spec(self) -> KVSpec:
+        """Of this rank's heads and layers."""
+        return self.whole_spec.shard(self.mesh.sizes.tp, self.cache_layers)
 
     def _num_pages(self) -> int:
         """Pages for max_num_seqs requests of full length, or as many as the memory set aside

@@ -208,20 +208,21 @@ class EngineProcess:
 
     def _queue_arrived(self, transfers: KVTransfers) -> None:
         """Of requests whose prompts were computed elsewhere: those whose pages are here."""
-        for request, error in transfers.arrived():
+        for request, error, dp_rank in transfers.arrived():
             add, held = self.arriving.pop(request.id)
             if error:
                 log.warning("request %s: %s", request.id, error)
             if error and transfers.config.on_failure == "fail":
                 self.link.send(messages.Refused(request.id, error, pages_lost=True))
             else:
-                self._queue(add, held)
+                self._queue(add, held, dp_rank)
 
-    def _queue(self, add: messages.Add, held: Any) -> None:
-        """held: what keeps the compiled grammar until the request is live."""
+    def _queue(self, add: messages.Add, held: Any, dp_rank: int | None = None) -> None:
+        """held: what keeps the compiled grammar until the request is live. dp_rank: which
+        data-parallel rank has its pages."""
         request = add.request
         try:
-            over = self.engine.add(request)
+            over = self.engine.add(request, dp_rank)
         except RequestError as error:
             self._refuse(request, error)
             return

@@ -1,0 +1,202 @@
+"""One rank's share of pages that travel: it serves its part of pages that are leased, fetches its
+part of prompts computed elsewhere, and writes it where rank 0 says.
+
+A service of the engine's ranks (engine/rank_service.py): rank 0 has one as the others have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rorqual.cache.page_memory import PageMemory
+from rorqual.cache.page_parts import held_part, num_heads
+from rorqual.disagg.leases import LeaseTable
+from rorqual.disagg.page_reader import FETCH_SECONDS, PageFetch, PageReader
+from rorqual.disagg.page_server import PageServer
+from rorqual.disagg.page_sources import CacheShape
+from rorqual.disagg.rank_messages import (
+    FetchOver,
+    FetchPages,
+    FromRank,
+    LeaseDone,
+    LeaseOpened,
+    LeaseRead,
+    LeasesClosed,
+    PagesFetched,
+    PagesPlaced,
+    ServerStarted,
+    decode,
+    encode,
+)
+from rorqual.disagg.transfer_config import TransferConfig
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.rank_service import ServicePlace
+from rorqual.parallel.remote.link import Fingerprint
+
+FORMAT = "2"  # of pages as bytes, and of what their keys cover
+SERVICE = f"{__name__}:RankPages"
+
+
+class RankPages:
+    """config: TransferConfig as JSON, its secret that of this engine's own links."""
+
+    def __init__(self, place: ServicePlace, config: bytes):
+        worker = place.worker
+        self.tell = place.tell
+        self.mesh = worker.mesh
+        settings = TransferConfig.from_json(config)
+        secret = bytes.fromhex(settings.secret)
+        self.memory = rank_memory(worker)
+        self.leases = LeaseTable(secret)
+        self.fetches: dict[int, RankFetch] = {}
+        mine = fingerprint(worker)
+        self.server: PageServer | None = None
+        if settings.sends:
+            rank = self.mesh.rank
+            here = dataclasses.replace(
+                settings,
+                host=place.address or settings.host,
+                port=settings.port + rank if settings.port else 0,
+            )
+            self.server = PageServer(here, secret, self.leases, self.memory, mine, self)
+        self.reader = PageReader(self.memory, mine) if settings.fetches else None
+        where = (self.server.host, self.server.port) if self.server else ("", 0)
+        self._tell(ServerStarted(*where))
+
+    def _tell(self, message: FromRank) -> None:
+        self.tell(encode(message))
+
+    # ---- what the page server says, on its threads
+
+    def reading(self, lease: bytes, pages: int) -> None:
+        self._tell(LeaseRead(lease, pages))
+
+    def done(self, lease: bytes) -> None:
+        self._tell(LeaseDone(lease))
+
+    # ---- what rank 0 says
+
+    def take(self, message: bytes) -> Callable[[], None] | None:
+        told = decode(message)
+        if isinstance(told, LeaseOpened):
+            return self._open(told)
+        if isinstance(told, LeasesClosed):
+            self.leases.close(told.leases)
+        elif isinstance(told, FetchPages):
+            self._fetch(told)
+        elif isinstance(told, PagesPlaced):
+            self._place(told)
+        else:
+            assert isinstance(told, FetchOver)
+            fetch = self.fetches.pop(told.number, None)
+            if fetch is not None:
+                fetch.cancel()
+        return None
+
+    def _open(self, told: LeaseOpened) -> Callable[[], None] | None:
+        if told.dp_rank != self.mesh.dp_rank:
+            self.leases.note(told.lease)
+            return None
+        return self.leases.open(told.lease, dict(zip(told.keys, told.pages, strict=True)))
+
+    def _fetch(self, told: FetchPages) -> None:
+        if told.dp_rank != self.mesh.dp_rank:
+            return
+        assert self.reader is not None, "rank 0 has the same role"
+        place = self.mesh.pp_rank * self.mesh.sizes.tp + self.mesh.tp_rank
+        fetch = RankFetch(self.reader, told, place, self._tell)
+        self.fetches[told.number] = fetch
+        fetch.start()
+
+    def _place(self, told: PagesPlaced) -> None:
+        fetch = self.fetches.get(told.number)
+        if fetch is not None:
+            fetch.write(self.memory, told.pages, told.skipped)
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        if self.reader is not None:
+            self.reader.close()
+        for fetch in self.fetches.values():
+            fetch.cancel()
+
+
+class RankFetch:
+    """This rank's part of a prompt: from one source after the other, of each the pages that all
+    before it had."""
+
+    def __init__(
+        self, reader: PageReader, told: FetchPages, place: int, tell: Callable[[FromRank], None]
+    ):
+        self.reader = reader
+        self.number = told.number
+        self.tell = tell
+        deadline = time.monotonic() + FETCH_SECONDS
+        self.parts = [
+            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size, deadline)
+            for address, part in told.sources[place]
+        ]
+
+    def start(self, place: int = 0) -> None:
+        self.reader.start(self.parts[place], partial(self._done, place))
+
+    def _done(self, place: int) -> None:
+        """On a thread of the reader."""
+        part = self.parts[place]
+        if part.found and place + 1 < len(self.parts):
+            self.parts[place + 1].keys = part.keys[: part.found]
+            self.start(place + 1)
+            return
+        error = next((part.error for part in self.parts if part.error), "")
+        self.tell(PagesFetched(self.number, part.found, error))
+
+    def write(self, memory: PageMemory, pages: list[int], skipped: int) -> None:
+        for part in self.parts:
+            assert part.rows is not None, "rank 0 places what every rank has found"
+            memory.write(pages, part.rows, part.part, part.page_size, skipped)
+
+    def cancel(self) -> None:
+        for part in self.parts:
+            part.cancelled.set()
+
+
+def cache_shape(worker: Worker) -> CacheShape:
+    modules = worker.mtp_layers
+    return CacheShape(worker.model_config.num_layers, modules, num_heads(worker.whole_spec))
+
+
+def rank_memory(worker: Worker) -> PageMemory:
+    mesh = worker.mesh
+    heads = num_heads(worker.whole_spec)
+    held = held_part(worker.cache_layers, heads, mesh.sizes.tp, mesh.tp_rank)
+    return PageMemory(worker.runner.pool, worker.platform, held)
+
+
+def fingerprint(worker: Worker) -> Fingerprint:
+    """All that must be equal for one engine's pages to be another's, however each is cut into ranks
+    and pages."""
+    config = worker.config
+    spec = worker.whole_spec
+    planes = [[dataclasses.asdict(plane) for plane in layer] for layer in spec.layers]
+    quant = worker.model_config.quant
+    return {
+        "format": FORMAT,
+        "model": _digest(dataclasses.asdict(worker.model_config)),
+        "weights": f"random {config.seed}" if config.weights == "random" else "of a checkpoint",
+        "dtype": worker.dtype,
+        "quantization": quant.describe() if quant is not None else "none",
+        "cache": f"{spec.layers[0][0].dtype} {_digest(planes)}",
+        "modules": str(worker.mtp_layers),
+    }
+
+
+def _digest(found: Any) -> str:
+    data = json.dumps(found, sort_keys=True, default=str).encode()
+    return hashlib.sha256(data).hexdigest()[:16]
