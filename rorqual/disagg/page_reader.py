@@ -34,8 +34,8 @@ AT_ONCE = 4
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
     the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part]; `error` says why not all. deadline: a monotonic time,
-    for all."""
+    lie in `rows` [keys, bytes of the part]; `error` says why not all. patience: seconds for all of
+    it, from when it begins; `seconds` were needed."""
 
     address: tuple[str, int]
     secret: bytes
@@ -43,7 +43,7 @@ class PageFetch:
     keys: list[bytes]
     part: PagePart
     page_size: int
-    deadline: float
+    patience: float = FETCH_SECONDS
     rows: Tensor | None = None
     found: int = 0
     error: str = ""
@@ -98,6 +98,7 @@ class PageReader:
 
     def _fetch(self, fetch: PageFetch) -> None:
         size = self.memory.part_size(fetch.part, fetch.page_size)
+        deadline = time.monotonic() + fetch.patience
         with self._linked(fetch.address, fetch.secret) as sock:
             fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
@@ -106,7 +107,7 @@ class PageReader:
                 for _ in some:
                     if fetch.cancelled.is_set():
                         return
-                    if time.monotonic() > fetch.deadline:
+                    if time.monotonic() > deadline:
                         raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
                     self._receive_page(sock, fetch, fetch.rows[fetch.found])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
 from rorqual.disagg.leases import LeaseTable
-from rorqual.disagg.page_reader import FETCH_SECONDS, PageFetch, PageReader
+from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.page_sources import CacheShape
 from rorqual.disagg.rank_messages import (
@@ -138,9 +137,8 @@ class RankFetch:
         self.reader = reader
         self.number = told.number
         self.tell = tell
-        deadline = time.monotonic() + FETCH_SECONDS
         self.parts = [
-            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size, deadline)
+            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size)
             for address, part in told.sources[place]
         ]
 
@@ -152,6 +150,7 @@ class RankFetch:
         part = self.parts[place]
         if part.found and place + 1 < len(self.parts):
             self.parts[place + 1].keys = part.keys[: part.found]
+            self.parts[place + 1].patience = part.patience - part.seconds
             self.start(place + 1)
             return
         error = next((part.error for part in self.parts if part.error), "")

@@ -27,7 +27,7 @@ from rorqual.disagg.page_link import (
     pack_read,
     receive_head,
 )
-from rorqual.disagg.page_reader import FETCH_SECONDS, PageFetch, PageReader
+from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import ConfigError
@@ -126,7 +126,7 @@ def fetch_of(
     secret: bytes = LINKS,
     part: PagePart = WHOLE,
 ) -> PageFetch:
-    return PageFetch(address, secret, name, keys, part, 4, time.monotonic() + FETCH_SECONDS)
+    return PageFetch(address, secret, name, keys, part, 4)
 
 
 @pytest.fixture

@@ -78,8 +78,9 @@ class Channel:
 
     @property
     def network_address(self) -> str | None:
-        """This end's address, where the other may be on another host."""
-        return self.own if self.socket.family == socket.AF_INET else None
+        """This end's address, where the other is on another host; else None."""
+        between_hosts = self.socket.family == socket.AF_INET and self.own != self.peer
+        return self.own if between_hosts else None
 
     def patience(self, seconds: float) -> None:
         """The other end counts as gone when nothing can be read, or sent, for so long."""
