@@ -75,7 +75,7 @@ class KVTransfers:
         )
         self.sent = 0  # pages, or with several ranks parts of pages
         self._wait_for_ranks(sizes.world)
-        engine.on_restart = self.settle
+        engine.on_restart = self._close_leases
 
     def _hear(self, rank: int, message: bytes) -> None:
         """On any thread."""
@@ -121,9 +121,28 @@ class KVTransfers:
             return None
         return self.offers.offer(sequence)
 
+    def begin(self, request: Request) -> None:
+        """Of a request that was just queued: its pages may leave while it is computed, where the
+        configuration says so."""
+        asked = request.kv_transfer_params or {}
+        scheduler = self.engine.scheduler
+        if self.config.overlap and self.config.sends and asked.get("do_remote_decode"):
+            dp_rank = scheduler.schedulers.index(scheduler.assigned_rank[request.id])
+            self.offers.begin(scheduler.sequences[request.id], dp_rank)
+
+    def advance(self) -> list[tuple[str, dict[str, Any]]]:
+        """After each step: requests that are to be answered now, though they are still being
+        computed, and the kv_transfer_params of these answers."""
+        return self.offers.advance() if self.offers.begun else []
+
     def settle(self) -> None:
-        """Let go of pages that were read, or not in time. Also before any step that follows on an
-        error in the midst of one: then no page is what it was."""
+        """Let go of pages that were read, or not in time."""
+        self.offers.end_over()
+        self._close_leases()
+
+    def _close_leases(self) -> None:
+        """Also before any step that follows on an error in the midst of one: then no page is what
+        it was."""
         self._read_inbox()
         self.offers.settle()
 

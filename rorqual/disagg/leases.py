@@ -16,23 +16,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from rorqual.cache.prefix import PrefixCache
 from rorqual.disagg.page_link import LEASE
 
 NUMBER = struct.Struct("!Q")
-# for a rank that has yet to hear of a lease, or to finish a step; less than a reader waits
-OPENING_SECONDS = 5.0
+OPENING_SECONDS = 5.0  # for a rank that has yet to hear of a lease; less than a reader waits
+COMING_SECONDS = 2.0  # for a page that is not there yet, until its reader is told so
 
 
 @dataclass
 class Lease:
-    """pages by key, held in `prefix`, the cache of this data-parallel rank."""
+    """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it
+    may come to hold; complete: it holds all it ever will, and may run out."""
 
     prefix: PrefixCache
     dp_rank: int
     pages: dict[bytes, int]
     deadline: float
+    most: int
+    complete: bool = True
 
 
 class Leases:
@@ -53,19 +57,33 @@ class Leases:
     def held(self) -> int:
         return sum(len(lease.pages) for lease in self.open.values())
 
-    def held_of(self, dp_rank: int) -> int:
-        leases = self.open.values()
-        return sum(len(lease.pages) for lease in leases if lease.dp_rank == dp_rank)
+    def promised(self, dp_rank: int) -> int:
+        """Pages of a data-parallel rank's cache that are held, or will be."""
+        return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
 
-    def make(self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int]) -> bytes | None:
+    def make(
+        self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int], more: int = 0
+    ) -> bytes | None:
         """Keep pages that the caller has held; their name, or None where too many are kept as it
-        is: the caller then lets them go."""
-        if self.held_of(dp_rank) + len(pages) > self.most_pages:
+        is: the caller then lets them go. more: how many will be added, until which it does not run
+        out."""
+        most = len(pages) + more
+        if self.promised(dp_rank) + most > self.most_pages:
             return None
         self.newest += 1
         name = lease_name(self.secret, self.newest)
-        self.open[name] = Lease(prefix, dp_rank, pages, time.monotonic() + self.seconds)
+        deadline = time.monotonic() + self.seconds
+        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more)
         return name
+
+    def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> None:
+        """More pages that the caller has held, for a lease that is open."""
+        lease = self.open[name]
+        lease.pages.update(pages)
+        lease.complete = complete
+        if complete:
+            lease.most = len(lease.pages)
+        self.extend(name)
 
     def extend(self, name: bytes) -> None:
         """It is being read."""
@@ -85,7 +103,9 @@ class Leases:
         now = time.monotonic()
         in_force = {id(prefix) for prefix in prefixes}
         stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
-        late = {name for name, lease in self.open.items() if now > lease.deadline}
+        late = {
+            name for name, lease in self.open.items() if lease.complete and now > lease.deadline
+        }
         over = [name for name in self.open if name in self.done | stale | late]
         if not over:
             return
@@ -98,19 +118,25 @@ class Leases:
                 lease.prefix.release(list(lease.pages.values()))
 
 
+class Found(Enum):
+    HERE = 1
+    GONE = 2
+    COMING = 3
+
+
 @dataclass
 class OpenLease:
-    """ready: set once this rank's device has done the steps that wrote the pages."""
+    """pages: those that this rank's device has written. complete: no more will come."""
 
-    pages: dict[bytes, int]
+    pages: dict[bytes, int] = field(default_factory=dict)
+    complete: bool = False
     closed: bool = False
-    ready: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class LeaseTable:
-    """What may be read on one rank. `open`, `note` and `close` on the engine's thread, `read` on
-    threads of the page server."""
+    """What may be read on one rank. `read` is called on threads of the page server, all else on the
+    engine's thread."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -118,13 +144,27 @@ class LeaseTable:
         self.newest = 0
         self.changed = threading.Condition()
 
-    def open(self, name: bytes, pages: dict[bytes, int]) -> Callable[[], None]:
-        """What is returned says that the pages are written."""
-        lease = OpenLease(pages)
+    def open(
+        self, name: bytes, pages: dict[bytes, int], complete: bool = True
+    ) -> Callable[[], None]:
+        """What is returned says that the pages are written. complete: these are all."""
         with self.changed:
-            self.leases[name] = lease
+            self.leases[name] = OpenLease()
         self.note(name)
-        return lease.ready.set
+        return self.add(name, pages, complete)
+
+    def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> Callable[[], None]:
+        """More of its pages; likewise."""
+
+        def written() -> None:
+            with self.changed:
+                lease = self.leases.get(name)
+                if lease is not None:
+                    lease.pages.update(pages)
+                    lease.complete = complete
+                self.changed.notify_all()
+
+        return written
 
     def note(self, name: bytes) -> None:
         """Whatever lease this is, readers of it need not wait for it to be opened any more."""
@@ -136,21 +176,31 @@ class LeaseTable:
         for name in names:
             with self.changed:
                 lease = self.leases.pop(name, None)
+                self.changed.notify_all()
             if lease is not None:
                 with lease.lock:
                     lease.closed = True
 
-    def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> bool:
-        """`copy(page)` of the page with this key; False where it is kept no more."""
+    def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> Found:
+        """`copy(page)` of the page with this key, if it is here. One that is still to be computed,
+        or written by this rank's device, is waited for a little."""
         lease = self._find(name)
-        if lease is None or not lease.ready.wait(OPENING_SECONDS):
-            return False
-        with lease.lock:
+        if lease is None:
+            return Found.GONE
+        with self.changed:
+            self.changed.wait_for(
+                lambda: key in lease.pages or lease.complete or name not in self.leases,
+                COMING_SECONDS,
+            )
             page = lease.pages.get(key)
-            if lease.closed or page is None:
-                return False
+            if page is None:
+                over = lease.complete or name not in self.leases
+                return Found.GONE if over else Found.COMING
+        with lease.lock:
+            if lease.closed:
+                return Found.GONE
             copy(page)
-            return True
+            return Found.HERE
 
     def _find(self, name: bytes) -> OpenLease | None:
         number = _number(name)

@@ -4,12 +4,14 @@ leases, which every rank that holds a part of them serves."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from rorqual.cache.prefix import chain_keys, whole_pages
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_sources import Address
-from rorqual.disagg.rank_messages import LeaseOpened, LeasesClosed, ToRank
+from rorqual.disagg.rank_messages import LeaseGrown, LeaseOpened, LeasesClosed, ToRank
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.scheduling.sequence import Sequence
 
@@ -31,6 +33,7 @@ class Offers:
         self.sizes = sizes
         self.engine_id = engine_id
         self.addresses: list[Address] = []
+        self.begun: dict[str, BegunPrompt] = {}
         self.refused = 0  # answers that were offered to nobody since too much was held
 
     def offer(self, sequence: Sequence) -> dict[str, Any]:
@@ -44,7 +47,10 @@ class Offers:
             prefix.release(list(pages.values()))
             self.refused += bool(pages)
         else:
-            self.tell(LeaseOpened(name, dp_rank, list(pages), list(pages.values())))
+            self.tell(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
+        return self._params(name, dp_rank, len(pages) if name else 0)
+
+    def _params(self, name: bytes | None, dp_rank: int, count: int) -> dict[str, Any]:
         host, port = self.addresses[0]
         return {
             "do_remote_prefill": name is not None,
@@ -53,8 +59,8 @@ class Offers:
             "remote_request_id": name.hex() if name else None,
             "remote_host": host,
             "remote_port": port,
-            "remote_num_pages": len(pages) if name else 0,
-            "remote_page_size": prefix.page_size,
+            "remote_num_pages": count,
+            "remote_page_size": self.cache.prefix(dp_rank).page_size,
             "tp_size": self.sizes.tp,
             "pp_size": self.sizes.pp,
             "remote_ranks": [list(self.addresses[rank]) for rank in self._ranks(dp_rank)],
@@ -72,3 +78,81 @@ class Offers:
     def settle(self) -> None:
         """Let go of what was read, or not in time."""
         self.leases.settle(self.cache.prefixes, lambda names: self.tell(LeasesClosed(names)))
+
+    # ---- while a prompt is being computed
+
+    def begin(self, sequence: Sequence, dp_rank: int) -> None:
+        """Its pages may leave as they are computed."""
+        request = sequence.request
+        prefix = self.cache.prefix(dp_rank)
+        size, lookahead = prefix.page_size, prefix.lookahead
+        count = whole_pages(len(request.prompt), size, lookahead)
+        keys = chain_keys(request.prompt, request.cache_salt, size, lookahead, count)
+        self.begun[request.id] = BegunPrompt(sequence, dp_rank, keys)
+
+    def advance(self) -> list[tuple[str, dict[str, Any]]]:
+        """After each step: add what it computed to the leases of prompts that were begun. Requests
+        of which the first part is there, and kv_transfer_params of their answers."""
+        answers = []
+        for name, begun in list(self.begun.items()):
+            if begun.lease is None and begun.computes and not self._over(name):
+                params = self._open(begun)
+                if params is not None:
+                    answers.append((name, params))
+            elif begun.lease in self.leases.open:
+                self._grow(begun, self._over(name))
+        self.end_over()
+        return answers
+
+    def _over(self, name: str) -> bool:
+        return name not in self.cache.engine.scheduler.sequences
+
+    def end_over(self) -> None:
+        """Of prompts that nobody computes any more nothing will come: those without a lease are
+        offered as any other, and leases that an error has made void are closed."""
+        for name, begun in list(self.begun.items()):
+            lease = None if begun.lease is None else self.leases.open.get(begun.lease)
+            if lease is not None and not lease.complete and self._over(name):
+                self._grow(begun, True)
+            if self._over(name) or (begun.lease is not None and (lease is None or lease.complete)):
+                del self.begun[name]
+
+    def _open(self, begun: BegunPrompt) -> dict[str, Any] | None:
+        pages = self.cache.hold_next(begun.dp_rank, begun.keys)
+        more = len(begun.keys) - len(pages)
+        prefix = self.cache.prefix(begun.dp_rank)
+        name = self.leases.make(prefix, begun.dp_rank, pages, more) if pages and more else None
+        if name is None:
+            prefix.release(list(pages.values()))
+            return None
+        begun.lease = name
+        begun.held = len(pages)
+        self.tell(LeaseOpened(name, begun.dp_rank, list(pages), list(pages.values()), False))
+        return self._params(name, begun.dp_rank, len(begun.keys))
+
+    def _grow(self, begun: BegunPrompt, over: bool) -> None:
+        assert begun.lease is not None
+        pages = self.cache.hold_next(begun.dp_rank, begun.keys[begun.held :])
+        begun.held += len(pages)
+        complete = over or begun.held == len(begun.keys)
+        if pages or complete:
+            held = list(pages.values())
+            self.leases.add(begun.lease, pages, complete)
+            self.tell(LeaseGrown(begun.lease, begun.dp_rank, list(pages), held, complete))
+
+
+@dataclass
+class BegunPrompt:
+    """keys of its whole pages, of which the lease has `held`."""
+
+    sequence: Sequence
+    dp_rank: int
+    keys: list[bytes]
+    lease: bytes | None = None
+    held: int = 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether a part of it has been computed, beside what was cached."""
+        cached = self.sequence.num_cached_prompt
+        return cached is not None and self.sequence.collected > cached

@@ -4,6 +4,7 @@
     reader -> READ       lease (32 bytes), part (16 bytes), keys (32 bytes each), at most MOST_KEYS
     keeper -> PAGE       for each key in order: the bytes of this part of the page, or nothing where
                          it is kept no more
+    keeper -> COMING     before a PAGE, any number of times: it is still being computed
     reader -> DONE       lease: its pages may go; to rank 0 of the keeper's engine alone
 
 A page is asked for by its key, the SHA-256 chain over all tokens before its end, so no page of
@@ -37,6 +38,7 @@ class PageMessage(IntEnum):
     READ = 5
     PAGE = 6
     DONE = 7
+    COMING = 8
 
 
 def engine_secret(secret: str, engine_id: str) -> bytes:

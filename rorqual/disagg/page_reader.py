@@ -27,15 +27,15 @@ from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, s
 CONNECT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
 FETCH_SECONDS = 60.0
-AT_ONCE = 4
+COMPUTE_SECONDS = 600.0  # for a prompt that is still being computed when its pages are asked for
+AT_ONCE = 8  # parts of prompts
 
 
 @dataclass
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
     the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part]; `error` says why not all. patience: seconds for all of
-    it, from when it begins; `seconds` were needed."""
+    lie in `rows` [keys, bytes of the part]; `error` says why not all."""
 
     address: tuple[str, int]
     secret: bytes
@@ -43,7 +43,6 @@ class PageFetch:
     keys: list[bytes]
     part: PagePart
     page_size: int
-    patience: float = FETCH_SECONDS
     rows: Tensor | None = None
     found: int = 0
     error: str = ""
@@ -98,27 +97,55 @@ class PageReader:
 
     def _fetch(self, fetch: PageFetch) -> None:
         size = self.memory.part_size(fetch.part, fetch.page_size)
-        deadline = time.monotonic() + fetch.patience
+        patience = Patience()
         with self._linked(fetch.address, fetch.secret) as sock:
             fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
                 for _ in some:
-                    if fetch.cancelled.is_set():
+                    if not self._receive_page(sock, fetch, fetch.rows[fetch.found], patience):
                         return
-                    if time.monotonic() > deadline:
-                        raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
-                    self._receive_page(sock, fetch, fetch.rows[fetch.found])
 
-    def _receive_page(self, sock: socket.socket, fetch: PageFetch, row: Tensor) -> None:
-        kind, size = receive_head(sock, row.numel())
+    def _receive_page(
+        self, sock: socket.socket, fetch: PageFetch, row: Tensor, patience: Patience
+    ) -> bool:
+        """False where nobody wants it any more."""
+        kind = PageMessage.COMING
+        while kind is PageMessage.COMING:
+            if fetch.cancelled.is_set():
+                return False
+            patience.check()
+            kind, size = receive_head(sock, row.numel())
+            if kind is PageMessage.COMING:
+                patience.renew()
         if kind is not PageMessage.PAGE or size not in (0, row.numel()):
             raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
         if not size:
             raise LinkError("the pages are kept no more")
         receive_into(sock, row.numpy().data)
         fetch.found += 1
+        return True
+
+
+class Patience:
+    """FETCH_SECONDS, again from whenever the keeper says that it still computes the pages; that
+    for COMPUTE_SECONDS."""
+
+    def __init__(self) -> None:
+        self.deadline = time.monotonic() + FETCH_SECONDS
+        self.last = time.monotonic() + COMPUTE_SECONDS
+
+    def renew(self) -> None:
+        self.deadline = time.monotonic() + FETCH_SECONDS
+
+    def check(self) -> None:
+        """Raises LinkError."""
+        now = time.monotonic()
+        if now > self.last:
+            raise LinkError(f"the prompt was not computed within {COMPUTE_SECONDS:g} s")
+        if now > self.deadline:
+            raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
 
 
 def parse_lease(text: object) -> bytes | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
-from rorqual.disagg.leases import LeaseTable
+from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
     LEASE,
@@ -70,7 +71,7 @@ class PageServer:
         row = self.memory.rows(1)[0]
         while True:
             kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
-            if kind is PageMessage.PAGE or len(message) < LEASE:
+            if kind not in (PageMessage.READ, PageMessage.DONE) or len(message) < LEASE:
                 raise LinkError(f"{kind.name} of {len(message)} bytes came where pages are read")
             name = message[:LEASE]
             if kind is PageMessage.DONE:
@@ -90,7 +91,7 @@ class PageServer:
         told = 0.0
         sent = 0
         for key in keys:
-            there = self.leases.read(lease, key, lambda page: self.memory.read(page, row, part))
+            there = self._read(sock, lease, key, lambda page: self.memory.read(page, row, part))
             now = time.monotonic()
             if there and now - told > self.told_seconds:
                 self.events.reading(lease, sent)
@@ -99,3 +100,11 @@ class PageServer:
             sent += there
         if sent:
             self.events.reading(lease, sent)
+
+    def _read(
+        self, sock: socket.socket, lease: bytes, key: bytes, copy: Callable[[int], None]
+    ) -> bool:
+        """Whether the page is there, once that is known."""
+        while (found := self.leases.read(lease, key, copy)) is Found.COMING:
+            send(sock, PageMessage.COMING)
+        return found is Found.HERE

@@ -18,13 +18,26 @@ from rorqual.disagg.page_sources import Address
 @dataclass(frozen=True)
 class LeaseOpened:
     """Ranks of a data-parallel rank serve these pages under this lease; others take note of its
-    name."""
+    name. complete: they are all it will have."""
 
     kind: ClassVar[str] = "open"
     lease: bytes
     dp_rank: int
     keys: list[bytes]
     pages: list[int]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class LeaseGrown:
+    """More pages of it."""
+
+    kind: ClassVar[str] = "grown"
+    lease: bytes
+    dp_rank: int
+    keys: list[bytes]
+    pages: list[int]
+    complete: bool
 
 
 @dataclass(frozen=True)
@@ -100,12 +113,13 @@ class PagesFetched:
     error: str
 
 
-ToRank = LeaseOpened | LeasesClosed | FetchPages | PagesPlaced | FetchOver
+ToRank = LeaseOpened | LeaseGrown | LeasesClosed | FetchPages | PagesPlaced | FetchOver
 FromRank = ServerStarted | LeaseRead | LeaseDone | PagesFetched
 KINDS: dict[str, Any] = {
     made.kind: made
     for made in (
         LeaseOpened,
+        LeaseGrown,
         LeasesClosed,
         FetchPages,
         PagesPlaced,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from rorqual.disagg.rank_messages import (
     FetchPages,
     FromRank,
     LeaseDone,
+    LeaseGrown,
     LeaseOpened,
     LeaseRead,
     LeasesClosed,
@@ -83,8 +85,8 @@ class RankPages:
 
     def take(self, message: bytes) -> Callable[[], None] | None:
         told = decode(message)
-        if isinstance(told, LeaseOpened):
-            return self._open(told)
+        if isinstance(told, LeaseOpened | LeaseGrown):
+            return self._lease(told)
         if isinstance(told, LeasesClosed):
             self.leases.close(told.leases)
         elif isinstance(told, FetchPages):
@@ -98,11 +100,12 @@ class RankPages:
                 fetch.cancel()
         return None
 
-    def _open(self, told: LeaseOpened) -> Callable[[], None] | None:
+    def _lease(self, told: LeaseOpened | LeaseGrown) -> Callable[[], None] | None:
         if told.dp_rank != self.mesh.dp_rank:
             self.leases.note(told.lease)
             return None
-        return self.leases.open(told.lease, dict(zip(told.keys, told.pages, strict=True)))
+        take = self.leases.open if isinstance(told, LeaseOpened) else self.leases.add
+        return take(told.lease, dict(zip(told.keys, told.pages, strict=True)), told.complete)
 
     def _fetch(self, told: FetchPages) -> None:
         if told.dp_rank != self.mesh.dp_rank:
@@ -128,8 +131,8 @@ class RankPages:
 
 
 class RankFetch:
-    """This rank's part of a prompt: from one source after the other, of each the pages that all
-    before it had."""
+    """This rank's part of a prompt, from all who have something of it at once: it has come as far
+    as the slowest."""
 
     def __init__(
         self, reader: PageReader, told: FetchPages, place: int, tell: Callable[[FromRank], None]
@@ -137,24 +140,28 @@ class RankFetch:
         self.reader = reader
         self.number = told.number
         self.tell = tell
+        self.lock = threading.Lock()
         self.parts = [
             PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size)
             for address, part in told.sources[place]
         ]
+        self.left = len(self.parts)
 
-    def start(self, place: int = 0) -> None:
-        self.reader.start(self.parts[place], partial(self._done, place))
+    def start(self) -> None:
+        for part in self.parts:
+            self.reader.start(part, partial(self._done, part))
 
-    def _done(self, place: int) -> None:
+    def _done(self, part: PageFetch) -> None:
         """On a thread of the reader."""
-        part = self.parts[place]
-        if part.found and place + 1 < len(self.parts):
-            self.parts[place + 1].keys = part.keys[: part.found]
-            self.parts[place + 1].patience = part.patience - part.seconds
-            self.start(place + 1)
-            return
-        error = next((part.error for part in self.parts if part.error), "")
-        self.tell(PagesFetched(self.number, part.found, error))
+        if part.error:
+            self.cancel()  # nobody needs more than this one has
+        with self.lock:
+            self.left -= 1
+            last = not self.left
+        if last:
+            found = min(part.found for part in self.parts)
+            error = next((part.error for part in self.parts if part.error), "")
+            self.tell(PagesFetched(self.number, found, error))
 
     def write(self, memory: PageMemory, pages: list[int], skipped: int) -> None:
         for part in self.parts:

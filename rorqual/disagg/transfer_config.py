@@ -21,7 +21,8 @@ class TransferConfig:
     both. host, port: where pages are served, 0 for a free port; further ranks have the next ones.
     peers: addresses, in PEER_FORMS, that pages may be fetched from. secret: known to all of them.
     lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
-    becomes of a request whose pages do not come."""
+    becomes of a request whose pages do not come. overlap: pages leave while their prompt is still
+    being computed."""
 
     role: str
     secret: str
@@ -30,6 +31,7 @@ class TransferConfig:
     peers: tuple[str, ...] = ("127.0.0.1",)
     lease_seconds: float = 30.0
     on_failure: str = "recompute"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -40,6 +40,20 @@ class CachedPages:
         keys = chain_keys(tokens, salt, prefix.page_size, prefix.lookahead, len(pages))
         return dp_rank, dict(zip(keys, pages, strict=True))
 
+    def hold_next(self, dp_rank: int, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Those of the pages with these keys, in order, that are cached up to the first which is
+        not; held for the caller."""
+        found: dict[bytes, int] = {}
+        with self.engine.changing():
+            prefix = self.prefix(dp_rank)
+            for key in keys:
+                page = prefix.pages.get(key)
+                if page is None:
+                    break
+                prefix.hold(page)
+                found[key] = page
+        return found
+
     def keep(
         self,
         dp_rank: int,

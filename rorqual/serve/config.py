@@ -94,6 +94,11 @@ class ServeConfig:
         "Where pages do not come: compute the prompt here, or fail the request (503).",
         choices=ON_FAILURE,
     )
+    kv_overlap: bool = _transfer(
+        False,
+        "Answer a prefill request once a first chunk of its prompt is computed: pages are fetched "
+        "while the rest is.",
+    )
     kv_events: str | None = _routers(
         None,
         "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are told, in vLLM's "
@@ -182,4 +187,5 @@ class ServeConfig:
             self.kv_peers,
             self.kv_lease_seconds,
             self.kv_load_failure,
+            self.kv_overlap,
         )

@@ -32,10 +32,10 @@ class Engine:
         from rorqual.engine.engine import Engine as OwnEngine
         from rorqual.models.hub import model_folder
 
-        lease = settings.pop("lease", LEASE)
+        overlap = settings.pop("overlap", False)
         model = str(model_folder(settings.pop("model", None)))
         self.engine = OwnEngine(EngineConfig(model, **{**ENGINE, **settings}))
-        config = TransferConfig(role, SECRET, lease_seconds=lease)
+        config = TransferConfig(role, SECRET, lease_seconds=LEASE, overlap=overlap)
         self.transfers = KVTransfers(self.engine, config, lambda: None)
         self.names = itertools.count()
 
@@ -47,6 +47,30 @@ class Engine:
         asked = {"do_remote_decode": True}
         (sequence,) = self._run([self._request(prompt, asked, max_tokens=1, **more)])
         return self.transfers.offer(sequence)
+
+    def begin(self, prompt: list[int]) -> Any:
+        """kv_transfer_params of a prompt of which a first part is computed."""
+        request = self._request(prompt, {"do_remote_decode": True}, max_tokens=1)
+        self.engine.add(request)
+        self.transfers.begin(request)
+        while not (answers := self.transfers.advance()):
+            self.engine.step()
+        ((name, params),) = answers
+        assert name == request.id
+        return params
+
+    def go_on(self, steps: int) -> Any:
+        """With what was begun; how many pages are held then, and whether anything is left."""
+        for _ in range(steps):
+            if self.engine.has_work:
+                self.engine.step()
+                self.transfers.advance()
+            self.transfers.settle()
+        return self.transfers.leases.held, self.engine.has_work
+
+    def give_up(self) -> None:
+        for name in list(self.engine.scheduler.sequences):
+            self.engine.abort(name)
 
     def answer(self, prompt: list[int], given: Any = None, count: int = 1, **more: Any) -> Any:
         """(tokens, cached tokens, why not all pages came) of each of `count` requests."""
@@ -108,6 +132,7 @@ class Engine:
         sequences = [self.engine.scheduler.sequences[request.id] for request in requests]
         while self.engine.has_work:
             self.engine.step()
+            self.transfers.advance()
             self.transfers.settle()
         return sequences
 

@@ -19,7 +19,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.disagg import leases as lease_module
-from rorqual.disagg.leases import Leases, LeaseTable, lease_name
+from rorqual.disagg.leases import Found, Leases, LeaseTable, lease_name
 from rorqual.disagg.page_link import (
     PageMessage,
     engine_secret,
@@ -129,6 +129,10 @@ def fetch_of(
     return PageFetch(address, secret, name, keys, part, 4)
 
 
+def gone(keeper: Keeper, name: bytes) -> bool:
+    return keeper.table.read(name, keeper.keys[0], lambda page: None) is Found.GONE
+
+
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     made = Keeper()
@@ -206,7 +210,7 @@ def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
 def test_a_new_cache_makes_leases_void(keeper: Keeper) -> None:
     name = keeper.offer()
     keeper.leases.settle([PrefixCache(PageAllocator(12), 4)], keeper.table.close)
-    assert not keeper.table.read(name, keeper.keys[0], lambda page: None)
+    assert gone(keeper, name)
     assert (keeper.leases.held, keeper.leases.expired) == (0, 0)
 
 
@@ -237,12 +241,53 @@ def test_a_rank_that_has_yet_to_hear_of_a_lease_is_waited_for(
     monkeypatch.setattr(lease_module, "OPENING_SECONDS", 60.0)
     other, _ = keeper.make()
     keeper.table.note(other)
-    assert not keeper.table.read(other, keeper.keys[0], lambda page: None)
+    assert gone(keeper, other)
     # nor is one that nobody has made
-    assert not keeper.table.read(lease_name(b"other", 99), keeper.keys[0], lambda page: None)
+    assert gone(keeper, lease_name(b"other", 99))
     # one that does not come is not waited for without end
     monkeypatch.setattr(lease_module, "OPENING_SECONDS", 0.05)
-    assert not keeper.table.read(lease_name(LINKS, 99), keeper.keys[0], lambda page: None)
+    assert gone(keeper, lease_name(LINKS, 99))
+
+
+def test_pages_that_are_still_computed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come as they are made, and their lease does not run out before."""
+    monkeypatch.setattr(lease_module, "COMING_SECONDS", 0.02)
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    first = {key: held[key] for key in keeper.keys[:1]}
+    rest = {key: held[key] for key in keeper.keys[1:]}
+    name = keeper.leases.make(keeper.prefix, 0, first, len(rest))
+    assert name is not None
+    assert keeper.leases.promised(0) == 4
+    keeper.table.open(name, first, False)()
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    found: list[PageFetch] = []
+    reader = threading.Thread(target=lambda: found.append(keeper.fetch(name)))
+    reader.start()
+    time.sleep(0.1)
+    assert not found
+    keeper.leases.add(name, rest, True)
+    keeper.table.add(name, rest, True)()
+    reader.join(20)
+    assert (found[0].found, found[0].error) == (4, "")
+    # no more of it will come
+    other = keeper.leases.make(keeper.prefix, 1, {}, 4)
+    assert other is not None
+    keeper.table.open(other, {}, False)()
+    threading.Timer(0.1, keeper.table.add(other, {}, True)).start()
+    assert keeper.fetch(other).error == "the pages are kept no more"
+
+
+def test_a_prompt_that_is_not_computed_in_time(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "COMING_SECONDS", 0.02)
+    monkeypatch.setattr("rorqual.disagg.page_reader.COMPUTE_SECONDS", 0.1)
+    name = keeper.leases.make(keeper.prefix, 0, {}, 4)
+    assert name is not None
+    keeper.table.open(name, {}, False)()
+    assert keeper.fetch(name).error == "the prompt was not computed within 0.1 s"
 
 
 def test_a_part_that_is_elsewhere_is_refused(keeper: Keeper) -> None:

@@ -22,6 +22,7 @@ from rorqual.disagg.rank_messages import (
     FetchOver,
     FetchPages,
     LeaseDone,
+    LeaseGrown,
     LeaseOpened,
     LeaseRead,
     LeasesClosed,
@@ -141,7 +142,8 @@ def test_what_an_answer_says_of_an_engine() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        LeaseOpened(b"\0" * 32, 1, [b"\1" * 32, b"\xff" * 32], [3, 9]),
+        LeaseOpened(b"\0" * 32, 1, [b"\1" * 32, b"\xff" * 32], [3, 9], True),
+        LeaseGrown(b"\0" * 32, 1, [b"\2" * 32], [4], False),
         LeasesClosed([b"\2" * 32]),
         FetchPages(
             7, 1, b"\3" * 32, b"\4" * 32, [b"\5" * 32], 16, [[(HERE, PagePart(0, 3, 1, 2))], []]

@@ -245,6 +245,25 @@ def test_a_request_may_fail_instead(folder: Path) -> None:
         assert strict.held_pages() == 0
 
 
+def test_pages_leave_while_the_prompt_is_computed(folder: Path, pair: Pair) -> None:
+    more = ("--num-speculative-tokens", "2", "--kv-overlap", "--chunked-prefill-size", "8")
+    with server("prefill", folder, *more) as early:
+        for number in range(3):
+            ids = [50 + number, *(PROMPT[1:] * 2)]
+            given = ask(early, ids, {"do_remote_decode": True}, max_tokens=1)
+            assert tokens(given) == [], "it was answered before there was one"
+            found = ask(pair.decode, ids, given["kv_transfer_params"])
+            whole = given["kv_transfer_params"]["remote_num_pages"]
+            assert (whole, cached(found)) == (24, 24 * PAGE)
+            assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+        # one chunk is a prompt in full
+        short = ask(early, PROMPT[:9], {"do_remote_decode": True}, max_tokens=1)
+        assert len(tokens(short)) == 1
+        assert short["kv_transfer_params"]["remote_num_pages"] == 1
+        early.wait_until(lambda: figure(early, "kv_transfer_pages_held") == 0)
+        early.wait_until(lambda: early.held_pages() == 0)
+
+
 def test_another_secret_reads_nothing(pair: Pair, tmp_path: Path) -> None:
     ids = prompt(700)
     given = prefilled(pair.prefill, ids)

@@ -119,7 +119,8 @@ def test_heads_between_layouts(heads: dict[str, Any], first: Any, second: Any, c
 @pytest.fixture(scope="module")
 def cut(heads: dict[str, Any]) -> Iterator[Pair]:
     """Two ranks with a head each, and one with both; pages of 16 and of 8 tokens."""
-    with started({**heads, "tp": 2, "page_size": 16}, heads) as pair:
+    first = {"tp": 2, "page_size": 16, "overlap": True, "chunked_prefill_size": 16}
+    with started({**heads, **first}, heads) as pair:
         yield pair
 
 
@@ -200,6 +201,48 @@ def test_page_sizes_that_are_no_multiples(cut: Pair) -> None:
     given = cut.first.ask("prefill", ids)
     # one that the keeper does not have
     recomputes(cut, ids, {**given, "remote_page_size": 4}, "kept no more")
+
+
+def waits(side: Apart, seconds: float = 0.3) -> None:
+    time.sleep(seconds)
+    assert side.lines.empty(), "it waits"
+
+
+def test_pages_leave_while_their_prompt_is_computed(cut: Pair) -> None:
+    ids = prompt(90)
+    nothing_is_held(cut.first)
+    given = cut.first.ask("begin", ids)
+    assert given["remote_num_pages"] == 6
+    cut.second.begin("answer", ids, given)
+    waits(cut.second)
+    held, left = cut.first.ask("go_on", 1)
+    assert 0 < held < 6
+    assert left
+    waits(cut.second)
+    # longer than a lease lasts, and than a reader is told to wait
+    waits(cut.second, LEASE + 1)
+    cut.first.ask("go_on", 20)
+    ((tokens, cached, error),) = cut.second.end()
+    assert (cached, error) == (96, "")
+    assert tokens == cut.first.ask("answer", ids, None, salt="alone")[0][0]
+    nothing_is_held(cut.first)
+    nothing_is_held(cut.second)
+
+
+def test_a_prompt_that_is_given_up_while_its_pages_leave(cut: Pair) -> None:
+    ids = prompt(91)
+    nothing_is_held(cut.first)
+    given = cut.first.ask("begin", ids)
+    cut.second.begin("answer", ids, given)
+    held, _ = cut.first.ask("go_on", 1)
+    cut.first.ask("give_up")
+    cut.first.ask("state")
+    ((tokens, cached, error),) = cut.second.end()
+    assert 16 <= cached <= held * 16
+    assert "kept no more" in error
+    assert tokens == cut.second.ask("answer", ids, None, salt="alone")[0][0]
+    nothing_is_held(cut.first)
+    nothing_is_held(cut.second)
 
 
 # The last of this pair.

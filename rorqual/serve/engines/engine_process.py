@@ -31,7 +31,7 @@ from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
-from rorqual.request import Request
+from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.kv_events import KVEventPublisher
@@ -70,7 +70,8 @@ class LiveRequest:
     """A request the caller still wants. `held` keeps its compiled grammar.
 
     `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0
-    until then.
+    until then. `answered`: the caller has all it will get, while its prompt is still being computed
+    for another engine.
     """
 
     sequence: Sequence
@@ -79,6 +80,7 @@ class LiveRequest:
     started: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    answered: bool = False
     # kept for the end where the caller waits for it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -231,6 +233,8 @@ class EngineProcess:
             return
         live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
         self.live[request.id] = self.unstarted[request.id] = live
+        if self.transfers:
+            self.transfers.begin(request)
 
     def _refuse(self, request: Request, error: Exception) -> None:
         self.link.send(messages.Refused(request.id, str(error), isinstance(error, BusyError)))
@@ -252,6 +256,8 @@ class EngineProcess:
         ]:
             self.unstarted.pop(name).started = before
         outputs = self._outputs(outs, before, now)
+        if self.transfers:
+            outputs += self._answer_early(self.transfers)
         if outputs:
             self.link.send(messages.StepOutputs(outputs))
         if now >= self.next_snapshot:
@@ -260,8 +266,9 @@ class EngineProcess:
     def _end_all(self, reason: str) -> None:
         """No server has held an expert for too long."""
         log.error("%d requests end: %s", len(self.live), reason)
-        for name in list(self.live):
-            self.link.send(messages.Refused(name, reason, experts_missing=True))
+        for name, live in list(self.live.items()):
+            if not live.answered:
+                self.link.send(messages.Refused(name, reason, experts_missing=True))
             self.cancel(name)
 
     def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
@@ -275,18 +282,32 @@ class EngineProcess:
             if live is None:
                 continue
             tokens[name] = tokens.get(name, 0) + 1
-            if live.every_step:
+            if live.every_step and not live.answered:
                 self._extend(found, name, out, first=not live.first)
             elif out.logprobs is not None:
                 live.logprobs.append(out.logprobs)
             if out.finish is not None:
-                found[name] = found.get(name) or _whole(name, out, live.logprobs)
-                if self.transfers:
-                    found[name].transfer = self.transfers.offer(out.sequence)
+                if not live.answered:
+                    found[name] = found.get(name) or _whole(name, out, live.logprobs)
+                    if self.transfers:
+                        found[name].transfer = self.transfers.offer(out.sequence)
                 self._end(name, live, out, tokens.pop(name), before, now)
         for name, count in tokens.items():
             self._count(self.live[name], count, now)
         return list(found.values())
+
+    def _answer_early(self, transfers: KVTransfers) -> list[messages.Output]:
+        """Requests whose pages may be fetched while they are computed: nobody waits for their
+        token."""
+        found = []
+        for name, params in transfers.advance():
+            live = self.live[name]
+            live.answered = True
+            cached = live.sequence.num_cached_prompt or 0
+            output = messages.Output(name, [], FinishReason.LENGTH.value, cached=cached)
+            output.transfer = params
+            found.append(output)
+        return found
 
     def _extend(
         self, found: dict[str, messages.Output], name: str, out: TokenOut, first: bool
