@@ -6,9 +6,11 @@ of JSON on its standard input, answering by lines on its standard output.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -163,7 +165,7 @@ class Apart:
         self.process.stdin.write(json.dumps([what, given, more]) + "\n")
         self.process.stdin.flush()
 
-    def end(self, seconds: float = 120.0) -> Any:
+    def end(self, seconds: float = 400.0) -> Any:
         line = self.lines.get(timeout=seconds)
         assert line, f"the engine's process has ended with {self.process.wait(10)}"
         kind, answer = json.loads(line)
@@ -199,6 +201,7 @@ class Apart:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     role, settings = sys.argv[1:]
     engine = Engine(role, json.loads(settings))
     print(json.dumps(["ready", None]), flush=True)

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.disagg.apart import LEASE, Apart
+from rorqual.disagg.leases import Found
+from tests.disagg.apart import LEASE, Apart, Engine
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.exhaustive
@@ -106,7 +107,7 @@ def test_latents_between_layouts(first: Any, second: Any, cached: int) -> None:
     ("first", "second", "cached"),
     [
         ({"tp": 4, "page_size": 16, "kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8"}, 96),
-        ({"tp": 2, "dp": 2, "page_size": 32}, {"tp": 2, "pp": 2, "page_size": 4}, 96),
+        ({"dp": 2, "page_size": 32}, {"tp": 2, "pp": 2, "page_size": 4}, 96),
         ({"page_size": 4, "kv_cache_dtype": "fp8"}, {"tp": 4, "kv_cache_dtype": "fp8"}, 96),
     ],
     ids=["more-ranks-than-heads", "stages", "fp8"],
@@ -201,6 +202,36 @@ def test_page_sizes_that_are_no_multiples(cut: Pair) -> None:
     given = cut.first.ask("prefill", ids)
     # one that the keeper does not have
     recomputes(cut, ids, {**given, "remote_page_size": 4}, "kept no more")
+
+
+def test_leases_are_closed_before_a_step_that_follows_on_an_error() -> None:
+    side = Engine("both", {"overlap": True, "chunked_prefill_size": 16})
+    try:
+        transfers = side.transfers
+        given = [side.prefill(prompt(1)), side.begin(prompt(2))]
+        names = [bytes.fromhex(one["remote_request_id"]) for one in given]
+        keys = [next(iter(transfers.leases.open[name].pages)) for name in names]
+
+        def found() -> list[Found]:
+            table = transfers.pages.leases
+            return [
+                table.read(name, key, lambda page: None)
+                for name, key in zip(names, keys, strict=True)
+            ]
+
+        assert found() == [Found.HERE] * 2
+        with pytest.raises(ZeroDivisionError), side.engine.changing():
+            raise ZeroDivisionError
+        assert found() == [Found.HERE] * 2, "nothing has been written since"
+        with side.engine.changing():
+            assert found() == [Found.GONE] * 2
+        side.go_on(40)
+        assert not side.engine.has_work, "who was answered is computed to the end all the same"
+        assert side.state()["used"] == side.state()["held"] == 0
+        assert not transfers.offers.begun
+    finally:
+        side.transfers.close()
+        side.engine.close()
 
 
 def waits(side: Apart, seconds: float = 0.3) -> None:
