@@ -233,6 +233,7 @@ class SimulatedRank:
             at_once, step.sampled[decoded - len(at_once) : decoded], strict=True
         ):
             self._note_admitted(sequence, row.length, now)
+            self.records[sequence.request.id].computed += 1
         fresh = len(output.chunks) - len(output.new_requests) + len(at_once)
         for index, (chunk, (sequence, stop)) in enumerate(
             zip(output.chunks, step.computed, strict=True)
@@ -267,7 +268,9 @@ class SimulatedRank:
             return StepEvents(rows=self.rows)
         step = self.step
         self.step = None
-        decoded = len(step.output.decode_slots)
+        # those that began as ones that decode got their first token, as behind a prompt
+        begun = sum(row.length > 0 for row in step.output.new_requests)
+        decoded = len(step.output.decode_slots) - begun
         found = StepEvents(rows=decoded)
         rights = [self._right() if row < decoded else 0 for row in range(len(step.sampled))]
         tokens = [

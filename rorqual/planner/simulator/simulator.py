@@ -263,7 +263,8 @@ class Simulation:
             rank, group = places[self.turn % len(places)]
             self.turn += 1
         else:
-            rank, group = min(places, key=lambda place: place[0].live)
+            lives = [rank.live for rank, _ in places]  # faster than min by a key
+            rank, group = places[lives.index(min(lives))]
         rank.put(record, self.now)
         self._wake(group)
 
