@@ -67,7 +67,7 @@ class PageMemory:
         steps: on the engine's thread. The rows must stay until the device has copied them.
 
         Rows may be pages of another page_size; `skipped` of their tokens come before those of the
-        first page here."""
+        first page here. Where they end within the last page, the rest of it is zeros."""
         size = self.pool.spec.page_size
         theirs = page_size or size
         wanted = len(pages) * size
@@ -82,6 +82,9 @@ class PageMemory:
                 width = shape.numel() * plane.element_size() * theirs
                 came = _aligned(data[:, start : start + width], plane)
                 tokens = came.view(plane.dtype).view(-1, *shape)[skipped : skipped + wanted]
+                missing = wanted - len(tokens)
+                if missing:
+                    tokens = torch.cat([tokens, tokens.new_zeros(missing, *shape)])
                 plane.index_copy_(0, where, tokens.view(len(pages), size, *shape))
                 start += width
 

@@ -25,10 +25,9 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
-def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
-    """Of a prompt of so many tokens: pages that may be taken from a cache, which leaves at least
-    one token to compute. lookahead: see PrefixCache."""
-    return (num_tokens - max(1, lookahead)) // page_size
+def tail_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """Of a page that is not full; no full page has such a key."""
+    return hashlib.sha256(b"tail\0" + previous + array("q", tokens).tobytes()).digest()
 
 
 def chain_keys(
@@ -40,6 +39,22 @@ def chain_keys(
     for start in range(0, count * page_size, page_size):
         key = next_key(key, tokens[start : start + page_size + lookahead])
         keys.append(key)
+    return keys
+
+
+def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
+    """Of a prompt of so many tokens: full pages that may be taken from a cache, which leaves at
+    least one token to compute. lookahead: see PrefixCache."""
+    return (num_tokens - max(1, lookahead)) // page_size
+
+
+def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) -> list[bytes]:
+    """Of all pages of a prompt that one engine gives another: the full ones, and where there is
+    one the last, which is not full and holds the entries of all tokens but the last."""
+    full = whole_pages(len(tokens), page_size, lookahead)
+    keys = chain_keys(tokens, salt, page_size, lookahead, full)
+    if lookahead <= 1 and full * page_size < len(tokens) - 1:
+        keys.append(tail_key(keys[-1] if keys else root_key(salt), tokens[full * page_size :]))
     return keys
 
 
@@ -59,6 +74,7 @@ class PrefixCache:
         self.lookahead = lookahead
         self.pages: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
+        self.tails: set[bytes] = set()  # keys of pages that are not full
         # Pages held by the cache alone, oldest first. A chain's later pages are released first and
         # so stand before its earlier ones: eviction eats a chain from its end.
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -89,8 +105,7 @@ class PrefixCache:
     def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
         """The key under which `match` looks for a sequence's page number `page`; None where it
         would not look."""
-        last = whole_pages(len(tokens), self.page_size, self.lookahead)
-        if not self.enabled or page >= last:
+        if not self.enabled or page >= self.full_pages(len(tokens)):
             return None
         return self.key_after(previous, self.covered(tokens, page))
 
@@ -101,6 +116,43 @@ class PrefixCache:
     def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
         """What the key of a sequence's page number `page` covers beside its predecessor's."""
         return tokens[page * self.page_size : (page + 1) * self.page_size + self.lookahead]
+
+    def full_pages(self, length: int) -> int:
+        """How many pages of so many tokens `match` looks for: at least one token is left to
+        compute."""
+        return whole_pages(length, self.page_size, self.lookahead)
+
+    def tail(self, tokens: Sequence[int], previous: bytes) -> bytes | None:
+        """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
+        one's: entries of all tokens but the last. None where there are none, or where prediction
+        modules look further ahead than that token."""
+        full = self.full_pages(len(tokens)) * self.page_size
+        if not self.enabled or self.lookahead > 1 or full == len(tokens) - 1:
+            return None
+        return tail_key(previous, tokens[full:])
+
+    def insert_tail(self, key: bytes, page: int) -> None:
+        """Keep a page that is not full, for one who takes it whole."""
+        if self.enabled and key not in self.pages and page not in self.keys:
+            self.pages[key] = page
+            self.keys[page] = key
+            self.tails.add(key)
+            self.allocator.hold(page)
+
+    def is_free_tail(self, key: bytes | None) -> bool:
+        """Whether the cache has this page, and nobody reads it."""
+        page = self.pages.get(key) if key is not None else None
+        return page is not None and self.allocator.holders[page] == 1
+
+    def take_tail(self, key: bytes | None) -> int | None:
+        """The page of this key, now the caller's alone, who may write to it; None where there is
+        none to be had."""
+        if key is None or not self.is_free_tail(key):
+            return None
+        page = self.pages[key]
+        self.hold(page)
+        self.forget(page)
+        return page
 
     def hold(self, page: int) -> None:
         self.idle.pop(page, None)
@@ -119,7 +171,9 @@ class PrefixCache:
     def forget(self, page: int) -> None:
         key = self.keys.pop(page)
         del self.pages[key]
-        if self.events is not None:
+        if key in self.tails:
+            self.tails.remove(key)
+        elif self.events is not None:
             self.events.removed(key)
         self.allocator.release(page)
 

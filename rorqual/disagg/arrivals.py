@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rorqual.cache.page_parts import PagePart
-from rorqual.cache.prefix import chain_keys, whole_pages
+from rorqual.cache.prefix import page_keys
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.page_sources import (
     Address,
@@ -126,9 +126,8 @@ class PromptArrivals:
         prefix = self.cache.prefix(dp_rank)
         own, theirs = prefix.page_size, remote.layout.page_size
         number = next(self.numbers)
-        most = [whole_pages(len(prompt), size, prefix.lookahead) for size in (own, theirs)]
         cached = self.cache.count(dp_rank, prompt, salt)
-        pages = wanted_pages((own, most[0]), (theirs, most[1]), cached)
+        pages = wanted_pages(own, theirs, len(prompt), prefix.lookahead, cached)
         if pages is None:
             return None
         arrival = ArrivingPrompt(number, prompt, salt, remote, dp_rank, pages)
@@ -138,8 +137,8 @@ class PromptArrivals:
             arrival.found[0] = 0
             self.placing.append(arrival)
         else:
-            keys = chain_keys(prompt, salt, theirs, prefix.lookahead, pages.their_last)
-            self._fetch(arrival, keys[pages.their_first :])
+            keys = page_keys(prompt, salt, theirs, prefix.lookahead)
+            self._fetch(arrival, keys[pages.their_first : pages.their_last])
         return arrival
 
     def _coming(self) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """An engine's part in prompts that are computed by one engine and answered by another: rank 0's.
 
-Whole pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what
-is in it. The engine that computed a prompt keeps its pages under a lease and tells where they are
-(`offer`); the one that answers has each of its ranks fetch its part of those that are not cached,
-puts what all of them have got into its prefix cache and only then queues the request, which finds
-them there as it finds any prefix. So the rest of the prompt, less than a page, is computed where
-the answer is; and whatever goes wrong, the request finds fewer pages and computes more.
+Pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what is in
+it. The last one need not be full: it holds all but the prompt's last token. The engine that
+computed a prompt keeps its pages under a lease and tells where they are (`offer`); the one that
+answers has each of its ranks fetch its part of those that are not cached, puts what all of them
+have got into its prefix cache and only then queues the request, which finds them there as it finds
+any prefix. So it begins as one that decodes, with the prompt's last token; and whatever goes wrong,
+it finds fewer pages and computes more.
 
 Rank 0 decides alone. Other ranks do as it tells them, between the steps and in their order
 (rank_pages.py), and tell what came of it.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rorqual.cache.prefix import chain_keys, whole_pages
+from rorqual.cache.prefix import page_keys
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_sources import Address
@@ -40,7 +40,7 @@ class Offers:
         """kv_transfer_params of the answer to a request whose tokens go on elsewhere. To be called
         before the next step."""
         request = sequence.request
-        dp_rank, pages = self.cache.hold(request.prompt, request.cache_salt)
+        dp_rank, pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
         prefix = self.cache.prefix(dp_rank)
         name = self.leases.make(prefix, dp_rank, pages) if pages else None
         if name is None:
@@ -85,10 +85,9 @@ class Offers:
         """Its pages may leave as they are computed."""
         request = sequence.request
         prefix = self.cache.prefix(dp_rank)
-        size, lookahead = prefix.page_size, prefix.lookahead
-        count = whole_pages(len(request.prompt), size, lookahead)
-        keys = chain_keys(request.prompt, request.cache_salt, size, lookahead, count)
-        self.begun[request.id] = BegunPrompt(sequence, dp_rank, keys)
+        keys = page_keys(request.prompt, request.cache_salt, prefix.page_size, prefix.lookahead)
+        full = prefix.full_pages(len(request.prompt))
+        self.begun[request.id] = BegunPrompt(sequence, dp_rank, keys, full)
 
     def advance(self) -> list[tuple[str, dict[str, Any]]]:
         """After each step: add what it computed to the leases of prompts that were begun. Requests
@@ -118,7 +117,7 @@ class Offers:
                 del self.begun[name]
 
     def _open(self, begun: BegunPrompt) -> dict[str, Any] | None:
-        pages = self.cache.hold_next(begun.dp_rank, begun.keys)
+        pages = self.cache.hold_next(begun.dp_rank, begun.keys[: begun.full])
         more = len(begun.keys) - len(pages)
         prefix = self.cache.prefix(begun.dp_rank)
         name = self.leases.make(prefix, begun.dp_rank, pages, more) if pages and more else None
@@ -132,9 +131,15 @@ class Offers:
 
     def _grow(self, begun: BegunPrompt, over: bool) -> None:
         assert begun.lease is not None
-        pages = self.cache.hold_next(begun.dp_rank, begun.keys[begun.held :])
+        full = begun.keys[: begun.full]
+        pages = self.cache.hold_next(begun.dp_rank, full[begun.held :])
         begun.held += len(pages)
         complete = over or begun.held == len(begun.keys)
+        if over and begun.held == begun.full:
+            request = begun.sequence.request
+            prompt, salt = request.prompt, request.cache_salt
+            outputs = begun.sequence.outputs
+            pages |= self.cache.hold_tail(begun.dp_rank, prompt, salt, full, outputs)
         if pages or complete:
             held = list(pages.values())
             self.leases.add(begun.lease, pages, complete)
@@ -143,11 +148,13 @@ class Offers:
 
 @dataclass
 class BegunPrompt:
-    """keys of its whole pages, of which the lease has `held`."""
+    """keys of its pages, the first `full` of them full ones, of which the lease has `held`. The
+    last one is there when the request has ended."""
 
     sequence: Sequence
     dp_rank: int
     keys: list[bytes]
+    full: int
     lease: bytes | None = None
     held: int = 0
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rorqual.cache.page_parts import PagePart, held_part
+from rorqual.cache.prefix import whole_pages
 from rorqual.config.parallel import ParallelConfig
 
 MOST_RANKS = 1024  # that an answer may name
@@ -84,10 +85,12 @@ def page_sizes_differ(own: int, theirs: int) -> str:
 @dataclass(frozen=True)
 class WantedPages:
     """Of a prompt: this engine's pages first_page to last_page (excluded), and the other engine's
-    pages that hold their tokens."""
+    pages that hold their tokens. entries: of its tokens, that all of the other engine's pages hold;
+    the last page on either side need not be full."""
 
     own_size: int
     their_size: int
+    entries: int
     first_page: int
     last_page: int
 
@@ -97,24 +100,31 @@ class WantedPages:
 
     @property
     def their_last(self) -> int:
-        return -(-self.last_page * self.own_size // self.their_size)
+        return -(-min(self.last_page * self.own_size, self.entries) // self.their_size)
 
     def filled(self, found: int) -> int:
-        """How many of this engine's pages are whole, once `found` of theirs came."""
+        """How many of this engine's pages can be filled, once `found` of theirs came."""
         tokens = (self.their_first + found) * self.their_size
-        return max(0, min(tokens // self.own_size, self.last_page) - self.first_page)
+        whole = tokens // self.own_size if tokens < self.entries else self.last_page
+        return max(0, min(whole, self.last_page) - self.first_page)
 
     def skipped_tokens(self, page: int) -> int:
         """Of the other engine's pages, before those of this engine's page number `page`."""
         return page * self.own_size - self.their_first * self.their_size
 
 
-def wanted_pages(own: tuple[int, int], theirs: tuple[int, int], cached: int) -> WantedPages | None:
-    """own, theirs: a page's tokens, and how many pages of a prompt each side can have. cached: of
-    these, here. None where nothing is missing that the other side has."""
-    size, most = own
-    last = min(most, theirs[0] * theirs[1] // size)
-    return WantedPages(size, theirs[0], cached, last) if cached < last else None
+def wanted_pages(
+    own: int, theirs: int, length: int, lookahead: int, cached: int
+) -> WantedPages | None:
+    """own, theirs: tokens of a page on either side. length: of the prompt. cached: of its pages,
+    here. None where nothing is missing that the other side has."""
+    if lookahead <= 1:  # all but the last token, on either side
+        entries = max(0, length - 1)
+        last = -(-entries // own)
+    else:
+        entries = max(0, whole_pages(length, theirs, lookahead)) * theirs
+        last = min(max(0, whole_pages(length, own, lookahead)), entries // own)
+    return WantedPages(own, theirs, entries, cached, last) if cached < last else None
 
 
 def read_layout(given: dict[str, Any], address: Address, page_size: int) -> SenderLayout | str:

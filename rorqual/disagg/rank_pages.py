@@ -40,7 +40,7 @@ from rorqual.engine.execution.worker import Worker
 from rorqual.engine.rank_service import ServicePlace
 from rorqual.parallel.remote.link import Fingerprint
 
-FORMAT = "2"  # of pages as bytes, and of what their keys cover
+FORMAT = "3"  # of pages as bytes, and of what their keys cover
 SERVICE = f"{__name__}:RankPages"
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.prefix import page_keys
 from rorqual.disagg.page_sources import (
     MOST_RANKS,
     CacheShape,
@@ -75,8 +76,8 @@ def test_readers_ask_different_holders_of_the_same_part() -> None:
 @given(
     st.sampled_from((1, 2, 4, 16)),
     st.sampled_from((1, 2, 4, 16)),
-    st.integers(0, 200),
-    st.integers(1, 3),
+    st.integers(1, 200),
+    st.integers(0, 3),
     st.integers(0, 250),
     st.data(),
 )
@@ -84,31 +85,31 @@ def test_pages_of_other_sizes(
     own: int, theirs: int, tokens: int, lookahead: int, cached: int, data: st.DataObject
 ) -> None:
     """What is filled holds tokens that came, and all that could be."""
-    usable = max(0, tokens - lookahead)
-    most = usable // own, usable // theirs
-    pages = wanted_pages((own, most[0]), (theirs, most[1]), cached)
+    salt, ids = "", list(range(tokens))
+    keys = page_keys(ids, salt, theirs, lookahead)
+    most = len(page_keys(ids, salt, own, lookahead))
+    pages = wanted_pages(own, theirs, tokens, lookahead, cached)
     if pages is None:
-        assert cached * own >= min(most[0] * own, most[1] * theirs // own * own)
+        assert cached >= most or (cached + 1) * own > len(keys) * theirs
         return
+    assert pages.last_page <= most
     assert pages.their_first * theirs <= pages.first_page * own
-    assert pages.their_last <= most[1]
-    assert pages.filled(pages.their_last - pages.their_first) == pages.last_page - cached
-    found = data.draw(st.integers(0, pages.their_last - pages.their_first))
-    came = (pages.their_first + found) * theirs
+    assert pages.their_last <= len(keys)
+    asked = pages.their_last - pages.their_first
+    assert pages.filled(asked) == pages.last_page - cached
+    found = data.draw(st.integers(0, asked))
+    came = min((pages.their_first + found) * theirs, pages.entries)
     filled = pages.filled(found)
-    assert filled == sum(
-        (page + 1) * own <= came for page in range(pages.first_page, pages.last_page)
-    )
+    ends = [min((page + 1) * own, pages.entries) for page in range(cached, pages.last_page)]
+    assert filled == sum(end <= came for end in ends)
     for page in range(cached, cached + filled):
-        skipped = pages.skipped_tokens(page)
-        assert pages.their_first * theirs + skipped == page * own
-        assert skipped + own <= found * theirs
+        assert pages.their_first * theirs + pages.skipped_tokens(page) == page * own
 
 
 def test_page_sizes() -> None:
     assert page_sizes_differ(8, 32) == page_sizes_differ(32, 8) == page_sizes_differ(8, 8) == ""
     assert "page_size is 12 at the other engine, 8 here" in page_sizes_differ(8, 12)
-    assert WantedPages(8, 32, 5, 12).their_first == 1
+    assert WantedPages(8, 32, 96, 5, 12).their_first == 1
 
 
 def test_what_an_answer_says_of_an_engine() -> None:
