@@ -49,6 +49,8 @@ NO_TORCH = [
     "cache.events",
     "parallel.eplb",
     "route",
+    "disagg.transports.library_process",
+    "disagg.transports.bound_listeners",
     "engine.balance.initial",
     "engine.balance.moves",
     "engine.balance.policy",

@@ -25,7 +25,10 @@ from rorqual.config.quant import QuantConfig
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_reader import PageFetch, PageReader, lease_name
 from rorqual.disagg.page_server import PageServer
+from rorqual.disagg.staged_reader import StagedReads
+from rorqual.disagg.staged_server import StagedPages
 from rorqual.disagg.transfer_config import TransferConfig
+from rorqual.disagg.transports.select import TCP, PageStaging, start_staging
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence
@@ -79,12 +82,33 @@ class KVTransfers:
         pool = engine.worker.runner.pool
         self.memory = PageMemory(pool, engine.platform)
         self.leases = Leases(config.lease_seconds, int(HELD_SHARE * pool.num_pages))
-        mine = fingerprint(engine)
-        self.server = PageServer(config, self.leases, self.memory, mine) if config.sends else None
-        self.reader = PageReader(config.secret, self.memory, mine) if config.fetches else None
+        self.staging = self._start_staging(config)
+        mine = {**fingerprint(engine), "transport": self.staging.label if self.staging else TCP}
+        self.server = self._make_server(mine) if config.sends else None
+        self.reader = self._make_reader(mine) if config.fetches else None
         self.waiting: dict[str, ArrivingPrompt] = {}
         self.done: SimpleQueue[ArrivingPrompt] = SimpleQueue()
         self.placing: list[ArrivingPrompt] = []
+
+    def _start_staging(self, config: TransferConfig) -> PageStaging | None:
+        if config.transport == TCP:
+            return None
+        size, sides = self.memory.size, (config.sends, config.fetches)
+        return start_staging(config.transport, config.staging_mb, size, config.host, *sides)
+
+    def _make_server(self, mine: Fingerprint) -> PageServer:
+        staged = None
+        if self.staging is not None and self.staging.offered is not None:
+            windows = self.staging.offered
+            staged = StagedPages(self.staging.transport, windows, self.leases, self.memory)
+        return PageServer(self.config, self.leases, self.memory, mine, staged)
+
+    def _make_reader(self, mine: Fingerprint) -> PageReader:
+        staged = None
+        if self.staging is not None and self.staging.fetched is not None:
+            windows = self.staging.fetched
+            staged = StagedReads(self.staging.transport, windows, self.memory.size)
+        return PageReader(self.config.secret, self.memory, mine, staged)
 
     # ---- prompts computed here
 
@@ -246,11 +270,22 @@ class KVTransfers:
             len(self.waiting),
         ]
 
+    def traffic(self) -> dict[str, list[float]]:
+        """By transport, for metrics (serve/http/prometheus): bytes received and sent, seconds
+        and errors of fetches."""
+        reader = self.reader
+        came = [reader.received, reader.seconds, reader.errors] if reader is not None else [0, 0, 0]
+        sent = self.server.sent if self.server is not None else 0
+        size = self.memory.size
+        return {self.config.transport: [came[0] * size, sent * size, came[1], came[2]]}
+
     def close(self) -> None:
         if self.server is not None:
             self.server.close()
         if self.reader is not None:
             self.reader.close()
+        if self.staging is not None:
+            self.staging.close()
 
 
 def fingerprint(engine: Engine) -> Fingerprint:

@@ -5,6 +5,14 @@
     keeper -> PAGE       for each key in order: the page's bytes, or nothing where it has it no more
     reader -> DONE       lease: its pages may go
 
+Where a library carries the bytes (transports/):
+
+    reader -> STAGE      lease, then keys, as READ
+    keeper -> STAGED     generation, offset in its staging memory, pages, their CRC-32, and how its
+                         library is reached; UNSTAGED with a sentence where it cannot
+    reader -> CONFIRM    generation: once the bytes have come
+    keeper -> CONFIRMED  1 where the window held these pages to this moment, else 0
+
 A page is asked for by its key, the SHA-256 chain over all tokens before its end, so no page of
 other tokens can come.
 """
@@ -12,6 +20,7 @@ other tokens can come.
 from __future__ import annotations
 
 import socket
+import struct
 from enum import IntEnum
 
 from rorqual.parallel.remote import link
@@ -21,6 +30,8 @@ PURPOSE = "pages"
 KEY = 32
 LEASE = 32
 MOST_KEYS = 256
+STAGED = struct.Struct("!QQII")
+CONFIRM = struct.Struct("!Q")
 
 
 class PageMessage(IntEnum):
@@ -29,6 +40,11 @@ class PageMessage(IntEnum):
     READ = 5
     PAGE = 6
     DONE = 7
+    STAGE = 8
+    STAGED = 9
+    UNSTAGED = 10
+    CONFIRM = 11
+    CONFIRMED = 12
 
 
 def receive_head(sock: socket.socket, most: int) -> tuple[PageMessage, int]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.disagg.page_link import LEASE, MOST_KEYS, PageMessage, introduce, receive_head
+from rorqual.disagg.staged_reader import StagedReads
+from rorqual.disagg.transports.interface import TransportError
 from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
 
 CONNECT_SECONDS = 5.0
@@ -37,7 +39,20 @@ class PageFetch:
 
 
 class PageReader:
-    def __init__(self, secret: str, memory: PageMemory, fingerprint: Fingerprint):
+    """staged: where a library carries the bytes; else they come by the link itself."""
+
+    def __init__(
+        self,
+        secret: str,
+        memory: PageMemory,
+        fingerprint: Fingerprint,
+        staged: StagedReads | None = None,
+    ):
+        self.staged = staged
+        self.received = 0  # pages
+        self.seconds = 0.0  # of all fetches
+        self.errors = 0  # fetches that brought not all
+        self.lock = threading.Lock()
         self.secret = secret.encode()
         self.memory = memory
         self.fingerprint = fingerprint
@@ -57,13 +72,20 @@ class PageReader:
                 self._fetch(fetch)
         except TimeoutError:
             fetch.error = "the other engine has gone silent"
-        except (LinkError, OSError) as error:
+        except (LinkError, TransportError, OSError) as error:
             fetch.error = str(error) or type(error).__name__
         except Exception as error:  # the request must not wait for ever
             fetch.error = f"{type(error).__name__}: {error}"
         finally:
             fetch.seconds = time.perf_counter() - start
+            self._count(fetch)
             done()
+
+    def _count(self, fetch: PageFetch) -> None:
+        with self.lock:
+            self.received += fetch.found
+            self.seconds += fetch.seconds
+            self.errors += bool(fetch.error)
 
     def _fetch(self, fetch: PageFetch) -> None:
         deadline = time.monotonic() + FETCH_SECONDS
@@ -72,6 +94,9 @@ class PageReader:
             introduce(sock, self.secret, self.fingerprint)
             sock.settimeout(QUIET_SECONDS)
             fetch.rows = self.memory.rows(len(fetch.keys))
+            if self.staged is not None:
+                self._fetch_staged(sock, fetch, fetch.rows, deadline, self.staged)
+                return
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
                 send(sock, PageMessage.READ, fetch.lease + b"".join(some))
@@ -88,6 +113,23 @@ class PageReader:
                     receive_into(sock, fetch.rows[fetch.found].numpy().data)
                     fetch.found += 1
             send(sock, PageMessage.DONE, fetch.lease)
+
+    def _fetch_staged(
+        self,
+        sock: socket.socket,
+        fetch: PageFetch,
+        rows: Tensor,
+        deadline: float,
+        staged: StagedReads,
+    ) -> None:
+        while fetch.found < len(fetch.keys):
+            if fetch.cancelled.is_set():
+                return
+            if time.monotonic() > deadline:
+                raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
+            left, into = fetch.keys[fetch.found :], rows[fetch.found :]
+            fetch.found += staged.read(sock, fetch.lease, left, into, fetch.cancelled.is_set)
+        send(sock, PageMessage.DONE, fetch.lease)
 
 
 def lease_name(text: object) -> bytes | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rorqual.config.option import check_options, option
-from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
+from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TRANSPORTS, TransferConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.cors import CorsConfig
 from rorqual.serve.kv_events_config import KVEventsConfig
@@ -90,6 +90,16 @@ class ServeConfig:
         "recompute",
         "Where pages do not come: compute the prompt here, or fail the request (503).",
         choices=ON_FAILURE,
+    )
+    kv_transport: str = _transfer(
+        "tcp",
+        "What carries the bytes of pages, the same on both sides: tcp (the authenticated link "
+        "itself), or a library that reads the other side's memory and does not ask who reads: "
+        "nixl (needs rorqual[nixl]) or mooncake (rorqual[mooncake]).",
+        choices=TRANSPORTS,
+    )
+    kv_staging_mb: int = _transfer(
+        256, "MiB of host memory through which pages pass where a library carries them."
     )
     kv_events: str | None = _routers(
         None,
@@ -185,4 +195,6 @@ class ServeConfig:
             self.kv_peers,
             self.kv_lease_seconds,
             self.kv_load_failure,
+            self.kv_transport,
+            self.kv_staging_mb,
         )

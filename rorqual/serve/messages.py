@@ -118,9 +118,10 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
     rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
     moved. prompts and cached_prompts: tokens of the prompts whose first token has
-    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers:
-    KVTransfers.figures; empty where pages do not travel. expert_servers: of each its name, whether
-    it is linked, seconds of a call, and its share of rows that others could take too."""
+    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers,
+    traffic: KVTransfers.figures and traffic; empty where pages do not travel. expert_servers: of
+    each its name, whether it is linked, seconds of a call, and its share of rows that others could
+    take too."""
 
     at: float
     running: int = 0
@@ -145,6 +146,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_balancedness: list[float] = []
     expert_moves: list[int] = []
     transfers: list[int] = []
+    traffic: dict[str, list[float]] = {}
     expert_servers: list[tuple[str, bool, float, float]] = []
 
 

@@ -134,6 +134,7 @@ ROWS: dict[str, list[Any]] = {
         request.LONGEST_BAD_WORD,
     ],
     "kv_transfer_params": [request.MAX_TRANSFER, request.DEEPEST_TRANSFER],
+    "host memory through which": [ServeConfig.kv_staging_mb << 20],
     "id of a stream that goes on": [
         *map(int, re.findall(r"1,(\d+)", str(protocol.Resume.model_fields["id"].metadata))),
         replay.LONG_ANSWER,

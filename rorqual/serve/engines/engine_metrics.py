@@ -59,7 +59,9 @@ class EngineMeter:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].add(value)
 
-    def snapshot(self, now: float, transfers: list[int]) -> Snapshot:
+    def snapshot(
+        self, now: float, transfers: list[int], traffic: dict[str, list[float]]
+    ) -> Snapshot:
         usage = self.engine.scheduler.usage()
         stats = self.engine.stats
         ended = self.ended
@@ -93,5 +95,6 @@ class EngineMeter:
             if moved
             else [],
             transfers=transfers,
+            traffic=traffic,
             expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
         )

@@ -325,7 +325,8 @@ class EngineProcess:
         if self.transfers:
             self.transfers.settle()
         figures = self.transfers.figures() if self.transfers else []
-        self.link.send(self.meter.snapshot(now, figures))
+        traffic = self.transfers.traffic() if self.transfers else {}
+        self.link.send(self.meter.snapshot(now, figures, traffic))
         if self.tracing:
             self._tell_trace()
 

@@ -144,6 +144,12 @@ TRANSFERS = (
     ("kv_transfer_pages_held", "Pages kept for other engines.", False),
     ("kv_transfer_requests_waiting", "Requests whose pages are on their way.", False),
 )
+TRAFFIC = (
+    ("kv_transfer_bytes_received", "Bytes of pages fetched from other engines."),
+    ("kv_transfer_bytes_sent", "Bytes of pages that other engines fetched."),
+    ("kv_transfer_seconds", "Seconds that fetches took, several at once counted apart."),
+    ("kv_transfer_errors", "Fetches that brought not all pages."),
+)
 
 
 class OwnCollector(Collector):
@@ -202,6 +208,13 @@ class OwnCollector(Collector):
                 if client.snapshot.transfers:
                     family.add_metric([str(client.index)], client.snapshot.transfers[place])
             yield family
+        for place, (name, text) in enumerate(TRAFFIC):
+            labels = ["engine", "transport"]
+            counter = CounterMetricFamily(f"rorqual:{name}", text, labels=labels)
+            for client in self.fleet.clients:
+                for transport, values in client.snapshot.traffic.items():
+                    counter.add_metric([str(client.index), transport], values[place])
+            yield counter
 
     def _expert_servers(self) -> Iterator[Metric]:
         for place, (name, text) in enumerate(EXPERT_SERVERS):

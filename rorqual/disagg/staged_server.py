@@ -1,0 +1,100 @@
+"""The keeper's side where a library carries the bytes: leased pages are copied into a window that
+the library's peers can read, and the reader hears where, and afterwards whether all of it was still
+there."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from rorqual.cache.page_memory import PageMemory
+from rorqual.disagg.leases import Leases
+from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage
+from rorqual.disagg.transports.interface import Transport, TransportError
+from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
+from rorqual.parallel.remote.link import LinkError, send
+
+WINDOW_SECONDS = 5.0  # that a reader waits for a window
+
+
+class StagedPages:
+    """What all links share."""
+
+    def __init__(
+        self, transport: Transport, windows: StagingWindows, leases: Leases, memory: PageMemory
+    ):
+        self.transport = transport
+        self.windows = windows
+        self.leases = leases
+        self.memory = memory
+
+
+class StagedLink:
+    """Of one reader, which holds one window at most."""
+
+    def __init__(self, pages: StagedPages):
+        self.pages = pages
+        self.window: HeldWindow | None = None
+        self.count = 0  # pages in it
+
+    def stage(self, sock: socket.socket, lease: bytes, keys: Sequence[bytes]) -> None:
+        """Copies the first of these pages, until one is kept no more or the window is full."""
+        self.close()
+        try:
+            description = self.pages.transport.describe()
+        except TransportError as error:
+            send(sock, PageMessage.UNSTAGED, str(error).encode())
+            return
+        window = self.pages.windows.take(WINDOW_SECONDS)
+        if window is None:
+            send(sock, PageMessage.UNSTAGED, b"its staging memory is in use by others")
+            return
+        self.window = window
+        size = self.pages.memory.size
+        rows = window.bytes[: window.bytes.numel() // size * size].view(-1, size)
+        count = 0
+        for key, row in zip(keys, rows, strict=False):
+            if not self.pages.leases.read(lease, key, partial(self._copy, row)):
+                break
+            count += 1
+        check = zlib.crc32(rows[:count].numpy().data)
+        self.count = count
+        self.pages.windows.offer(window)
+        self.pages.transport.serve(1)
+        head = STAGED.pack(window.generation, window.offset, count, check)
+        send(sock, PageMessage.STAGED, head + description)
+
+    def _copy(self, row: Tensor, page: int) -> None:
+        self.pages.memory.read(page, row)
+
+    def confirm(self, sock: socket.socket, message: bytes) -> int:
+        """Whether a window holds to this moment what it was filled with; pages, if so."""
+        (generation,) = CONFIRM.unpack(message)
+        window = self.window
+        good = (
+            window is not None
+            and window.generation == generation
+            and self.pages.windows.is_held(window)
+        )
+        count = self.count if good else 0
+        self.close()
+        send(sock, PageMessage.CONFIRMED, bytes([good]))
+        return count
+
+    def close(self) -> None:
+        window = self.window
+        if window is None:
+            return
+        self.window = None
+        if window.offered_at:
+            self.pages.transport.serve(-1)
+        self.pages.windows.release(window)
+
+
+def check_confirm(message: bytes) -> None:
+    if len(message) != CONFIRM.size:
+        raise LinkError(f"a question of {len(message)} bytes came; accepted: {CONFIRM.size}")
