@@ -10,7 +10,7 @@ import typer
 
 from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
-from rorqual.cli.bench_comm import bench_comm, bench_hop
+from rorqual.cli.bench_comm import bench_comm, bench_hop, bench_pages
 from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
@@ -34,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts."
 app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
 app.command("hop")(bench_hop)
+app.command("pages")(bench_pages)
 app.command("peers")(bench_peers)
 
 

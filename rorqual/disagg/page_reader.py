@@ -122,13 +122,12 @@ class PageReader:
         deadline: float,
         staged: StagedReads,
     ) -> None:
-        while fetch.found < len(fetch.keys):
+        for count in staged.read(sock, fetch.lease, fetch.keys, rows):
+            fetch.found += count
             if fetch.cancelled.is_set():
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and fetch.found < len(fetch.keys):
                 raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
-            left, into = fetch.keys[fetch.found :], rows[fetch.found :]
-            fetch.found += staged.read(sock, fetch.lease, left, into, fetch.cancelled.is_set)
         send(sock, PageMessage.DONE, fetch.lease)
 
 

@@ -46,9 +46,9 @@ class TransferConfig:
             raise ConfigError(
                 f"kv_transport={self.transport!r} is not known; accepted: {', '.join(TRANSPORTS)}"
             )
-        if not 16 <= self.staging_mb <= MOST_STAGING_MB:
+        if not 32 <= self.staging_mb <= MOST_STAGING_MB:
             raise ConfigError(
-                f"kv_staging_mb={self.staging_mb} is out of range; accepted: 16 to "
+                f"kv_staging_mb={self.staging_mb} is out of range; accepted: 32 to "
                 f"{MOST_STAGING_MB}"
             )
         if len(self.secret.encode()) < SHORTEST_SECRET:

@@ -69,8 +69,9 @@ class FakeTransport:
         return ticket
 
     def poll(self, ticket: int, seconds: float) -> ReadState:
-        if self.states[ticket] is ReadState.RUNNING:
-            time.sleep(min(seconds, 0.01))
+        deadline = time.monotonic() + seconds
+        while self.states[ticket] is ReadState.RUNNING and time.monotonic() < deadline:
+            time.sleep(0.002)
         return self.states[ticket]
 
     def cancel(self, ticket: int) -> None:
@@ -123,6 +124,20 @@ class StagedReader:
         self.windows = found[1]
         self.staged = StagedReads(*found, self.memory.size)
         self.reader = PageReader(SECRET, self.memory, MINE, self.staged)
+        self.go_on = threading.Event()
+
+    def fetch_until_read(self, keeper: Keeper) -> tuple[PageFetch, threading.Event]:
+        """A fetch whose first read waits for `go_on`."""
+        began = threading.Event()
+
+        def wait() -> None:
+            began.set()
+            assert self.go_on.wait(20)
+
+        self.transport.before_read = wait
+        found = self.start(keeper, keeper.offer())
+        assert began.wait(20)
+        return found
 
     def start(self, keeper: Keeper, name: bytes) -> tuple[PageFetch, threading.Event]:
         found = PageFetch((keeper.server.host, keeper.server.port), name, keeper.keys)

@@ -18,7 +18,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.disagg.test_pages_travel import figure, prompt, server, tokens
+from tests.disagg.test_pages_travel import figure, prompt, tokens
+from tests.disagg.test_transport_libraries import skip_without
+from tests.disagg.test_transport_serving import server
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.exhaustive
@@ -63,10 +65,13 @@ class Caller:
 
 
 @pytest.mark.longest
-def test_no_wrong_token_and_no_page_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_no_wrong_token_and_no_page_lost(tmp_path: Path, transport: str) -> None:
+    if transport != "tcp":
+        skip_without(transport)
     with (
-        server("prefill", tmp_path, *OPTIONS, "--restart") as prefill,
-        server("decode", tmp_path, *OPTIONS) as decode,
+        server("prefill", tmp_path, transport, *OPTIONS, "--restart") as prefill,
+        server("decode", tmp_path, transport, *OPTIONS) as decode,
     ):
         want = {}
         for number in range(PROMPTS):

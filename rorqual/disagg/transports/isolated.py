@@ -28,6 +28,7 @@ START_SECONDS = 60.0
 PAUSE = 2.0  # seconds after a start that failed, before the next
 SIOCGIFADDR = 0x8915  # the address of a network interface
 LINE = 2048  # bytes of a line of the library's that are logged
+MOST_LINES = 200  # of one life of its process
 # What the process needs of the environment: no keys, no tokens.
 PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 PASSED_OF_LIBRARIES = ("UCX_", "NIXL_", "MC_", "CUDA_", "NVIDIA_")
@@ -219,8 +220,13 @@ class IsolatedTransport:
     def _log(self, child: Child) -> None:
         assert child.process.stdout is not None
         with child.process.stdout as out:
+            said = 0
             while line := out.readline(LINE):
-                log.info("%s: %s", self.library, line.decode(errors="replace").rstrip())
+                said += 1
+                if said <= MOST_LINES:
+                    log.info("%s: %s", self.library, line.decode(errors="replace").rstrip())
+                if said == MOST_LINES:
+                    log.info("%s says more, which is left out", self.library)
 
 
 def environment(given: Mapping[str, str], host: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rorqual.errors import ConfigError
 
-WINDOW_BYTES = 16 * 2**20
+WINDOW_BYTES = 32 * 2**20
 OFFERED_SECONDS = 30.0  # after which another may take an offered window, if none is free
 
 
