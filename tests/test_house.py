@@ -51,6 +51,7 @@ NO_TORCH = [
     "route",
     "disagg.transports.library_process",
     "disagg.transports.bound_listeners",
+    "disagg.transports.installed",
     "engine.balance.initial",
     "engine.balance.moves",
     "engine.balance.policy",

@@ -28,7 +28,8 @@ from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.staged_reader import StagedReads
 from rorqual.disagg.staged_server import StagedPages
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.disagg.transports.select import TCP, PageStaging, start_staging
+from rorqual.disagg.transports.installed import TCP
+from rorqual.disagg.transports.start import PageStaging, start_staging
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence

@@ -9,6 +9,7 @@ from typing import Any
 
 from rorqual.config.option import check_options, option
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TRANSPORTS, TransferConfig
+from rorqual.disagg.transports.installed import TCP, package_of
 from rorqual.errors import ConfigError
 from rorqual.serve.cors import CorsConfig
 from rorqual.serve.kv_events_config import KVEventsConfig
@@ -181,6 +182,8 @@ class ServeConfig:
         if self.role not in ROLES:
             return None
         assert self.kv_secret_file is not None
+        if self.kv_transport != TCP:
+            package_of(self.kv_transport)  # not after minutes of loading weights
         try:
             secret = Path(self.kv_secret_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:

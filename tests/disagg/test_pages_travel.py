@@ -131,6 +131,21 @@ def test_pages_that_are_here_do_not_travel_again(pair: Pair) -> None:
     )
 
 
+def test_bytes_are_counted_on_both_sides(pair: Pair) -> None:
+    ids = prompt(120)
+    received, sent = "kv_transfer_bytes_received_total", "kv_transfer_bytes_sent_total"
+    given = prefilled(pair.prefill, ids)
+    before = figure(pair.decode, received), figure(pair.prefill, sent)
+    ask(pair.decode, ids, given)
+    pair.decode.wait_until(lambda: figure(pair.decode, received) > before[0])
+    pair.prefill.wait_until(lambda: figure(pair.prefill, sent) > before[1])
+    came = figure(pair.decode, received) - before[0]
+    assert came == figure(pair.prefill, sent) - before[1]
+    assert came % WHOLE_PAGES == 0
+    assert 'transport="tcp"' in pair.decode.request("GET", "/metrics")[1]
+    assert figure(pair.decode, "kv_transfer_seconds_total") > 0
+
+
 def test_choices_of_one_call_share_their_pages(pair: Pair) -> None:
     ids = prompt(150)
     given = prefilled(pair.prefill, ids)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rorqual.config.model import environment_for_child
 from rorqual.disagg import staged_reader, staged_server
 from rorqual.disagg.page_link import PageMessage, introduce
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.disagg.transports import select, staging
+from rorqual.disagg.transports import installed, staging
 from rorqual.disagg.transports.interface import TransportError
 from rorqual.disagg.transports.isolated import (
     PASSED,
@@ -25,8 +26,10 @@ from rorqual.disagg.transports.isolated import (
     interface_of,
 )
 from rorqual.disagg.transports.staging import StagingMemory, StagingWindows, window_count
+from rorqual.disagg.transports.start import start_staging
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.link import GREETING, LinkError, receive, send
+from rorqual.serve.config import ServeConfig
 from tests.disagg.staged_keeper import (
     WINDOW_PAGES,
     StagedKeeper,
@@ -287,14 +290,19 @@ def test_memory_that_holds_no_window() -> None:
         window_count(32, 32 * 2**20, 2)
 
 
-def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     for library, package in (
         ("nixl", "nixl-cu12"),
         ("mooncake", "mooncake-transfer-engine-non-cuda"),
     ):
         with pytest.raises(ConfigError, match=rf"needs the package {package}.*rorqual\[{library}"):
-            select.start_staging(library, 64, 1024, "127.0.0.1", True, True)
+            start_staging(library, 64, 1024, "127.0.0.1", True, True)
+        secret = tmp_path / "secret"
+        secret.write_text(SECRET)
+        config = ServeConfig(role="both", kv_secret_file=str(secret), kv_transport=library)
+        with pytest.raises(ConfigError, match=f"needs the package {package}"):
+            config.transfer()
 
 
 @pytest.mark.exhaustive

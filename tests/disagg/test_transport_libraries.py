@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from rorqual.disagg import staged_reader
+from rorqual.disagg.transports import isolated
+from rorqual.disagg.transports.installed import package_of
 from rorqual.disagg.transports.isolated import IsolatedTransport
-from rorqual.disagg.transports.select import PageStaging, package_of, start_staging
+from rorqual.disagg.transports.start import PageStaging, start_staging
 from rorqual.errors import ConfigError
 from tests.disagg.staged_keeper import StagedKeeper, StagedReader, is_right
 from tests.disagg.test_page_leases import MINE
@@ -166,6 +168,25 @@ def test_the_peer_stops_and_goes_on(over_tcp: Sides, monkeypatch: pytest.MonkeyP
     assert over_tcp.come()
 
 
+def test_a_process_that_stops_for_good(over_tcp: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine finds out that it does not answer, and starts another."""
+    monkeypatch.setattr(staged_reader, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(isolated, "SILENT_SECONDS", 0.2)
+    assert over_tcp.come()
+    os.kill(library_pid(over_tcp.theirs), signal.SIGSTOP)
+    assert not over_tcp.come()
+    wait_for(over_tcp.come)
+    transport = over_tcp.ours.transport
+    assert isinstance(transport, IsolatedTransport)
+    pid = library_pid(over_tcp.ours)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(2000):  # more than the socket holds: nobody waits for it
+        transport.serve(1)
+        transport.serve(-1)
+    assert not Path(f"/proc/{pid}").exists()
+    assert over_tcp.come()
+
+
 def test_the_peer_dies_while_it_is_read(over_tcp: Sides) -> None:
     pid = library_pid(over_tcp.theirs)
     name = over_tcp.keeper.offer()
@@ -185,7 +206,7 @@ def test_it_ends_with_its_engine() -> None:
     skip_without("nixl")
     text = (
         "import time\n"
-        "from rorqual.disagg.transports.select import start_staging\n"
+        "from rorqual.disagg.transports.start import start_staging\n"
         f"found = start_staging('nixl', 64, {PAGE}, '127.0.0.1', True, True)\n"
         "print(found.transport.child.process.pid, flush=True)\n"
         "time.sleep(100)\n"

@@ -114,8 +114,8 @@ def test_a_keeper_that_stops_and_goes_on(tmp_path: Path, transport: str) -> None
 def test_servers_with_other_transports_and_one_that_is_killed(tmp_path: Path) -> None:
     skip_without("nixl")
     with (
-        server("prefill", tmp_path, "nixl", "--restart") as prefill,
-        server("decode", tmp_path, "nixl") as decode,
+        server("both", tmp_path, "nixl", "--restart") as prefill,
+        server("both", tmp_path, "nixl") as decode,
         server("decode", tmp_path, "tcp") as plain,
     ):
         ids = prompt(30)

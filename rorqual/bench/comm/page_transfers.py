@@ -35,8 +35,9 @@ from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.staged_reader import StagedReads
 from rorqual.disagg.staged_server import StagedPages
 from rorqual.disagg.transfer_config import TransferConfig
+from rorqual.disagg.transports.installed import TCP
 from rorqual.disagg.transports.interface import ReadState
-from rorqual.disagg.transports.select import TCP, PageStaging, start_staging
+from rorqual.disagg.transports.start import PageStaging, start_staging
 from rorqual.errors import TargetError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.remote.link import receive_into

@@ -25,6 +25,7 @@ from rorqual.disagg.transports.staging import StagingMemory
 log = logging.getLogger("rorqual.engine")
 RUNNING = ReadState.RUNNING
 START_SECONDS = 60.0
+SILENT_SECONDS = 10.0  # without an answer: it is started anew when it is needed
 PAUSE = 2.0  # seconds after a start that failed, before the next
 SIOCGIFADDR = 0x8915  # the address of a network interface
 LINE = 2048  # bytes of a line of the library's that are logged
@@ -36,7 +37,8 @@ PASSED_OF_LIBRARIES = ("UCX_", "NIXL_", "MC_", "CUDA_", "NVIDIA_")
 
 @dataclass
 class Child:
-    """One life of the process. states: of the reads it was given."""
+    """One life of the process. states: of the reads it was given; asked_at: since when it has not
+    answered, 0 where it has."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
@@ -44,6 +46,7 @@ class Child:
     failed: str = ""
     alive: bool = True
     ready: bool = False
+    asked_at: float = 0.0
     states: dict[int, ReadState] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -76,7 +79,12 @@ class IsolatedTransport:
         with self.lock:
             self.serving += windows
             if self.child is not None and self.child.alive:
-                self._send(self.child, {"serve": self.serving})
+                self._tell_serving(self.child)
+
+    def _tell_serving(self, child: Child) -> None:
+        if not child.asked_at:
+            child.asked_at = time.monotonic()
+        self._send(child, {"serve": self.serving})
 
     def read(self, peer: bytes, remote: int, local: int, size: int) -> int:
         if len(peer) > MOST_DESCRIPTION:
@@ -136,6 +144,11 @@ class IsolatedTransport:
 
     def _living(self) -> Child:
         child = self.child
+        if child is not None and child.asked_at:
+            silent = time.monotonic() - child.asked_at
+            if silent > SILENT_SECONDS:
+                log.warning("%s has said nothing for %.0f s: started anew", self.library, silent)
+                self._kill(child)
         if child is not None and child.alive:
             return child
         if self.closed:
@@ -152,7 +165,7 @@ class IsolatedTransport:
             self.failed_at = time.monotonic()
             raise
         if self.serving:
-            self._send(self.child, {"serve": self.serving})
+            self._tell_serving(self.child)
         return self.child
 
     def _start(self) -> Child:
@@ -189,8 +202,12 @@ class IsolatedTransport:
             child.changed.notify_all()
 
     def _send(self, child: Child, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # then it has ended, which its listener finds out
-            send(child.sock, message)
+        try:
+            send(child.sock, message, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._kill(child)  # it has not read for long
+        except OSError:
+            pass  # it has ended, which its listener finds out
 
     def _listen(self, child: Child) -> None:
         """On a thread of the child's life."""
@@ -211,6 +228,8 @@ class IsolatedTransport:
                 child.ready = len(child.description) <= MOST_DESCRIPTION
             elif "failed" in message:
                 child.failed = str(message["failed"])
+            elif "serve" in message:
+                child.asked_at = 0.0
             elif message["ticket"] in child.states:
                 child.states[message["ticket"]] = ReadState(message["state"])
                 if message["error"]:

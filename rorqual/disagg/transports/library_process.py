@@ -8,7 +8,7 @@ crashes.
 
     parent -> {"read": ticket, "peer": description, "remote", "local", "size"}
               {"cancel": ticket}    {"serve": windows that peers may be reading}
-    child  -> {"ready": description} or {"failed": sentence}, once; then
+    child  -> {"ready": description} or {"failed": sentence}, once; then {"serve"} as an answer, and
               {"ticket": ticket, "state": "done" or "failed", "error": sentence}
 
 Messages are JSON on a pair of local sockets. The process ends when its parent's socket does.
@@ -80,6 +80,7 @@ class LibraryProcess:
     def _take(self, message: dict[str, Any]) -> None:
         if "serve" in message:
             self.serving = message["serve"]
+            send(self.sock, message)
         elif "cancel" in message:
             self.running.discard(message["cancel"])
             self.library.cancel(message["cancel"])
@@ -109,8 +110,8 @@ class LibraryProcess:
         send(self.sock, {"ticket": ticket, "state": state.value, "error": text})
 
 
-def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    sock.send(json.dumps(message).encode())
+def send(sock: socket.socket, message: dict[str, Any], flags: int = 0) -> None:
+    sock.send(json.dumps(message).encode(), flags)
 
 
 def end_with(sock: socket.socket) -> None:
