@@ -55,7 +55,7 @@ def reader() -> Iterator[StagedReader]:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

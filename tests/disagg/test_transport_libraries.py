@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,3 +218,69 @@ def test_it_ends_with_its_engine() -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("ways", ["tcp", "all"])
+@pytest.mark.parametrize("library", ["nixl", "mooncake"])
+def test_no_wrong_page_while_processes_die(
+    library: str, ways: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches, four at once, while the libraries' processes of both sides are killed, and stopped
+    for longer than a read may take: whatever counts as come is right, and no window is lost."""
+    if library == "mooncake" and ways != "tcp":
+        pytest.skip("it has one way")
+    skip_without(library)
+    monkeypatch.setenv("UCX_TLS", ways)
+    monkeypatch.setattr(staged_reader, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(isolated, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(isolated, "PAUSE", 0.1)
+    sides = Sides(library)
+    sides.keeper.leases.most_pages = 4 * 50
+    chance = random.Random(7)
+    came: list[int] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        for _ in range(12):
+            with lock:
+                sides.keeper.leases.settle(sides.keeper.prefix)
+                name = sides.keeper.offer()
+            found = sides.reader.fetch(sides.keeper, name)
+            right = found.rows is None or is_right(sides.keeper, found)
+            with lock:
+                came.append(found.found if right else -1)
+
+    def trouble(done: threading.Event) -> None:
+        while not done.wait(chance.uniform(0.5, 2.0)):
+            transport = chance.choice((sides.theirs, sides.ours)).transport
+            assert isinstance(transport, IsolatedTransport)
+            child = transport.child
+            if child is None:
+                continue
+            number = chance.choice((signal.SIGKILL, signal.SIGSTOP))
+            child.process.send_signal(number)
+            if number == signal.SIGSTOP:
+                done.wait(0.8)
+                child.process.send_signal(signal.SIGCONT)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    done = threading.Event()
+    troubler = threading.Thread(target=trouble, args=(done,))
+    for thread in (troubler, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join(200)
+    done.set()
+    troubler.join(10)
+    try:
+        assert len(came) == 48
+        assert -1 not in came
+        assert came.count(4) > 0
+        wait_for(sides.come)
+        sides.reader.staged.recover()
+        assert not sides.reader.windows.held
+        wait_for(lambda: not sides.keeper.windows.held)
+    finally:
+        sides.close()
+    print(f"\n{library} over {ways}: {came.count(4)} of {len(came)} came whole")
