@@ -10,10 +10,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.disagg.test_pages_travel import OPTIONS as SERVER_OPTIONS
 from tests.disagg.test_pages_travel import (
-    PAGE,
-    WHOLE_PAGES,
+    CACHED,
     Pair,
     ask,
     cached,
@@ -21,6 +19,7 @@ from tests.disagg.test_pages_travel import (
     prompt,
     tokens,
 )
+from tests.disagg.test_pages_travel import OPTIONS as SERVER_OPTIONS
 from tests.disagg.test_transport_libraries import skip_without
 from tests.serve.running import Running, start_server
 
@@ -49,13 +48,13 @@ def check_tokens(pair: Pair, transport: str) -> None:
     ids = prompt(10)
     given = prefilled(pair.prefill, ids)
     found = ask(pair.decode, ids, given)
-    assert cached(found) == WHOLE_PAGES * PAGE
+    assert cached(found) == CACHED
     assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
     seeded = {"temperature": 0.9, "seed": 5, "top_k": 20}
     ids = prompt(11)
     given = prefilled(pair.prefill, ids, **seeded)
     found = ask(pair.decode, ids, given, **seeded)
-    assert cached(found) == WHOLE_PAGES * PAGE
+    assert cached(found) == CACHED
     assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone", **seeded))
     name = "kv_transfer_bytes_received_total"
     pair.decode.wait_until(lambda: metric(pair.decode, name, transport) > 0)
@@ -85,7 +84,7 @@ def check_a_keeper_that_stops(pair: Pair, transport: str) -> None:
     assert tokens(ask(pair.decode, ids, given, cache_salt="late")) == want
     other = prompt(21)
     found = ask(pair.decode, other, prefilled(pair.prefill, other))
-    assert cached(found) == WHOLE_PAGES * PAGE, "they come again"
+    assert cached(found) == CACHED, "they come again"
 
 
 def test_tokens_are_those_of_one_server(tmp_path: Path) -> None:
@@ -128,6 +127,6 @@ def test_servers_with_other_transports_and_one_that_is_killed(tmp_path: Path) ->
         prefill.wait_until(lambda: prefill.healthy())
         again = prefilled(prefill, prompt(31))
         found = ask(decode, prompt(31), again)
-        assert cached(found) == WHOLE_PAGES * PAGE
+        assert cached(found) == CACHED
         want = ask(prefill, prompt(31), cache_salt="alone")
         assert tokens(found) == tokens(want)
