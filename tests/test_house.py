@@ -46,6 +46,7 @@ NO_TORCH = [
     "cache.spec",
     "cache.pages",
     "cache.prefix",
+    "cache.host_tier",
     "cache.events",
     "parallel.eplb",
     "route",

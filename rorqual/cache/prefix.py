@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from rorqual.cache.events import CacheEvents
+from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
 
 
@@ -48,6 +49,8 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
         self.events: CacheEvents | None = None  # None: nobody wants to know
+        self.host: HostTier | None = None  # where evicted pages go
+        self.uncopied: dict[int, None] = {}  # cached pages that are not there, oldest first
 
     @property
     def available(self) -> int:
@@ -96,7 +99,39 @@ class PrefixCache:
 
     def evict(self) -> None:
         page, _ = self.idle.popitem(last=False)
+        if self.host is not None:
+            self.uncopied.pop(page, None)
+            self.host.evicted(self.keys[page], page)
         self.forget(page)
+
+    def copy_ahead(self, filled: int) -> None:
+        """Cached pages go to host memory, oldest first, while they are still on the device: when
+        they are evicted nobody has to wait for their copies. Half of that memory is for pages that
+        the device has no more. filled: pages that the step fills."""
+        host = self.host
+        if host is None:
+            return
+        host.out_left += filled
+        while self.uncopied and len(self.keys) - len(self.uncopied) < (host.capacity + 1) // 2:
+            page = next(iter(self.uncopied))
+            key = self.keys[page]
+            if key not in host.slots and not host.keep(key, page):
+                return
+            del self.uncopied[page]
+
+    def in_host(self, tokens: Sequence[int], page: int, previous: bytes) -> list[bytes]:
+        """Keys of a sequence's pages from its number `page` on that host memory holds, without a
+        gap."""
+        keys: list[bytes] = []
+        if self.host is None or not self.host.slots:
+            return keys
+        key = previous
+        while (found := self.following(tokens, page + len(keys), key)) is not None:
+            if found not in self.host.slots:
+                break
+            keys.append(found)
+            key = found
+        return keys
 
     def forget(self, page: int) -> None:
         key = self.keys.pop(page)
@@ -115,14 +150,21 @@ class PrefixCache:
             self.pages[key] = page
             self.keys[page] = key
             self.allocator.hold(page)
+            self._want_copy(page)
             if self.events is not None:
                 self.events.stored(previous, key, tokens)
         return key
+
+    def _want_copy(self, page: int) -> None:
+        if self.host is not None and self.keys[page] not in self.host.slots:
+            self.uncopied[page] = None
 
     def record(self) -> CacheEvents:
         """From now on events are kept."""
         if self.events is None:
             self.events = CacheEvents(root_key(), self.page_size)
+            if self.host is not None:
+                self.host.events = self.events
         return self.events
 
     def release(self, pages: Sequence[int]) -> None:
@@ -131,10 +173,14 @@ class PrefixCache:
             self.allocator.release(page)
             if page in self.keys and self.allocator.holders[page] == 1:
                 self.idle[page] = None
+                self._want_copy(page)
 
     def clear(self) -> int:
-        """Drop every page that is not in use; returns how many."""
+        """Drop every page that is not in use, and all in host memory; returns how many of the
+        device."""
         count = len(self.idle)
         while self.idle:
             self.evict()
+        if self.host is not None:
+            self.host.clear()
         return count

@@ -35,6 +35,7 @@ MAX_SPECULATIVE_TOKENS = 8
 OFF = "off"
 AUTO = "auto"
 MOST_PIECEWISE = 65_536
+MOST_HOST_MEMORY = 16_384  # GiB
 LONGEST_STEP = 60_000.0  # milliseconds
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -145,6 +146,11 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _cache(
         True, "Keep and find pages of common prefixes.", aliases=("prefix_caching",)
+    )
+    kv_host_memory: float = _cache(
+        0.0,
+        "GiB of host memory of each rank for pages that the prefix cache evicts; 0 for none. "
+        "Pinned where the device is a GPU.",
     )
     mla_prefill: str = _execution("CC", "MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")
     mla_decode: str = _execution("A_CC_ME", "MLA form for decode steps.")
@@ -375,11 +381,23 @@ class EngineConfig:
                 f"init_expert_load={self.init_expert_load!r} needs ep of at least 2: with ep=1 "
                 "every rank has a part of every expert"
             )
+        self._check_host_memory()
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
             )
+
+    def _check_host_memory(self) -> None:
+        found = self.kv_host_memory
+        if not 0 <= found <= MOST_HOST_MEMORY:
+            raise ConfigError(
+                f"kv_host_memory={found} is out of range; accepted: 0 to {MOST_HOST_MEMORY} (GiB)"
+            )
+        if found and not self.enable_prefix_caching:
+            raise ConfigError(f"kv_host_memory={found} needs enable_prefix_caching")
+        if found and self.for_npu:
+            raise ConfigError(f"kv_host_memory={found} is for device auto, cpu or cuda")
 
     def _check_experts(self) -> None:
         """What goes with experts in other processes."""

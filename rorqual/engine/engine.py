@@ -112,6 +112,8 @@ class Engine:
             send_tokens=worker.speculation is not None and worker.speculation.drafter == "ngram",
             pipeline_turns=config.parallel.pipeline_turns or 1,
             micro_batches=config.parallel.micro_batches,
+            host_pages=worker.host_pages,
+            host_step_pages=worker.host_step_pages,
         )
 
     @property

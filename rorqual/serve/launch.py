@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from rorqual.config.hf import read_config_file
+from rorqual.config.host_memory import check_room
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
@@ -168,6 +169,9 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
             "launcher='torchrun' starts the ranks of one engine, once: it goes with neither "
             "replicas nor restart"
         )
+    if engine.kv_host_memory and engine.launcher == "local":
+        # replicas start side by side, and each alone would find enough
+        check_room(engine.kv_host_memory, config.replicas * engine.parallel.world)
     return [
         {**base, "first_device": engine.first_device + i * engine.parallel.world}
         for i in range(config.replicas)

@@ -119,7 +119,9 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
     moved. prompts and cached_prompts: tokens of the prompts whose first token has
     come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers:
-    KVTransfers.figures; empty where pages do not travel. expert_servers: of each its name, whether
+    KVTransfers.figures; empty where pages do not travel. host_cache: pages that host memory can
+    hold and does, tokens looked for there and found, bytes copied out and in by one rank of each
+    data-parallel one; empty where there is none. expert_servers: of each its name, whether
     it is linked, seconds of a call, and its share of rows that others could take too."""
 
     at: float
@@ -145,6 +147,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_balancedness: list[float] = []
     expert_moves: list[int] = []
     transfers: list[int] = []
+    host_cache: list[int] = []
     expert_servers: list[tuple[str, bool, float, float]] = []
 
 

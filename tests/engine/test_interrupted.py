@@ -88,7 +88,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(**OPTIONS, num_speculative_tokens=2, steps_in_flight=2)
+    return LLM(**OPTIONS, num_speculative_tokens=2, steps_in_flight=2, kv_host_memory=0.01)
 
 
 Spot = tuple[str, str, bool, int]  # path to an object, its method, whether after it, which call

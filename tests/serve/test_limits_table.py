@@ -21,7 +21,10 @@ from pydantic import BaseModel
 
 from rorqual import errors, request
 from rorqual.config.option import options_of
+from rorqual.engine import config as engine_config
 from rorqual.engine.config import EngineConfig
+from rorqual.platforms.cpu import CpuPlatform
+from rorqual.platforms.cuda import CudaPlatform
 from rorqual.serve import errors as serve_errors
 from rorqual.serve import launch, limits
 from rorqual.serve.config import ServeConfig
@@ -92,6 +95,11 @@ def ended_kept() -> int:
 # the beginning of a row's first cell, and the numbers of its second
 ROWS: dict[str, list[Any]] = {
     "body |": [SERVER.body],
+    "pages copied to or from host memory": [
+        CudaPlatform.host_step_bytes,
+        CpuPlatform.host_step_bytes,
+    ],
+    "host memory of a rank": [engine_config.MOST_HOST_MEMORY * 2**30],
     "headers": [SERVER.headers],
     "time to send each request": [SERVER.patience],
     "time between requests": [UVICORN.timeout_keep_alive],

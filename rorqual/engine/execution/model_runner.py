@@ -38,6 +38,7 @@ from rorqual.parallel.overlap import run_one
 from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
+    from rorqual.cache.host_memory import HostMemory
     from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
     from rorqual.engine.npu.compiled import NpuCompiledForward
@@ -63,6 +64,7 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
+        self.host: HostMemory | None = None
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -195,9 +197,23 @@ class ModelRunner:
             named = [*output.decode_slots, *(row.slot for row in output.new_requests)]
             self.shared.settle(named)
             self.rows.apply(output)
-            pending = self._launch(output, metadata)
+            self._start_copies(output)
+            # copies alone make a step too, and all ranks know that it has no tokens
+            pending = self._launch(output, metadata) if any(metadata.tokens) else PendingStep()
             self.shared.start(output.sampled_slots)
+            if self.host is not None:
+                self.host.settle()
             return pending
+
+    def _start_copies(self, output: SchedulerOutput) -> None:
+        """Between the cache and host memory. The step waits for those of an earlier one that was
+        interrupted as it was launched: their pages may have been given to others."""
+        if self.host is None:
+            return
+        self.host.settle()
+        self.host.start(output.copies)
+        if output.copies_first:
+            self.host.settle()
 
     def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
         if self.graphs is not None and metadata.decodes:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rorqual.cache.host_memory import HostMemory
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import (
     DTYPE_BYTES,
@@ -27,6 +28,7 @@ from rorqual.cache.spec import (
     short_name,
 )
 from rorqual.config.hf import read_config_file
+from rorqual.config.host_memory import check_room
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
@@ -37,6 +39,7 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.errors import CapacityError, ConfigError
@@ -130,6 +133,7 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
+        ranks_here = check_host_memory(config, platform, mesh)
         self.slot_maps = self._slot_maps()
         self.simulated = simulated_loads(config, self.model_config)
         if config.expert_balance == "forced" and mesh.rank == 0:
@@ -163,6 +167,7 @@ class Worker:
         self.mover = self._mover()
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
+        self.host_pages, self.host_step_pages = self._host_pages(ranks_here)
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
@@ -177,6 +182,10 @@ class Worker:
             self._piecewise_tokens(),
         )
         self.runner.mover = self.mover
+        if self.host_pages:
+            self.runner.host = self._phase(
+                "host memory", lambda: HostMemory(pool, platform, self.host_pages)
+            )
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
@@ -553,6 +562,30 @@ class Worker:
             return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
         total = self.platform.total_memory()
         return int(free - (1 - self.config.memory_utilization) * total)
+
+    def _host_pages(self, ranks: int) -> tuple[int, int]:
+        """Pages that host memory holds, and that a step copies each way."""
+        host = int(self.config.kv_host_memory * 2**30)
+        if not host:
+            return 0, 1
+        size = self.spec.bytes_per_page
+        if host < size:
+            raise ConfigError(
+                f"kv_host_memory={self.config.kv_host_memory}: a page of this rank's cache has "
+                f"{size} bytes, more than that"
+            )
+        if self.platform.name == "cpu":  # the cache itself comes from the same memory
+            check_room(self.config.kv_host_memory, ranks, self.num_pages * size)
+        pages = self._agree(host // size)
+        step = self._agree(max(1, self.platform.host_step_bytes // size))
+        if self.mesh.rank == 0:
+            log.info(
+                "host memory holds %d pages (%d tokens) that the cache gives up, %.2f GiB a rank",
+                pages,
+                pages * self.spec.page_size,
+                pages * size / 2**30,
+            )
+        return pages, step
 
     def _agree(self, pages: int) -> int:
         """One block table serves all ranks, so the rank with the least room decides."""

@@ -151,11 +151,13 @@ class DataParallelScheduler:
         return over
 
     def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
-        if not rank.prefix.pages or request.params.prompt_logprobs is not None:
+        prefix = rank.prefix
+        if not (prefix.pages or prefix.host) or request.params.prompt_logprobs is not None:
             return 0
-        pages, _ = rank.prefix.match(tokens, request.cache_salt)
-        rank.prefix.release(pages)
-        return len(pages) * self.config.page_size
+        pages, key = prefix.match(tokens, request.cache_salt)
+        prefix.release(pages)
+        pages_in_host = len(prefix.in_host(tokens, len(pages), key))
+        return (len(pages) + pages_in_host) * self.config.page_size
 
     def abort(self, request_id: str) -> Sequence | None:
         assigned_rank = self.assigned_rank.pop(request_id, None)

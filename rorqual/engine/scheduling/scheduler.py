@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.scheduling.host_loads import HostLoads
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
     PrefillChunk,
@@ -48,7 +50,8 @@ class SchedulerConfig:
     num_speculative_tokens drafts are verified for each request in a step. lookahead: see
     PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
     pipeline_turns: decoding requests take turns, that many steps to a round, so that the stages
-    of a pipeline work on different ones. micro_batches: parts of a step."""
+    of a pipeline work on different ones. micro_batches: parts of a step. host_pages: that host
+    memory holds of the prefix cache; a step copies at most host_step_pages each way."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -63,6 +66,8 @@ class SchedulerConfig:
     send_tokens: bool = False
     pipeline_turns: int = 1
     micro_batches: int = 1
+    host_pages: int = 0
+    host_step_pages: int = 1
 
     def __post_init__(self) -> None:
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
@@ -105,6 +110,9 @@ class Scheduler:
         self.prefix = PrefixCache(
             self.allocator, config.page_size, config.prefix_caching, config.lookahead
         )
+        if config.host_pages:
+            self.prefix.host = HostTier(config.host_pages, config.host_step_pages)
+        self.loads = HostLoads(self.prefix)
         # of the next step: a controller may lower it
         self.num_speculative_tokens = config.num_speculative_tokens
         self.prompt_budget = config.max_num_batched_tokens  # of prompts alone; likewise
@@ -194,7 +202,9 @@ class Scheduler:
         said = len(sequence.tokens) - sequence.prompt_len
         if said:
             self.usual_output += (said - self.usual_output) * NEWEST_SHARE
-        if sequence.slot < 0:
+        if sequence in self.loads:
+            self.loads.drop(sequence)
+        elif sequence.slot < 0:
             self.waiting.remove(sequence)
         self._leave(sequence)
 
@@ -215,6 +225,7 @@ class Scheduler:
         sequence.collected = 0
         sequence.num_hashed_pages = 0
         sequence.next_hash = 0
+        sequence.host_asked = False
 
     @property
     def has_work(self) -> bool:
@@ -228,8 +239,12 @@ class Scheduler:
         pages = self.allocator.capacity
         prefix = self.prefix
         used = pages - prefix.available
-        counts = (prefix.queries, prefix.hits, self.num_preemptions)
-        return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
+        counts = [prefix.queries, prefix.hits, self.num_preemptions]
+        if (host := prefix.host) is not None:
+            counts += [host.capacity, len(host.slots), host.queries, host.hits]
+            counts += [host.pages_out, host.pages_in]
+        waiting = len(self.waiting) + len(self.loads)
+        return Usage(self.num_running, waiting, pages, used, len(prefix.idle), *counts)
 
     # ---- scheduling
 
@@ -248,22 +263,27 @@ class Scheduler:
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
+        self.loads.begin()
         if self.waiting:
             self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
+        self._queue_again(self.loads.advance())
         most = self.config.max_num_batched_tokens - output.num_tokens
         budget = min(most, self.prompt_budget)
         for sequence in list(self.prefilling.values()):
             if budget > 0:
                 budget -= self._schedule_chunk(output, sequence, budget, sampled, computed)
-        while budget > 0 and self.waiting and self.free_slots:
+        while budget > 0 and self.waiting and len(self.free_slots) > len(self.loads):
+            head = self.waiting.head
             admitted = self._admit(output)
-            if admitted is None:
+            if admitted is not None:
+                budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
+            elif head not in self.loads:
                 break
-            budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-        if not output.decode_slots and not output.chunks:
+        self._plan_copies(output)
+        if not output.decode_slots and not output.chunks and not output.copies:
             return None
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
@@ -271,6 +291,20 @@ class Scheduler:
         if self.config.pipeline_turns > 1:
             self.in_flight.append(step)
         return step
+
+    def _queue_again(self, found: list[Sequence]) -> None:
+        """Who was at the head of the queue when its pages were sent for is there again."""
+        for sequence in reversed(found):
+            self.waiting.append_left(sequence)
+
+    def _plan_copies(self, output: SchedulerOutput) -> None:
+        host = self.prefix.host
+        if host is not None:
+            if output.decode_slots or output.chunks:
+                self.prefix.copy_ahead(self._pages_for(sum(len(c.tokens) for c in output.chunks)))
+            output.copies = host.copies
+            output.copies_first = host.first
+        self.loads.end()
 
     def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
         """A token, and drafts, for every decoding request that is not yet at its target. This
@@ -340,6 +374,8 @@ class Scheduler:
             ):
                 if self.prefix.available:
                     output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                elif self.loads:
+                    self._queue_again(self.loads.drop_all())
                 else:
                     self._preempt(self._youngest())
         if self.num_preemptions > before:
@@ -348,6 +384,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> int:
         page = self.prefix.take()
+        if self.prefix.host is not None:
+            self.prefix.host.given(page)
         sequence.pages.append(page)
         sequence.capacity += self.config.page_size
         return page
@@ -424,13 +462,16 @@ class Scheduler:
             max(known, min(known + self.config.num_speculative_tokens, sequence.max_total_len - 1))
         ) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
-        if need + spare > self.prefix.available and self.num_running:
+        if need + spare > self.prefix.available and (self.num_running or self.loads):
             self.prefix.release(pages)
             wanted = self.prefix.following(reusable, len(pages), key)
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
+        if self.loads.start(sequence, pages, key):
+            self.waiting.pop_head()
+            return None
         self.waiting.pop_head()
         self._start(output, sequence, pages, key, need)
         return sequence
@@ -585,6 +626,9 @@ class Scheduler:
         self.prefix.queries = counts.queries
         self.prefix.hits = counts.hits
         self.prefix.events = counts.events
+        if counts.host is not None:
+            self.prefix.host = counts.host.anew()
+        self.loads = HostLoads(self.prefix)
         if counts.events is not None:
             counts.events.cleared()
         self.sequences = {sequence.request.id: sequence for sequence in live}

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import astuple
 
 from rorqual.engine.engine import Engine
-from rorqual.engine.scheduling.sequence import Sequence
+from rorqual.engine.scheduling.sequence import Sequence, Usage
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
@@ -56,6 +56,14 @@ class EngineMeter:
         if len(self.ended) < MOST_ENDED:
             self.ended.append(times)
 
+    def _host_cache(self, usage: Usage) -> list[int]:
+        if not usage.host_pages:
+            return []
+        size = self.engine.worker.spec.bytes_per_page
+        copied = (usage.host_pages_out * size, usage.host_pages_in * size)
+        held = (usage.host_pages, usage.host_pages_held)
+        return [*held, usage.host_queries, usage.host_hits, *copied]
+
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].add(value)
 
@@ -93,5 +101,6 @@ class EngineMeter:
             if moved
             else [],
             transfers=transfers,
+            host_cache=self._host_cache(usage),
             expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
         )

@@ -146,6 +146,28 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert scheduler.assigned_rank["fresh"] is other
 
 
+def test_a_request_goes_where_its_prefix_is_in_host_memory() -> None:
+    scheduler = DataParallelScheduler(config(host_pages=50, host_step_pages=20), 2)
+    loop = GroupLoop(scheduler, 1)
+    scheduler.add(request("other", 4, 20, 2))
+    first = request("first", 40, 8, 1)
+    scheduler.add(first)
+    holder = scheduler.assigned_rank["first"]
+    loop.drain()
+    while holder.prefix.idle:
+        holder.prefix.evict()
+    assert not holder.prefix.pages
+    holder.add(request("busy", 30, 2, 2))
+    again = Request("again", (*first.prompt, 1, 2), SamplingParams(max_tokens=2))
+    scheduler.add(again)
+    assert scheduler.assigned_rank["again"] is holder
+    loop.drain()
+    assert holder.prefix.host is not None
+    assert holder.prefix.host.pages_in == 10
+    usage = scheduler.usage()
+    assert (usage.host_pages, usage.host_pages_in) == (100, 10)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
     """Requests come, end by themselves or by the caller's word, and are preempted, with steps in

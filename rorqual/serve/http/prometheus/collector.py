@@ -74,6 +74,7 @@ class EngineCollector(Collector):
             for client in clients:
                 counter.add_metric(self._values(client), read(client.snapshot))
             yield counter
+        yield from self._host_cache(clients)
         yield self._finished(clients)
         for what in self.by_position:
             yield self._positions(what, clients)
@@ -88,6 +89,18 @@ class EngineCollector(Collector):
 
     def _values(self, client: EngineClient, *more: str) -> list[str]:
         return [*self.common.values(), str(client.index), *more]
+
+    def _host_cache(self, clients: list[EngineClient]) -> Iterator[Metric]:
+        """Where there is such a tier."""
+        told = [client for client in clients if client.snapshot.host_cache]
+        for place, name in enumerate(self.names.host_cache if told else ()):
+            if name is None:
+                continue
+            kind = CounterMetricFamily if name[2] else GaugeMetricFamily
+            family = kind(self._name(name[0]), name[1], labels=self.labels)
+            for client in told:
+                family.add_metric(self._values(client), client.snapshot.host_cache[place])
+            yield family
 
     def _finished(self, clients: list[EngineClient]) -> Metric:
         family = self._counter("request_success", "Requests by how they ended.", "finished_reason")
