@@ -14,7 +14,6 @@ from rorqual.errors import CapacityError, ConfigError
 from rorqual.platforms.base import Platform
 
 BLOCK_BYTES = 2**30  # pinned at once: libraries round what they pin up to a power of two
-STAGED_BYTES = 32 * 2**20  # of device memory, through which pages go
 
 
 class HostMemory:
@@ -34,7 +33,7 @@ class HostMemory:
             wanted = slots * self.size / 2**30
             raise ConfigError(f"kv_host_memory: no {wanted:.2f} GiB can be had: {error}") from error
         self.staged = torch.empty(
-            (max(1, STAGED_BYTES // self.size), self.size),
+            (max(1, min(slots, platform.host_step_bytes // self.size)), self.size),
             dtype=torch.uint8,
             device=platform.device,
         )

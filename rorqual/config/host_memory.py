@@ -29,16 +29,17 @@ def available_host_memory() -> int:
     return int(min(meminfo("MemAvailable"), _cgroup_free()))
 
 
-def check_room(wanted: float, ranks: int, beside: int = 0) -> None:
-    """wanted: GiB of kv_host_memory for each of so many ranks of this host; beside: bytes that each
-    of them takes as well. Raises ConfigError."""
-    free = available_host_memory()
+def check_room(wanted: float, ranks: int, beside: int = 0, free: int | None = None) -> None:
+    """wanted: GiB of kv_host_memory for each of so many ranks of a host; beside: bytes that each
+    of them takes as well; free: what the host has, None for this one. Raises ConfigError."""
+    if free is None:
+        free = available_host_memory()
     if ranks * (int(wanted * 2**30) + beside) <= free:
         return
     several = f" for each of {ranks} ranks" if ranks > 1 else ""
     more = f" beside a cache of {beside / 2**30:.2f}" if beside else ""
     raise ConfigError(
-        f"kv_host_memory={wanted} GiB{several}{more}: this host has {free / 2**30:.2f} GiB free"
+        f"kv_host_memory={wanted} GiB{several}{more}: the host has {free / 2**30:.2f} GiB free"
     )
 
 

@@ -28,7 +28,6 @@ from rorqual.cache.spec import (
     short_name,
 )
 from rorqual.config.hf import read_config_file
-from rorqual.config.host_memory import check_room
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
@@ -133,7 +132,7 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
-        ranks_here = check_host_memory(config, platform, mesh)
+        check_host_memory(config, platform, mesh)
         self.slot_maps = self._slot_maps()
         self.simulated = simulated_loads(config, self.model_config)
         if config.expert_balance == "forced" and mesh.rank == 0:
@@ -167,7 +166,7 @@ class Worker:
         self.mover = self._mover()
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
-        self.host_pages, self.host_step_pages = self._host_pages(ranks_here)
+        self.host_pages, self.host_step_pages = self._host_pages()
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
@@ -563,20 +562,20 @@ class Worker:
         total = self.platform.total_memory()
         return int(free - (1 - self.config.memory_utilization) * total)
 
-    def _host_pages(self, ranks: int) -> tuple[int, int]:
+    def _host_pages(self) -> tuple[int, int]:
         """Pages that host memory holds, and that a step copies each way."""
         host = int(self.config.kv_host_memory * 2**30)
         if not host:
             return 0, 1
         size = self.spec.bytes_per_page
-        if host < size:
-            raise ConfigError(
-                f"kv_host_memory={self.config.kv_host_memory}: a page of this rank's cache has "
-                f"{size} bytes, more than that"
-            )
         if self.platform.name == "cpu":  # the cache itself comes from the same memory
-            check_room(self.config.kv_host_memory, ranks, self.num_pages * size)
+            check_host_memory(self.config, self.platform, self.mesh, self.num_pages * size)
         pages = self._agree(host // size)
+        if not pages:
+            raise ConfigError(
+                f"kv_host_memory={self.config.kv_host_memory} holds no page, which takes {size} "
+                "bytes on this rank"
+            )
         step = self._agree(max(1, self.platform.host_step_bytes // size))
         if self.mesh.rank == 0:
             log.info(

@@ -137,7 +137,7 @@ def test_pages_are_bytes_that_come_back(monkeypatch: pytest.MonkeyPatch, small: 
     if small:
         size = memory(1)[1].size
         monkeypatch.setattr("rorqual.cache.host_memory.BLOCK_BYTES", 2 * size)
-        monkeypatch.setattr("rorqual.cache.host_memory.STAGED_BYTES", 2 * size)
+        monkeypatch.setattr(CpuPlatform, "host_step_bytes", 2 * size)
     pool, host = memory(5)
     assert len(host.blocks) == (3 if small else 1)
     for layer in pool.layers:
@@ -192,16 +192,16 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ConfigError, match=said):
             EngineConfig("", **options)
     save("qwen", tmp_path)
-    with pytest.raises(ConfigError, match=r"this host has \d+\.\d\d GiB free"):
+    with pytest.raises(ConfigError, match=r"the host has \d+\.\d\d GiB free"):
         engine(tmp_path, kv_host_memory=10_000.0)
-    with pytest.raises(ConfigError, match="a page of this rank's cache has"):
+    with pytest.raises(ConfigError, match="holds no page, which takes"):
         engine(tmp_path, kv_host_memory=1e-7)
     monkeypatch.setattr(host_memory, "available_host_memory", lambda: 2**30)
-    with pytest.raises(ConfigError, match=r"0.3 GiB for each of 4 ranks: this host has 1.00 GiB"):
+    with pytest.raises(ConfigError, match=r"0.3 GiB for each of 4 ranks: the host has 1.00 GiB"):
         host_memory.check_room(0.3, 4)
     serve = pytest.importorskip("rorqual.serve.launch")
     config = pytest.importorskip("rorqual.serve.config").ServeConfig
     asked = {"kv_host_memory": 0.3, "tp": 2}
     assert len(serve.engine_options(config(engine=asked), tmp_path)) == 1
-    with pytest.raises(ConfigError, match=r"0.3 GiB for each of 4 ranks: this host has 1.00 GiB"):
+    with pytest.raises(ConfigError, match=r"0.3 GiB for each of 4 ranks: the host has 1.00 GiB"):
         serve.engine_options(config(engine=asked, replicas=2), tmp_path)
