@@ -367,7 +367,7 @@ class Engine:
         self._collected = now
         decoding = len(step.output.decode_slots)
         prompts = sum(len(chunk.tokens) for chunk in step.output.chunks)
-        if self.chunks is not None:
+        if self.chunks is not None and (decoding or prompts):  # not of copies alone
             self.chunks.observe(decoding, prompts, seconds)
         if self.config.num_speculative_tokens and began and decoding and not prompts:
             drafts = step.output.num_speculative_tokens

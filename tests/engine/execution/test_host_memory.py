@@ -89,6 +89,16 @@ def test_tokens_are_those_of_a_large_cache(
     assert_host_helps(engine(tmp_path, **{**options, **TIER}), want)
 
 
+def test_steps_of_copies_alone_teach_nothing_of_decoding(tmp_path: Path) -> None:
+    save("qwen", tmp_path)
+    llm = engine(tmp_path, **TIER, itl_ms="auto")
+    for _ in range(2):
+        greedy(llm, texts(3), one_by_one=True)
+    assert llm.engine.scheduler.usage().host_hits
+    assert llm.engine.chunks is not None
+    assert set(llm.engine.chunks.decode) == {0}, "one request at a time"
+
+
 @pytest.mark.exhaustive
 def test_pages_of_prediction_modules_come_back(tmp_path: Path, late: None) -> None:
     save_with_mtp(tmp_path, 1, agreement=2.0)
