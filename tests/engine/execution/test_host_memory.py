@@ -21,6 +21,7 @@ from rorqual.config import host_memory
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.platforms.cpu import CpuPlatform
+from rorqual.platforms.cuda import CudaPlatform
 from tests.engine.execution.test_identity import engine, greedy
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
@@ -164,6 +165,49 @@ def test_pages_are_bytes_that_come_back(monkeypatch: pytest.MonkeyPatch, small: 
         found = contents(pool, page)
         right = wanted[now.get(page, page)]
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), page
+
+
+class Stream:
+    """Notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"the thread waits for {self.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"{self.name}:")
+
+    def __exit__(self, *raised: object) -> None:
+        self.log.append("end")
+
+
+def test_streams_of_a_gpu_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies come behind the steps launched before and run on the stream on which other threads
+    read pages; what is launched after them waits."""
+    log: list[str] = []
+    steps, side = Stream("steps", log), Stream("side", log)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: Stream("device", []))
+    platform = CudaPlatform(torch.device("cuda", 0))
+    platform.beside(lambda: log.append("copies"))
+    platform.after_beside()
+    with platform.background() as wait:
+        wait()
+    assert log == [
+        "side waits for steps",
+        *("side:", "copies", "end"),
+        "steps waits for side",
+        *("side:", "the thread waits for side", "end"),
+    ]
 
 
 def test_an_interrupted_launch_leaves_no_copy_behind(tmp_path: Path, late: None) -> None:
