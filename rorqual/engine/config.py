@@ -390,9 +390,10 @@ class EngineConfig:
 
     def _check_host_memory(self) -> None:
         found = self.kv_host_memory
-        if not 0 <= found <= MOST_HOST_MEMORY:
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not number or not 0 <= found <= MOST_HOST_MEMORY:
             raise ConfigError(
-                f"kv_host_memory={found} is out of range; accepted: 0 to {MOST_HOST_MEMORY} (GiB)"
+                f"kv_host_memory={found!r} is out of range; accepted: 0 to {MOST_HOST_MEMORY} (GiB)"
             )
         if found and not self.enable_prefix_caching:
             raise ConfigError(f"kv_host_memory={found} needs enable_prefix_caching")

@@ -240,6 +240,7 @@ def test_an_interrupted_launch_leaves_no_copy_behind(tmp_path: Path, late: None)
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, said in (
         ({"kv_host_memory": -1.0}, "out of range; accepted: 0 to 16384"),
+        ({"kv_host_memory": "64GB"}, "'64GB' is out of range; accepted: 0 to 16384"),
         ({"kv_host_memory": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"kv_host_memory": 1.0, "device": "npu"}, "for device auto, cpu or cuda"),
     ):
