@@ -368,6 +368,11 @@ class Request:
         return self.prompt + self.outputs if self.outputs else self.prompt
 
     @property
+    def goes_on_elsewhere(self) -> bool:
+        """Another engine will ask for the prompt's cache."""
+        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         ids = set(self.params.stop_token_ids)
         return frozenset(ids if self.params.ignore_eos else ids | set(self.eos_token_ids))

@@ -26,6 +26,11 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
+def tail_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """Of a page that is not full; no full page has such a key."""
+    return hashlib.sha256(b"tail\0" + previous + array("q", tokens).tobytes()).digest()
+
+
 class PrefixCache:
     """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps.
 
@@ -42,6 +47,7 @@ class PrefixCache:
         self.lookahead = lookahead
         self.pages: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
+        self.tails: set[bytes] = set()  # keys of pages that are not full
         # Pages held by the cache alone, oldest first. A chain's later pages are released first and
         # so stand before its earlier ones: eviction eats a chain from its end.
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -74,8 +80,7 @@ class PrefixCache:
     def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
         """The key under which `match` looks for a sequence's page number `page`; None where it
         would not look."""
-        last = (len(tokens) - max(1, self.lookahead)) // self.page_size
-        if not self.enabled or page >= last:
+        if not self.enabled or page >= self.full_pages(len(tokens)):
             return None
         return self.key_after(previous, self.covered(tokens, page))
 
@@ -86,6 +91,43 @@ class PrefixCache:
     def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
         """What the key of a sequence's page number `page` covers beside its predecessor's."""
         return tokens[page * self.page_size : (page + 1) * self.page_size + self.lookahead]
+
+    def full_pages(self, length: int) -> int:
+        """How many pages of so many tokens `match` looks for: at least one token is left to
+        compute."""
+        return (length - max(1, self.lookahead)) // self.page_size
+
+    def tail(self, tokens: Sequence[int], previous: bytes) -> bytes | None:
+        """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
+        one's: entries of all tokens but the last. None where there are none, or where prediction
+        modules look further ahead than that token."""
+        full = self.full_pages(len(tokens)) * self.page_size
+        if not self.enabled or self.lookahead > 1 or full == len(tokens) - 1:
+            return None
+        return tail_key(previous, tokens[full:])
+
+    def insert_tail(self, key: bytes, page: int) -> None:
+        """Keep a page that is not full, for one who takes it whole."""
+        if self.enabled and key not in self.pages and page not in self.keys:
+            self.pages[key] = page
+            self.keys[page] = key
+            self.tails.add(key)
+            self.allocator.hold(page)
+
+    def is_free_tail(self, key: bytes | None) -> bool:
+        """Whether the cache has this page, and nobody reads it."""
+        page = self.pages.get(key) if key is not None else None
+        return page is not None and self.allocator.holders[page] == 1
+
+    def take_tail(self, key: bytes | None) -> int | None:
+        """The page of this key, now the caller's alone, who may write to it; None where there is
+        none to be had."""
+        if key is None or not self.is_free_tail(key):
+            return None
+        page = self.pages[key]
+        self.hold(page)
+        self.forget(page)
+        return page
 
     def hold(self, page: int) -> None:
         self.idle.pop(page, None)
@@ -99,8 +141,7 @@ class PrefixCache:
 
     def evict(self) -> None:
         page, _ = self.idle.popitem(last=False)
-        if self.host is not None:
-            self.uncopied.pop(page, None)
+        if self.host is not None and self.keys[page] not in self.tails:
             self.host.evicted(self.keys[page], page)
         self.forget(page)
 
@@ -135,8 +176,11 @@ class PrefixCache:
 
     def forget(self, page: int) -> None:
         key = self.keys.pop(page)
+        self.uncopied.pop(page, None)
         del self.pages[key]
-        if self.events is not None:
+        if key in self.tails:
+            self.tails.remove(key)
+        elif self.events is not None:
             self.events.removed(key)
         self.allocator.release(page)
 
@@ -156,7 +200,8 @@ class PrefixCache:
         return key
 
     def _want_copy(self, page: int) -> None:
-        if self.host is not None and self.keys[page] not in self.host.slots:
+        key = self.keys[page]
+        if self.host is not None and key not in self.host.slots and key not in self.tails:
             self.uncopied[page] = None
 
     def record(self) -> CacheEvents:

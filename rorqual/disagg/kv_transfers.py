@@ -1,11 +1,12 @@
 """An engine's part in prompts that are computed by one engine and answered by another.
 
-Whole pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what
-is in it. The engine that computed a prompt keeps its pages under a lease and tells where they are
-(`offer`); the one that answers fetches those it has not cached itself, on a thread, puts them into
-its prefix cache and only then queues the request, which finds them there as it finds any prefix. So
-the rest of the prompt, less than a page, is computed where the answer is; and whatever goes wrong,
-the request finds fewer pages and computes more.
+Pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what is in
+it. The last one need not be full: it holds all but the prompt's last token. The engine that
+computed a prompt keeps its pages under a lease and tells where they are (`offer`); the one that
+answers fetches those it has not cached itself, on a thread, puts them into its prefix cache and
+only then queues the request, which finds them there as it finds any prefix. So it begins as one
+that decodes, with the prompt's last token; and whatever goes wrong, it finds fewer pages and
+computes more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rorqual.errors import ConfigError, RequestError
 from rorqual.parallel.remote.link import Fingerprint
 from rorqual.request import Request
 
-FORMAT = "1"  # of pages as bytes, and of what their keys cover
+FORMAT = "2"  # of pages as bytes, and of what their keys cover
 PLACED_BYTES = 16 * 2**20  # taken into the cache between two steps
 MOST_WAITING = 1024  # requests whose pages are on their way
 HELD_SHARE = 0.5  # of the cache, for other engines
@@ -94,7 +95,7 @@ class KVTransfers:
         request = sequence.request
         if self.server is None or not (request.kv_transfer_params or {}).get("do_remote_decode"):
             return None
-        pages = self.cache.hold(request.prompt, request.cache_salt)
+        pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
         name = self.leases.make(self.cache.prefix, pages) if pages else None
         if name is None:
             self.cache.prefix.release(list(pages.values()))

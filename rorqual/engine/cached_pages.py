@@ -1,4 +1,4 @@
-"""Whole pages of prompts in and out of an engine's prefix cache, for whoever moves them between
+"""Pages of prompts in and out of an engine's prefix cache, for whoever moves them between
 engines. On the engine's thread."""
 
 from __future__ import annotations
@@ -30,18 +30,32 @@ class CachedPages:
         while (found := prefix.following(tokens, len(pages) + len(keys), key)) is not None:
             keys.append(found)
             key = found
+        tail = prefix.tail(tokens, key)
+        if tail is not None and not prefix.is_free_tail(tail):
+            keys.append(tail)
         return len(pages), keys
 
-    def hold(self, tokens: Sequence[int], salt: str) -> dict[bytes, int]:
-        """The cached pages of a prompt by key, held for the caller."""
+    def hold(
+        self, tokens: Sequence[int], salt: str, following: Sequence[int] = ()
+    ) -> dict[bytes, int]:
+        """The cached pages of a prompt by key, held for the caller, the last one too, which need
+        not be full. following: the tokens after it, as far as they are known."""
         with self.engine.changing():
             prefix = self.prefix
             pages, _ = prefix.match(tokens, salt)
-        found = {}
-        key = root_key(salt)
-        for place, page in enumerate(pages):
-            key = next_key(key, prefix.covered(tokens, place))
-            found[key] = page
+            found = {}
+            key = root_key(salt)
+            for place, page in enumerate(pages):
+                key = next_key(key, prefix.covered(tokens, place))
+                found[key] = page
+            tail = prefix.tail(tokens, key)
+            if tail is not None and len(pages) == prefix.full_pages(len(tokens)):
+                # a prompt that ends with a page has it as a full one
+                full = next_key(key, prefix.covered([*tokens, *following], len(pages)))
+                last = prefix.pages.get(tail, prefix.pages.get(full))
+                if last is not None:
+                    prefix.hold(last)
+                    found[tail] = last
         return found
 
     def keep(
@@ -65,7 +79,11 @@ class CachedPages:
                 taken = [prefix.take() for _ in range(room)]
                 if taken:
                     write(taken, skipped)
+                full = prefix.full_pages(len(tokens))
                 for place, page in enumerate(taken, len(before)):
-                    key = prefix.insert(key, prefix.covered(tokens, place), page)
+                    if place < full:
+                        key = prefix.insert(key, prefix.covered(tokens, place), page)
+                    elif (tail := prefix.tail(tokens, key)) is not None:
+                        prefix.insert_tail(tail, page)
             prefix.release(before + taken)
             return max(0, min(count, skipped + len(taken)))

@@ -89,6 +89,7 @@ class Row:
     max_total_len: int
     length: int = 0
     last_token: int = -1
+    drafted: bool = True  # False until its first step, where it begins without a prompt chunk
 
 
 class FakeRunner:
@@ -169,9 +170,12 @@ class FakeRunner:
             if chunk.sample:
                 tokens.append([token])
         decoded = len(output.decode_slots)
+        begun = {row.slot for row in output.new_requests if row.length}
+        drafted = [0 if slot in begun else 1 for slot in output.decode_slots]
+        drafted += [0] * (len(tokens) - decoded)
         result = StepResult(
             tokens,
-            [output.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
+            [output.num_speculative_tokens * some for some in drafted]
             if output.num_speculative_tokens
             else [],
             prompt_logprobs=[self._scores(chunk) for chunk in output.chunks if chunk.num_scored],
@@ -198,7 +202,23 @@ class FakeRunner:
         )
         self.lives += 1
         target = min(self.max_len, row.prompt_len + (row.params.max_tokens or self.max_len))
-        self.rows[row.slot] = Row(self.lives, list(row.pages), target)
+        made = self.rows[row.slot] = Row(self.lives, list(row.pages), target)
+        if row.length:
+            made.length = row.length
+            made.last_token = row.last_token
+            made.drafted = False
+            self._take_over(made)
+
+    def _take_over(self, row: Row) -> None:
+        """The page that its first token goes to, where that was begun by another request: entries
+        from there on are nobody's."""
+        index, count = divmod(row.length, self.page_size)
+        if count:
+            page = self.pages[row.table[index]]
+            assert page.start == row.length - count
+            assert len(page.states) >= count, "a page is taken over before all of it is written"
+            taken = Page(row.life, page.start, page.before, page.states[:count])
+            self.pages[row.table[index]] = taken
 
     def _decode(self, slot: int, bound: int, num_speculative_tokens: int) -> list[int]:
         row = self._row(slot)
@@ -209,7 +229,9 @@ class FakeRunner:
             f"slot {slot}: {row.length + num_speculative_tokens + 1} entries, the plan "
             f"says at most {bound}"
         )
-        for _ in range(self._right(row, num_speculative_tokens) + 1):
+        drafts = num_speculative_tokens if row.drafted else 0
+        row.drafted = True
+        for _ in range(self._right(row, drafts) + 1):
             if row.length // self.page_size >= len(row.table):
                 assert row.length >= row.max_total_len - 1, (
                     f"slot {slot}: position {row.length} has no page and will be read"
@@ -324,7 +346,9 @@ class FakeRunner:
         assert all(0 <= slot < self.max_num_seqs for slot in slots)
         fresh = [row.slot for row in output.new_requests]
         assert len(set(fresh)) == len(fresh), "a slot is set up twice"
-        assert set(fresh) <= {chunk.slot for chunk in output.chunks}, (
+        at_once = {row.slot for row in output.new_requests if row.length}
+        assert at_once <= set(output.decode_slots), "a row that is to decode does not"
+        assert set(fresh) - at_once <= {chunk.slot for chunk in output.chunks}, (
             "a row is set up without a chunk"
         )
         assert {slot for slot, _, _ in output.pages} <= set(output.decode_slots), (

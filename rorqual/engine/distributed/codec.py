@@ -78,6 +78,8 @@ def _from_part(part: SchedulerOutput) -> list[Any]:
             row.prompt_len,
             row.tokens,
             sorted(row.stop_ids),
+            row.last_token,
+            row.length,
         ]
         for row in part.new_requests
     ]
@@ -102,9 +104,16 @@ def _to_part(data: list[Any]) -> SchedulerOutput:
     slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first = data
     new_requests = [
         NewRequest(
-            slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops)
+            slot,
+            _to_params(params),
+            seed,
+            tuple(held),
+            prompt_len,
+            tuple(tokens),
+            frozenset(stops),
+            *begins,
         )
-        for slot, params, seed, held, prompt_len, tokens, stops in rows
+        for slot, params, seed, held, prompt_len, tokens, stops, *begins in rows
     ]
     made = [
         PrefillChunk(slot, start, tokens, sample, tuple(following), *scores)

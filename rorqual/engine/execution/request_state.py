@@ -118,6 +118,9 @@ class RequestState:
         settings = (params.temperature, params.top_p, params.min_p, params.top_k)
         self.settings[slot] = to_device(torch.tensor(settings, dtype=torch.float64))
         self.seed[slot] = row.seed
+        if row.length:
+            self.last_token[slot] = row.last_token
+            self.length[slot] = row.length
         if self.most_drafts:
             self.num_drafts[slot] = 0
             self.limit[slot] = self.most_drafts if params.speculate else 0

@@ -11,6 +11,9 @@ when pages for all its known tokens are there. When a page is missing for a deco
 youngest running request gives up its pages and later recomputes them. So does one of a client with
 more than twice the rows of the client that is next, where that one finds no row or too few pages:
 rows do not come free in time by themselves. The oldest is never preempted, so it always ends.
+
+A request of which all but the last token is cached, as after a prompt that was computed elsewhere,
+begins as one that decodes: its step may hold no chunk of a prompt at all.
 """
 
 from __future__ import annotations
@@ -101,6 +104,16 @@ class Blocked(NamedTuple):
     running: int
     matched: int
     wanted: bytes | None
+
+
+class CachedPrefix(NamedTuple):
+    """What the cache has of a request: pages that hold so many entries, and the key of the last
+    full one. decodes: it begins as one that decodes."""
+
+    pages: list[int]
+    key: bytes
+    entries: int
+    decodes: bool
 
 
 class Scheduler:
@@ -206,7 +219,18 @@ class Scheduler:
             self.loads.drop(sequence)
         elif sequence.slot < 0:
             self.waiting.remove(sequence)
+        elif reason is not FinishReason.ABORT and sequence.request.goes_on_elsewhere:
+            self._keep_tail(sequence)
         self._leave(sequence)
+
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """The end of the prompt, less than a page, for the engine that answers."""
+        prompt = sequence.tokens[: sequence.prompt_len]
+        full = self.prefix.full_pages(len(prompt))
+        if sequence.num_hashed_pages == full and sequence.collected >= len(prompt) - 1:
+            key = self.prefix.tail(prompt, sequence.key)
+            if key is not None:
+                self.prefix.insert_tail(key, sequence.pages[full])
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back slot and pages. Steps in flight may still write there; they run before any
@@ -277,11 +301,15 @@ class Scheduler:
                 budget -= self._schedule_chunk(output, sequence, budget, sampled, computed)
         while budget > 0 and self.waiting and len(self.free_slots) > len(self.loads):
             head = self.waiting.head
-            admitted = self._admit(output)
-            if admitted is not None:
-                budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-            elif head not in self.loads:
+            admitted = self._admit(output, budget)
+            if admitted is None:
+                if head in self.loads:
+                    continue
                 break
+            if admitted.request.id in self.decoding:
+                budget -= self._schedule_first_token(output, admitted, sampled)
+            else:
+                budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
         self._plan_copies(output)
         if not output.decode_slots and not output.chunks and not output.copies:
             return None
@@ -324,16 +352,29 @@ class Scheduler:
         if needy:
             self._extend(output, needy, num_speculative_tokens)
             sampled = [sequence for sequence in sampled if sequence.slot >= 0]
-        slots = output.decode_slots
-        bounds = output.decode_bounds
         for sequence in sampled:
-            sequence.num_computed_tokens = length = sequence.num_computed_tokens + 1
-            sequence.pending += 1
-            slots.append(sequence.slot)
-            bounds.append(length + sequence.max_extra_tokens + num_speculative_tokens)
-            sequence.max_extra_tokens += num_speculative_tokens
+            self._decode(output, sequence)
         self.live_tokens += len(sampled)
         return sampled
+
+    def _decode(self, output: SchedulerOutput, sequence: Sequence) -> None:
+        drafts = output.num_speculative_tokens
+        sequence.num_computed_tokens = length = sequence.num_computed_tokens + 1
+        sequence.pending += 1
+        output.decode_slots.append(sequence.slot)
+        output.decode_bounds.append(length + sequence.max_extra_tokens + drafts)
+        sequence.max_extra_tokens += drafts
+
+    def _schedule_first_token(
+        self, output: SchedulerOutput, sequence: Sequence, sampled: list[Sequence]
+    ) -> int:
+        """Of a request that begins as one that decodes. Its drafts are none yet: the row says so,
+        and what stands in their place is not looked at."""
+        sampled.insert(len(output.decode_slots), sequence)
+        self._decode(output, sequence)
+        self.live_tokens += 1
+        charge(sequence, 1)
+        return output.num_speculative_tokens + 1
 
     def _turn(self) -> Iterable[Sequence]:
         """The decoding requests of this step. Where they take turns: those that wait longest, an
@@ -447,20 +488,23 @@ class Scheduler:
         if not self.rows[client]:
             del self.rows[client]
 
-    def _admit(self, output: SchedulerOutput) -> Sequence | None:
+    def _admit(self, output: SchedulerOutput, budget: int) -> Sequence | None:
         """Start the next waiting request if its tokens are all known and their pages can be
         had, with one page spare for each running request so that it is not sent back at the next
-        page boundary."""
+        page boundary. It decodes at once where all but its last token is cached, and the budget
+        holds that token and as many drafts as others have."""
         sequence = self.waiting.head
         if sequence.pending or self._still_blocked(sequence):
             return None
         reusable = sequence.reusable
         pages, key = self.prefix.match(reusable, sequence.request.cache_salt)
+        tail = self._tail(sequence, len(pages), key)
         known = len(sequence.tokens)
+        drafts = self.config.num_speculative_tokens
+        decodes = drafts < budget and self._decodes_at_once(sequence, len(pages), tail)
         # The first drafts are made in the step that ends the prompt, and leave entries behind it.
-        need = self._pages_for(
-            max(known, min(known + self.config.num_speculative_tokens, sequence.max_total_len - 1))
-        ) - len(pages)
+        written = known + (2 * drafts if decodes else drafts)
+        need = self._pages_for(max(known, min(written, sequence.max_total_len - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and (self.num_running or self.loads):
             self.prefix.release(pages)
@@ -473,8 +517,31 @@ class Scheduler:
             self.waiting.pop_head()
             return None
         self.waiting.pop_head()
-        self._start(output, sequence, pages, key, need)
+        cached = len(pages) * self.config.page_size
+        if decodes:
+            cached = known - 1
+            taken = self.prefix.take_tail(tail)
+            if taken is not None:
+                pages.append(taken)
+                need -= 1
+        self._start(output, sequence, CachedPrefix(pages, key, cached, decodes), need)
         return sequence
+
+    def _tail(self, sequence: Sequence, pages: int, key: bytes) -> bytes | None:
+        """The key of the page behind the full ones, if that page is to be had."""
+        tokens = sequence.tokens
+        if pages < self.prefix.full_pages(len(tokens)):
+            return None
+        found = self.prefix.tail(tokens, key)
+        return found if self.prefix.is_free_tail(found) else None
+
+    def _decodes_at_once(self, sequence: Sequence, pages: int, tail: bytes | None) -> bool:
+        """Prediction modules that look further ahead than one token have to see more than the
+        last; so has who scores the prompt."""
+        if self.config.lookahead > 1 or sequence.num_scored < sequence.score_end:
+            return False
+        whole = pages * self.config.page_size == len(sequence.tokens) - 1
+        return tail is not None or (whole and pages > 0)
 
     def _still_blocked(self, sequence: Sequence) -> bool:
         blocked = self._blocked
@@ -487,18 +554,19 @@ class Scheduler:
         )
 
     def _start(
-        self, output: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int
+        self, output: SchedulerOutput, sequence: Sequence, found: CachedPrefix, need: int
     ) -> None:
+        """need: pages beside those that were found."""
         size = self.config.page_size
         self._blocked = None
         self.prefix.queries += len(sequence.reusable)
-        self.prefix.hits += len(pages) * size
-        sequence.pages = pages
-        sequence.key = key
-        sequence.num_hashed_pages = len(pages)
-        sequence.next_hash = (len(pages) + 1) * size
-        sequence.capacity = len(pages) * size
-        sequence.num_computed_tokens = sequence.collected = len(pages) * size
+        self.prefix.hits += found.entries
+        sequence.pages = found.pages
+        sequence.key = found.key
+        sequence.num_hashed_pages = full = found.entries // size
+        sequence.next_hash = (full + 1) * size
+        sequence.capacity = len(found.pages) * size
+        sequence.num_computed_tokens = sequence.collected = found.entries
         if sequence.num_cached_prompt is None:
             sequence.num_cached_prompt = min(sequence.num_computed_tokens, sequence.prompt_len)
         for _ in range(need):
@@ -508,7 +576,8 @@ class Scheduler:
         reserve(
             sequence, min(int(self.usual_output), sequence.max_total_len - len(sequence.tokens))
         )
-        self.prefilling[sequence.request.id] = sequence
+        running = self.decoding if found.decodes else self.prefilling
+        running[sequence.request.id] = sequence
         params = sequence.request.params
         tokens = (
             tuple(sequence.tokens)
@@ -524,6 +593,8 @@ class Scheduler:
                 sequence.prompt_len,
                 tokens,
                 sequence.stop_ids,
+                sequence.tokens[-1] if found.decodes else 0,
+                found.entries if found.decodes else 0,
             )
         )
 

@@ -16,7 +16,9 @@ from rorqual.request import SamplingParams
 @dataclass(frozen=True)
 class NewRequest:
     """A device row to set up: sampling settings and the pages known so far. `tokens` come with
-    those requests alone that need them on the device: penalties, grammars, the ngram drafter."""
+    those requests alone that need them on the device: penalties, grammars, the ngram drafter.
+    length: cached entries, where the row decodes at once from `last_token` on, and no chunk of its
+    prompt comes before; else 0."""
 
     slot: int
     params: SamplingParams
@@ -25,6 +27,8 @@ class NewRequest:
     prompt_len: int
     tokens: tuple[int, ...]
     stop_ids: frozenset[int]
+    last_token: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,11 @@ class SimulatedRank:
                 if record.first is not None and record.paused is None:
                     record.paused = now
 
+    def _note_admitted(self, sequence: Sequence, reused: int, now: float) -> None:
+        record = self.records[sequence.request.id]
+        record.admitted = now if record.admitted is None else record.admitted
+        record.reused += reused
+
     def _load(self, step: InFlight, now: float) -> StepLoad:
         output = step.output
         decoded = len(output.decode_slots)
@@ -223,15 +228,20 @@ class SimulatedRank:
             rows += len(self.sleeping.since)
             entries += self.sleeping.asleep
         prompts = tokens = pairs = 0
-        fresh = len(output.chunks) - len(output.new_requests)
+        at_once = [row for row in output.new_requests if row.length]
+        for row, sequence in zip(
+            at_once, step.sampled[decoded - len(at_once) : decoded], strict=True
+        ):
+            self._note_admitted(sequence, row.length, now)
+            self.records[sequence.request.id].computed += 1
+        fresh = len(output.chunks) - len(output.new_requests) + len(at_once)
         for index, (chunk, (sequence, stop)) in enumerate(
             zip(output.chunks, step.computed, strict=True)
         ):
             record = self.records[sequence.request.id]
             new = len(chunk.tokens)
             if index >= fresh:
-                record.admitted = now if record.admitted is None else record.admitted
-                record.reused += chunk.start
+                self._note_admitted(sequence, chunk.start, now)
             if self.remote and not sequence.preemptions:
                 record.received += new
                 rows = rows + 1
@@ -258,7 +268,9 @@ class SimulatedRank:
             return StepEvents(rows=self.rows)
         step = self.step
         self.step = None
-        decoded = len(step.output.decode_slots)
+        # those that began as ones that decode got their first token, as behind a prompt
+        begun = sum(row.length > 0 for row in step.output.new_requests)
+        decoded = len(step.output.decode_slots) - begun
         found = StepEvents(rows=decoded)
         rights = [self._right() if row < decoded else 0 for row in range(len(step.sampled))]
         tokens = [

@@ -225,10 +225,10 @@ class Simulation:
         self.count += 1
         heapq.heappush(self.events, (time, kind, self.count, what))
 
-    def _next_job(self) -> None:
+    def _next_job(self, earliest: float = 0.0) -> None:
         job = next(self.jobs, None)
         if job is not None:
-            self._push(max(job.arrival, self.now), ARRIVE, job)
+            self._push(max(job.arrival, self.now, earliest), ARRIVE, job)
             self.coming += 1
 
     @property
@@ -263,7 +263,8 @@ class Simulation:
             rank, group = places[self.turn % len(places)]
             self.turn += 1
         else:
-            rank, group = min(places, key=lambda place: place[0].live)
+            lives = [rank.live for rank, _ in places]  # faster than min by a key
+            rank, group = places[lives.index(min(lives))]
         rank.put(record, self.now)
         self._wake(group)
 
@@ -368,10 +369,11 @@ class Simulation:
         self._push(replica.link, LAND, Landing(record, replica, replica.died))
 
     def _done(self) -> None:
-        """A client is free."""
+        """A client is free: it has its last token, and its next request comes, one way there and
+        one back later."""
         self.open -= 1
         if self._closed:
-            self._next_job()
+            self._next_job(self.now + self.deployment.delivery)
 
     def _sample(self, until: float) -> None:
         for replicas, parked, timeline in zip(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing.roofline import StepModel
@@ -48,11 +48,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Seconds; means over requests, the median TTFT beside; output tokens a second of the group."""
+    """Seconds; means over requests; output tokens a second of the group."""
 
     ttft: float
     tpot: float
-    ttft_median: float
     throughput: float
     batch: float
 
@@ -177,7 +176,6 @@ def play(model: StepModel, loop: Loop) -> LoopResult:
     return LoopResult(
         fmean(ttft),
         fmean(tpot) if tpot else 0.0,
-        median(ttft),
         made / state.clock,
         state.batch_seconds / state.clock,
     )

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rorqual.planner.costs.costs import BatchShape, GroupWork
+from rorqual.planner.simulator.pools import PoolSettings, together
+from rorqual.planner.simulator.results import outcome
+from rorqual.planner.simulator.simulator import Simulation
+from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Workload
 from rorqual.planner.timing.roofline import StepModel, StepTime
 from rorqual.planner.timing.tables import RENEWAL, STALE
 from rorqual.planner.validation.closed_loop import Loop, play
@@ -42,15 +46,31 @@ def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
 
 
 def _served(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
-    """A server under so many streams that all begin at once, each with `waves` requests."""
+    """A server under so many streams that all begin at once, each with `waves` requests: played by
+    the simulator, over the engine's own scheduler."""
     clients = row["clients"]
-    loop = Loop(clients, group["prompt"], group["output"], requests=clients * row["waves"])
-    result = play(model_of_row(group, row), loop)
+    model = model_of_row(group, row)
+    workload = Workload(
+        Arrivals("closed", clients=clients),
+        LengthDistribution(mean=group["prompt"]),
+        LengthDistribution(mean=group["output"]),
+        requests=clients * row["waves"],
+    )
+    engine = PoolSettings(
+        context=group["prompt"] + group["output"],
+        max_num_seqs=group["max_num_seqs"],
+        max_num_batched_tokens=model.profile.max_chunk,
+    )
+    result = outcome(Simulation(together(model, engine, 1), workload).run())
+    assert result.tpot is not None
+    assert result.itl is not None
     label = f"{clients} streams"
     return [
-        ValidationPoint(label, "output", "tok/s", row["tokens_per_s"], result.throughput),
-        ValidationPoint(label, "TPOT", "ms", row["tpot_ms"], result.tpot * 1e3),
-        ValidationPoint(label, "TTFT p50", "ms", row["ttft_ms"], result.ttft_median * 1e3),
+        ValidationPoint(label, "output", "tok/s", row["tokens_per_s"], result.output_rate),
+        ValidationPoint(label, "TPOT", "ms", row["tpot_ms"], result.tpot.p50 * 1e3),
+        ValidationPoint(label, "TTFT p50", "ms", row["ttft_ms"], result.ttft.p50 * 1e3),
+        ValidationPoint(label, "TTFT p99", "ms", row["ttft_p99_ms"], result.ttft.p99 * 1e3),
+        ValidationPoint(label, "ITL p99", "ms", row["itl_p99_ms"], result.itl.p99 * 1e3),
     ]
 
 

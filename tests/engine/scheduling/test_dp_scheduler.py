@@ -304,7 +304,7 @@ def test_plans_and_results_survive_as_bytes() -> None:
         ),
     ]
     rows = [
-        NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1}))
+        NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1}), 6, i)
         for i, p in enumerate(params)
     ]
     chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78), 8, 9)]

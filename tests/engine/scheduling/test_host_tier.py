@@ -287,12 +287,23 @@ class HostHistory(RuleBasedStateMachine):
         most=st.integers(1, 10),
         salt=st.sampled_from(["", "", "a"]),
         scored=st.sampled_from([None, None, None, 0]),
+        elsewhere=st.sampled_from([False, False, True]),
     )
-    def add(self, start: int, length: int, most: int, salt: str, scored: int | None) -> None:
-        """Four texts and their beginnings: what one request leaves another finds."""
+    def add(
+        self, start: int, length: int, most: int, salt: str, scored: int | None, elsewhere: bool
+    ) -> None:
+        """Four texts and their beginnings: what one request leaves another finds, of those that go
+        on elsewhere the last page too, which is not full."""
         name = f"r{len(self.requests)}"
         params = SamplingParams(max_tokens=most, prompt_logprobs=scored)
-        request = Request(name, tuple(text(start, length)), params, cache_salt=salt)
+        given = {"do_remote_decode": True} if elsewhere else None
+        request = Request(
+            name,
+            tuple(text(start, length)),
+            params,
+            cache_salt=salt,
+            kv_transfer_params=given,
+        )
         self.requests[name] = request
         self.scheduler.add(request)
 
@@ -356,7 +367,8 @@ class HostHistory(RuleBasedStateMachine):
             return
         prefix = self.scheduler.prefix
         runner = self.loop.runner
-        held = [(key, runner.pages[page]) for key, page in prefix.pages.items()]
+        whole = (found for found in prefix.pages.items() if found[0] not in prefix.tails)
+        held = [(key, runner.pages[page]) for key, page in whole]
         held += [(key, runner.host[slot]) for key, slot in host(self.loop).slots.items()]
         for key, page in held:
             states = page.states[: prefix.page_size]

@@ -68,6 +68,7 @@ class History(RuleBasedStateMachine):
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         salt=st.sampled_from(["", "a"]),
         scored=st.sampled_from([None, None, 0]),
+        elsewhere=st.booleans(),
     )
     def add(
         self,
@@ -77,15 +78,19 @@ class History(RuleBasedStateMachine):
         stops: set[int],
         salt: str,
         scored: int | None,
+        elsewhere: bool,
     ) -> None:
         name = f"r{len(self.requests)}"
+        transfer = {"do_remote_decode": True} if elsewhere else None
         params = SamplingParams(
             max_tokens=most,
             min_tokens=least if most is None else min(least, most),
             stop_token_ids=sorted(stops),
             prompt_logprobs=scored,
         )
-        self.requests[name] = Request(name, tuple(prompt), params, cache_salt=salt)
+        self.requests[name] = Request(
+            name, tuple(prompt), params, cache_salt=salt, kv_transfer_params=transfer
+        )
         self.scheduler.add(self.requests[name])
 
     @precondition(lambda self: self.scheduler.sequences)

@@ -264,6 +264,20 @@ def test_shared_prefixes_are_computed_once() -> None:
     assert play(pool(scheduler=config(prefix_caching=False)), load)[1].reused_tokens == 0
 
 
+@pytest.mark.parametrize("num_speculative_tokens", [0, 1])
+def test_a_prompt_whose_last_token_alone_is_new_begins_as_one_that_decodes(
+    num_speculative_tokens: int,
+) -> None:
+    scheduler = config(num_speculative_tokens=num_speculative_tokens)
+    rates = (0.5,) * num_speculative_tokens
+    load = work("fixed", 12, "1", "9", rate=1.0, prefix=SharedPrefix(1, 64))
+    run, found = play(pool(scheduler=scheduler, acceptance=rates), load)
+    assert found.reused_tokens == 11 * 64
+    assert [record.computed for record in run.records] == [65] + [1] * 11
+    assert found.output_tokens == 12 * 9
+    assert found.ttft.p99 == pytest.approx(0.01), "a step each"
+
+
 def test_chunked_prefill_bounds_the_step() -> None:
     """Per token a second: nobody's step is longer than its budget."""
     _, whole = play(

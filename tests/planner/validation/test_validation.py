@@ -87,6 +87,9 @@ def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
     served = groups["served-qwen3-30b"]
     assert served.worst_error("output") < 0.05
     assert served.worst_error("TPOT") < 0.05
+    assert served.mean_error("TTFT p50") < 0.10
+    assert served.worst_error("TTFT p50") < 0.16  # a prompt alone
+    assert served.mean_error("TTFT p99") < 0.10
 
 
 OWN = ("steps", "now", "served")
