@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
+from rorqual.config.otlp import check_otlp_endpoint
 from rorqual.errors import ConfigError
 
 POLICIES = ("power_of_two", "least_loaded", "round_robin", "prefix")
@@ -49,6 +50,11 @@ class RouteConfig:
         "A file with the secret for /admin (register, drain, leave). Without it there are no "
         "such routes.",
     )
+    otlp_endpoint: str | None = _router(
+        None,
+        "http://HOST:4318 of an OpenTelemetry collector that spans of requests are sent to (OTLP "
+        "over HTTP); needs rorqual[otel].",
+    )
     health_interval: float = _time(1.0, "Seconds between two looks at a server's /health.")
     health_timeout: float = _time(2.0, "Seconds that /health may take.")
     health_failures: int = _time(
@@ -89,6 +95,7 @@ class RouteConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_otlp_endpoint(self.otlp_endpoint)
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("prefill and decode servers need each other; name both, or replicas")
         if not (self.replicas or self.decode or self.admin_secret_file):

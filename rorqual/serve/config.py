@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rorqual.config.option import check_options, option
+from rorqual.config.otlp import check_otlp_endpoint
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.cors import CorsConfig
@@ -67,6 +68,11 @@ class ServeConfig:
         "A folder: POST /start_profile, from this machine and with the API key, has the next steps "
         "recorded into it, for Perfetto. Without it there is no such route.",
     )
+    otlp_endpoint: str | None = _server(
+        None,
+        "http://HOST:4318 of an OpenTelemetry collector that spans of requests are sent to (OTLP "
+        "over HTTP); needs rorqual[otel].",
+    )
     role: str = _transfer(
         "none",
         "prefill: keep the pages of prompts whose answers go on elsewhere, and serve them; decode: "
@@ -121,6 +127,7 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
+        check_otlp_endpoint(self.otlp_endpoint)
         if self.engine.get("expert_balance", "natural") != "natural":
             raise ConfigError(
                 f"expert_balance={self.engine['expert_balance']!r} changes tokens and is for "

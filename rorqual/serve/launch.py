@@ -33,6 +33,8 @@ from rorqual.serve.http.connection import DirectSend, limited
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.registration import Registration, read_secret
+from rorqual.telemetry.spans import RequestTracer
+from rorqual.telemetry.start import start_tracer
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import tokenizer_of
@@ -64,6 +66,7 @@ def run(config: ServeConfig, version: str) -> int:
     profile_dir(config)  # raises ConfigError before anything is loaded
     config.transfer()  # likewise
     registration(config, "")
+    tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     sock = _bind(config)
     try:
         import uvloop
@@ -72,7 +75,7 @@ def run(config: ServeConfig, version: str) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config, options, served, sock, version))
+        return runner.run(serve(config, options, served, sock, version, tracer))
 
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
@@ -180,6 +183,7 @@ async def serve(
     served: Served,
     sock: socket.socket,
     version: str,
+    tracer: RequestTracer,
 ) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
@@ -196,7 +200,8 @@ async def serve(
     )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)
-    app = DirectSend(with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors))
+    routes = create_app(api, config.api_key, profile_dir(config), tracer)
+    app = DirectSend(with_cors(routes, config.cors))
     server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -222,6 +227,7 @@ async def serve(
         stop.cancel()
         server.should_exit = True
         await asyncio.gather(http, engines, *others, return_exceptions=True)
+        await asyncio.to_thread(tracer.close)
 
 
 async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> int:

@@ -18,8 +18,11 @@ from rorqual.request import Request
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """traced: somebody wants to know of its phases."""
+
     request: Request
     every_step: bool
+    traced: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -156,6 +159,18 @@ class HistogramState(msgspec.Struct, array_like=True):
     total: float
 
 
+class RequestPhase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
+    """A phase of a traced request is over; sent before the outputs that it ends with. `arrival`:
+    the request's; details: attributes of the phase's span."""
+
+    id: str
+    name: str
+    arrival: float
+    start: float
+    end: float
+    details: dict[str, str | int | float]
+
+
 class TraceDone(msgspec.Struct, tag="traced", array_like=True, frozen=True):
     """What came of StartTrace: the files that were written, and why others were not."""
 
@@ -171,7 +186,7 @@ class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
     user: bool
 
 
-FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | TraceDone | Dying
+FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | RequestPhase | TraceDone | Dying
 
 
 def encoder() -> msgspec.msgpack.Encoder:

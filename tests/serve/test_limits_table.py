@@ -43,6 +43,7 @@ from rorqual.serve.http.blocks import tagged
 from rorqual.serve.http.resume import replay
 from rorqual.serve.http.tracing import routes
 from rorqual.serve.limits import ServerLimits
+from rorqual.telemetry import limits as span_limits
 from rorqual.text import chat_template, grammar_process
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -181,6 +182,11 @@ ROWS: dict[str, list[Any]] = {
     "profiles in the folder": [routes.MOST_PROFILES],
     "characters of a profile's name": [routes.LONGEST_NAME],
     "time that /stop_profile waits": [routes.WRITE_SECONDS],
+    "spans that wait": [
+        span_limits.QUEUED,
+        span_limits.LONGEST_VALUE,
+        int(span_limits.FLUSH_SECONDS),
+    ],
     "requests in recent": [ended_kept(), engine_metrics.MOST_ENDED],
 }
 

@@ -35,6 +35,7 @@ from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.kv_events import KVEventPublisher
+from rorqual.serve.engines.phase_teller import PhaseTeller
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.text.child_process import die_with_parent
@@ -69,12 +70,14 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 class LiveRequest:
     """A request the caller still wants. `held` keeps its compiled grammar.
 
-    `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0
-    until then.
+    `queued`: when the engine took it; `started`: when it was admitted; `first` and `last`: when its
+    first and its newest token left; 0 until then.
     """
 
     sequence: Sequence
     every_step: bool
+    traced: bool = False
+    queued: float = 0.0
     held: Any = None
     started: float = 0.0
     first: float = 0.0
@@ -102,6 +105,7 @@ class EngineProcess:
         self.link = link
         self.grammars = grammars
         self.meter = EngineMeter(engine)
+        self.phases = PhaseTeller(link)
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
         self.preparing: dict[str, messages.Add] = {}
@@ -138,6 +142,7 @@ class EngineProcess:
         while not self.prepared.empty():
             add, error, _held = self.prepared.get()
             if self.preparing.pop(add.request.id, None) is not None:
+                self.phases.grammar(add)
                 self._refuse(add.request, error) if error else self._add(add)
 
     def _take(self, message: messages.ToEngine) -> None:
@@ -159,6 +164,7 @@ class EngineProcess:
     def cancel(self, name: str) -> None:
         self.preparing.pop(name, None)
         if self.arriving.pop(name, None) is not None and self.transfers:
+            self.phases.arrivals.pop(name, None)
             self.transfers.cancel(name)
         self.unstarted.pop(name, None)
         if self.live.pop(name, None) is not None:
@@ -202,6 +208,7 @@ class EngineProcess:
                 self._refuse(request, error)
                 return
             if self.transfers.fetch(request):
+                self.phases.fetching(add, self.transfers)
                 self.arriving[request.id] = (add, held)
                 return
         self._queue(add, held)
@@ -210,6 +217,7 @@ class EngineProcess:
         """Of requests whose prompts were computed elsewhere: those whose pages are here."""
         for request, error in transfers.arrived():
             add, held = self.arriving.pop(request.id)
+            self.phases.fetched(add, transfers, error)
             if error:
                 log.warning("request %s: %s", request.id, error)
             if error and transfers.config.on_failure == "fail":
@@ -228,7 +236,8 @@ class EngineProcess:
         if over is not None:
             self.link.send(messages.StepOutputs([messages.Output(request.id, [], over.value)]))
             return
-        live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
+        sequence = self.engine.scheduler.sequences[request.id]
+        live = LiveRequest(sequence, add.every_step, add.traced, time.monotonic(), held)
         self.live[request.id] = self.unstarted[request.id] = live
 
     def _refuse(self, request: Request, error: Exception) -> None:
@@ -309,6 +318,8 @@ class EngineProcess:
         else:
             live.first = now
             self.meter.first_token(live.sequence, now)
+            if live.traced:
+                self.phases.began(live.sequence, live.queued, live.started or live.queued, now)
         live.last = now
 
     def _end(
@@ -316,6 +327,8 @@ class EngineProcess:
     ) -> None:
         self._count(live, tokens, now)
         assert out.finish is not None
+        if live.traced:
+            self.phases.ended(out, live.first, now)
         self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
         self.unstarted.pop(name, None)
         del self.live[name]
