@@ -29,7 +29,7 @@ FLOORS = [
     ("layers",),
     ("models",),
     ("engine",),
-    ("disagg", "telemetry", "text"),
+    ("disagg", "registry", "telemetry", "text"),
     ("llm", "serve", "planner", "route"),
     ("cli", "bench", "__main__"),
 ]
@@ -49,6 +49,7 @@ NO_TORCH = [
     "cache.events",
     "parallel.eplb",
     "route",
+    "registry",
     "telemetry",
     "engine.balance.initial",
     "engine.balance.moves",

@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from rorqual.errors import ConfigError
+from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
 from rorqual.route.calls import LONG_BODY, RoutedCall
@@ -25,6 +26,7 @@ from rorqual.route.forward import Forwarder
 from rorqual.route.health import HealthChecks
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.policies import NAMED
+from rorqual.route.registry import RegistryWatch
 from rorqual.route.servers import DOWN, PREFILL, ServerList
 from rorqual.route.spans import note_call, request_span
 from rorqual.telemetry.spans import RequestSpan, RequestTracer
@@ -71,12 +73,21 @@ class Router:
         )
         self.checks = HealthChecks(config, self.servers, self.session, self.metrics)
         self.forwarder = Forwarder(config, self.servers, self.session, self.metrics)
+        secret = config.secret()
+        self.registry: RegistryWatch | None = None
+        if config.registry is not None and secret is not None:
+            where = etcd_address(config.registry)
+            self.registry = RegistryWatch(where, secret, self.servers, self.checks, self.session)
+        self.watch: asyncio.Task[None] | None = None
         self.open = 0
         self.held = 0  # bytes of bodies
         self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
         """Every server is looked at once before the first request."""
+        if self.registry is not None:
+            await self.registry.start()
+            self.watch = asyncio.create_task(self.registry.run())
         await asyncio.gather(*(self.checks.look(server) for server in self.servers))
         for server in self.servers:
             self.checks.start(server)
@@ -84,6 +95,9 @@ class Router:
                 log.warning("%s does not answer yet", server.url)
 
     async def close(self) -> None:
+        if self.watch is not None:
+            self.watch.cancel()
+            await asyncio.gather(self.watch, return_exceptions=True)
         await self.checks.close()
         await self.session.close()
 
@@ -118,6 +132,8 @@ class Router:
 
     async def show_metrics(self, request: web.Request) -> web.Response:
         self.metrics.open.set(self.open)
+        if self.registry is not None:
+            self.metrics.registry_up.set(not self.registry.away)
         body = self.metrics.text(list(self.servers), self.config.breaker_failures)
         return web.Response(body=body, headers={"Content-Type": METRICS})
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
 from rorqual.config.otlp import check_otlp_endpoint
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
 from rorqual.errors import ConfigError
+from rorqual.registry.address import SCHEME, etcd_address, is_private
 from rorqual.serve.cors import CorsConfig
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
@@ -106,7 +108,11 @@ class ServeConfig:
         None, "tcp://ADDRESS:PORT where the last of these are told again; needs --kv-events."
     )
     kv_events_topic: str = _routers("", "Their topic.")
-    register: tuple[str, ...] = _routers((), "URL of a `rorqual route` to join; may be repeated.")
+    register: tuple[str, ...] = _routers(
+        (),
+        "URL of a `rorqual route` to join, or etcd://HOST:PORT where routers look (--registry); "
+        "may be repeated.",
+    )
     register_secret_file: str | None = _routers(
         None, "A file with the router's --admin-secret-file secret; needed with --register."
     )
@@ -144,9 +150,7 @@ class ServeConfig:
             raise ConfigError("role='attention' needs experts")
         if self.role in ROLES:
             self._check_role()
-        for url in (*self.register, *((self.register_url,) if self.register_url else ())):
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        self._check_register()
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("kv_events_replay needs kv_events")
         if self.kv_events and not self.engine.get("enable_prefix_caching", True):
@@ -154,6 +158,20 @@ class ServeConfig:
         self.events()
         if self.register and self.register_secret_file is None:
             raise ConfigError("register needs register_secret_file")
+
+    def _check_register(self) -> None:
+        etcd = [url for url in self.register if url.startswith(SCHEME)]
+        for url in (*self.register, *((self.register_url,) if self.register_url else ())):
+            if url in etcd:
+                etcd_address(url)
+            elif not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        host = urlsplit(self.register_url).hostname if self.register_url else self.host
+        if etcd and not is_private(host or ""):
+            raise ConfigError(
+                f"routers take no server at {host!r} from etcd; accepted as host, or as that of "
+                "register_url: an address of loopback or of a private network, or a name"
+            )
 
     def _check_role(self) -> None:
         if self.kv_secret_file is None:

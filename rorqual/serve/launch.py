@@ -24,6 +24,7 @@ from rorqual.config.hf import read_config_file
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
+from rorqual.registry.address import SCHEME, etcd_address
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import with_cors
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
@@ -299,8 +300,9 @@ def registration(config: ServeConfig, url: str) -> Registration | None:
     if not config.register or config.register_secret_file is None:
         return None
     secret = read_secret(config.register_secret_file)
-    routers = tuple(router.rstrip("/") for router in config.register)
-    return Registration(routers, secret, config.register_url or url, config.role)
+    routers = tuple(one.rstrip("/") for one in config.register if not one.startswith(SCHEME))
+    etcd = tuple(etcd_address(one) for one in config.register if one.startswith(SCHEME))
+    return Registration(routers, secret, config.register_url or url, config.role, etcd)
 
 
 def check_open_files(room: int) -> None:

@@ -199,7 +199,6 @@ NO_LIMITS = {
     "KEPT_BATCHES",  # told where routers are
     "LARGE_BODIES",  # told below the table
     "LATENCY_EVERY",
-    "LEASE_SECONDS",  # told where servers join a router
     "LOWEST",
     "PERCENTILES",
     "POLL_MS",
