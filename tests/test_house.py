@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FLOORS = [
     ("config", "request", "errors"),
-    ("platforms",),
+    ("platforms", "registry", "telemetry"),
     ("ops",),
     ("cache", "parallel"),
     ("layers",),
     ("models",),
     ("engine",),
-    ("disagg", "registry", "telemetry", "text"),
+    ("disagg", "text"),
     ("llm", "serve", "planner", "route"),
     ("cli", "bench", "__main__"),
 ]
@@ -42,6 +42,8 @@ NO_TORCH = [
     "config",
     "request",
     "errors",
+    "registry",
+    "telemetry",
     "planner",
     "cache.spec",
     "cache.pages",
@@ -49,8 +51,6 @@ NO_TORCH = [
     "cache.events",
     "parallel.eplb",
     "route",
-    "registry",
-    "telemetry",
     "engine.balance.initial",
     "engine.balance.moves",
     "engine.balance.policy",

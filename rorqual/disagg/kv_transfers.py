@@ -63,6 +63,19 @@ class ArrivingPrompt:
     placed: int = 0
 
 
+@dataclass(frozen=True)
+class ReceivedPages:
+    """For a request's trace: of `asked` pages of its prompt so many came, from there. seconds: of
+    the fetch alone."""
+
+    host: str
+    port: int
+    asked: int
+    pages: int
+    size: int  # bytes
+    seconds: float
+
+
 class KVTransfers:
     """`wake` is called from threads when something has come."""
 
@@ -171,6 +184,19 @@ class KVTransfers:
     def _when_done(self, arrival: ArrivingPrompt) -> None:
         self.done.put(arrival)
         self.wake()
+
+    def received(self, name: str) -> Callable[[], ReceivedPages]:
+        """Of a request whose pages are on their way: what to ask once it has arrived."""
+        arrival = self.waiting[name]
+        fetch = arrival.fetch
+
+        def told() -> ReceivedPages:
+            size = arrival.placed * self.memory.size
+            return ReceivedPages(
+                *fetch.address, len(fetch.keys), arrival.placed, size, fetch.seconds
+            )
+
+        return told
 
     def cancel(self, name: str) -> None:
         arrival = self.waiting.pop(name, None)

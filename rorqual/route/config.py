@@ -8,7 +8,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
-from rorqual.config.otlp import check_otlp_endpoint
 from rorqual.errors import ConfigError
 from rorqual.registry.address import etcd_address
 
@@ -101,7 +100,6 @@ class RouteConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_otlp_endpoint(self.otlp_endpoint)
         if self.registry is not None:
             etcd_address(self.registry)
             if self.admin_secret_file is None:

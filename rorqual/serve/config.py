@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
-from rorqual.config.otlp import check_otlp_endpoint
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
 from rorqual.errors import ConfigError
 from rorqual.registry.address import SCHEME, etcd_address, is_private
@@ -133,7 +132,6 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
-        check_otlp_endpoint(self.otlp_endpoint)
         if self.engine.get("expert_balance", "natural") != "natural":
             raise ConfigError(
                 f"expert_balance={self.engine['expert_balance']!r} changes tokens and is for "

@@ -61,13 +61,13 @@ class HttpServer(uvicorn.Server):
 
 def run(config: ServeConfig, version: str) -> int:
     """Serve until told to stop; returns the exit status."""
+    tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     folder = model_folder(config.model)
     served = read_served(config, folder)
     options = engine_options(config, folder)
     profile_dir(config)  # raises ConfigError before anything is loaded
     config.transfer()  # likewise
     registration(config, "")
-    tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     sock = _bind(config)
     try:
         import uvloop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from rorqual.config.otlp import traces_url
+from rorqual.config.otlp import check_otlp_endpoint, traces_url
 from rorqual.errors import ConfigError
 from rorqual.telemetry.spans import RequestTracer
 
@@ -13,8 +13,9 @@ log = logging.getLogger("rorqual.telemetry")
 
 def start_tracer(given: str | None, service: str, version: str) -> RequestTracer:
     """One that makes no spans where nobody asks for any. given: --otlp-endpoint. Raises ConfigError
-    where that is given and the extra is not installed; where the environment alone asks, which may
-    be that of every program of a host, the log says so."""
+    where that is no URL, or is given and the extra is not installed; where the environment alone
+    asks, which may be that of every program of a host, the log says so."""
+    check_otlp_endpoint(given)
     url = traces_url(given)
     if url is None:
         return RequestTracer()

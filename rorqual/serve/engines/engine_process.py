@@ -217,7 +217,7 @@ class EngineProcess:
         """Of requests whose prompts were computed elsewhere: those whose pages are here."""
         for request, error in transfers.arrived():
             add, held = self.arriving.pop(request.id)
-            self.phases.fetched(add, transfers, error)
+            self.phases.fetched(add, error)
             if error:
                 log.warning("request %s: %s", request.id, error)
             if error and transfers.config.on_failure == "fail":

@@ -4,8 +4,9 @@ for a token."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from rorqual.disagg.kv_transfers import ArrivingPrompt, KVTransfers
+from rorqual.disagg.kv_transfers import KVTransfers, ReceivedPages
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.serve import messages
 from rorqual.serve.engines.sockets import EngineSockets
@@ -19,7 +20,8 @@ class PhaseTeller:
 
     def __init__(self, link: EngineSockets):
         self.link = link
-        self.arrivals: dict[str, tuple[float, ArrivingPrompt]] = {}  # of requests under way
+        # by request, while its pages are on their way: since when, and what came
+        self.arrivals: dict[str, tuple[float, Callable[[], ReceivedPages]]] = {}
 
     def _tell(
         self, name: str, request_id: str, arrival: float, start: float, end: float, told: Details
@@ -36,22 +38,22 @@ class PhaseTeller:
         """Pages of its prompt are on their way."""
         if add.traced:
             name = add.request.id
-            self.arrivals[name] = (time.monotonic(), transfers.waiting[name])
+            self.arrivals[name] = (time.monotonic(), transfers.received(name))
 
-    def fetched(self, add: messages.Add, transfers: KVTransfers, error: str) -> None:
+    def fetched(self, add: messages.Add, error: str) -> None:
         """They are in the cache, as many as came."""
         name = add.request.id
-        start, arrival = self.arrivals.pop(name, (0.0, None))
-        if arrival is None:
+        start, received = self.arrivals.pop(name, (0.0, None))
+        if received is None:
             return
-        host, port = arrival.fetch.address
+        found = received()
         told: Details = {
-            "server.address": host,
-            "server.port": port,
-            "rorqual.kv.pages": arrival.placed,
-            "rorqual.kv.pages_asked": len(arrival.fetch.keys),
-            "rorqual.kv.bytes": arrival.placed * transfers.memory.size,
-            "rorqual.kv.network_seconds": arrival.fetch.seconds,
+            "server.address": found.host,
+            "server.port": found.port,
+            "rorqual.kv.pages": found.pages,
+            "rorqual.kv.pages_asked": found.asked,
+            "rorqual.kv.bytes": found.size,
+            "rorqual.kv.network_seconds": found.seconds,
         }
         if error:
             told["error.type"] = "pages_lost"
