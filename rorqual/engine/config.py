@@ -326,6 +326,12 @@ class EngineConfig:
     expert_wait: float = _parallel(
         30.0, "Seconds that requests wait, and a start, for a server where none holds an expert."
     )
+    expert_rebalance: bool = _parallel(
+        False,
+        "Have expert servers load and drop experts as the load asks (--eplb-window, "
+        "--eplb-threshold), and load what no server holds any more. One engine alone may, of those "
+        "that share servers.",
+    )
     record_expert_load: bool = _execution(False, "Count tokens by layer and expert.")
     threads: int | None = _execution(None, "CPU threads.", at_least_one=True)
     ignore_config_fields: tuple[str, ...] = option(
@@ -392,6 +398,8 @@ class EngineConfig:
         if not self.experts:
             if self.expert_secret_file is not None:
                 raise ConfigError("expert_secret_file goes with experts alone")
+            if self.expert_rebalance:
+                raise ConfigError("expert_rebalance goes with experts alone")
             return
         others = {
             "fixed_experts": self.fixed_experts,
@@ -491,7 +499,7 @@ class EngineConfig:
 
     @property
     def counts_picks(self) -> bool:
-        return self.record_expert_load or self.enable_eplb
+        return self.record_expert_load or self.enable_eplb or self.expert_rebalance
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

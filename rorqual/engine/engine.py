@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rorqual.engine.balance.initial import initial_maps
-from rorqual.engine.balance.policy import LoadWindow
+from rorqual.engine.balance.policy import BalanceStats, LoadWindow
+from rorqual.engine.balance.slot_balancer import SlotBalancer
 from rorqual.engine.config import OFF, EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
@@ -90,11 +91,24 @@ class Engine:
         self.stats.all2all_backend = worker.all2all_backend
         self.stats.compiled = worker.compiled.stats if worker.compiled else None
         self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
+        self.slot_balancer = self._slot_balancer()
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
         self._whole = True
+        self._next_count = 0
+
+    def _slot_balancer(self) -> SlotBalancer | None:
+        worker = self.worker
+        if worker.experts is None or not self.config.expert_rebalance:
+            return None
+        return SlotBalancer(
+            worker.experts,
+            worker.expert_layers,
+            self.model_config.moe.num_experts,
+            self.config.eplb_threshold,
+        )
 
     def _scheduler_config(self) -> SchedulerConfig:
         config = self.config
@@ -232,6 +246,8 @@ class Engine:
 
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""
+        if self.slot_balancer is not None:
+            self.slot_balancer.close()
         self.executor.close()
 
     @property
@@ -275,7 +291,26 @@ class Engine:
             self._wait_for_experts(error)
             return []
         self.missing = None
+        if self.slot_balancer is not None:
+            self._tell_balancer(self.slot_balancer)
         return outs
+
+    def _tell_balancer(self, balancer: SlotBalancer) -> None:
+        """A few times a window: several ranks answer to an earlier question."""
+        window = self.expert_window
+        if self.stats.steps < self._next_count:
+            return
+        self._next_count = self.stats.steps + max(1, window.steps // 4)
+        before = window.newest
+        self.expert_load()
+        if window.newest is not before and window.newest is not None and window.load is not None:
+            balancer.observe(window.load, window.newest)
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        """Of experts that are moved by their load, between ranks or expert servers; None where
+        they are not."""
+        return self.executor.balance if self.slot_balancer is None else self.slot_balancer.stats
 
     def _check_experts(self) -> None:
         """Where experts were missing and still are, there is nothing to try."""
@@ -305,6 +340,8 @@ class Engine:
     def expert_balancedness(self) -> list[float]:
         """Mean over max of the loads of the ranks that share the experts, by MoE layer, as experts
         lie now, of the windows that `expert_load` has seen; empty before the first."""
+        if self.slot_balancer is not None:
+            return self.slot_balancer.stats.by_layer
         load = self.expert_window.load
         ranks = self.config.parallel.ep
         if load is None or ranks == 1:

@@ -24,19 +24,22 @@ from torch import Tensor
 from rorqual.ops.reference import ExpertWeights, quantize_activation
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
+from rorqual.parallel.remote.control import DataLink, ServerLink, said
 from rorqual.parallel.remote.link import LinkError
-from rorqual.parallel.remote.servers import DataLink, ExpertServers, Holders, ServerLink, said
-from rorqual.parallel.remote.wire import CallHead, ReplyHead, RowFormat
+from rorqual.parallel.remote.servers import ExpertServers, Holders
+from rorqual.parallel.remote.wire import CallHead, CallOutcome, ReplyHead, RowFormat
 
 LOOK_MS = 20  # between two looks at whether a server still lives
 CALL_SECONDS = 120.0  # after which a server that lives, and does not answer a call, is left out
 PAUSE = 0.05
+MOST_MOVED = 16
 
 
 @dataclass(eq=False)
 class ExpertCall:
     """Rows on their way to a server and back. rows: which, None for all. ids: [rows, K], -1 where
-    another server's. reply: the partial sums, once `done`."""
+    another server's. reply: the partial sums, once `done`. moved: the server no longer holds some
+    of these experts."""
 
     link: ServerLink
     data: DataLink
@@ -50,6 +53,7 @@ class ExpertCall:
     came: int = 0
     error: bytearray | None = None
     done: bool = False
+    moved: bool = False
 
     @property
     def incoming(self) -> memoryview:
@@ -65,7 +69,8 @@ class ExpertCall:
 
 @dataclass(eq=False)
 class RemoteTicket:
-    """x: as it was dispatched. parts, ids, weights: of all rows, in the host's memory."""
+    """x: as it was dispatched. parts, ids, weights: of all rows, in the host's memory. moved: calls
+    that came to a server after it had dropped an expert."""
 
     x: Tensor
     parts: list[Tensor]
@@ -74,6 +79,7 @@ class RemoteTicket:
     lane: int
     calls: list[ExpertCall] = field(default_factory=list)
     replies: list[ExpertCall] = field(default_factory=list)
+    moved: int = 0
 
 
 class RemoteLanes:
@@ -163,9 +169,21 @@ class RemoteExchange:
             ticket.replies += [call for call in ticket.calls if call.done]
             ticket.calls = []
             for call in lost:
+                self._count_moved(ticket, call)
                 self._assign(ticket, _spread(call, ticket.ids))
         self.lanes.free(ticket)
         return _summed(ticket.replies, x)
+
+    def _count_moved(self, ticket: RemoteTicket, call: ExpertCall) -> None:
+        """A server drops an expert once it has heard that it is called by newer holdings, so a few
+        calls at most may be on their way by older ones."""
+        if not call.moved:
+            return
+        ticket.moved += 1
+        if ticket.moved > MOST_MOVED:
+            self.servers.drop(call.link, "it does not hold what it says")
+        else:
+            self.servers.ask_anew(call.link)
 
     def _payload(self, x: Tensor) -> list[Tensor]:
         if not self.fp8:
@@ -276,7 +294,7 @@ class RemoteExchange:
                 late = time.perf_counter() - call.sent > CALL_SECONDS
                 if late and not call.done:
                     self.servers.drop(call.link, f"a call took longer than {CALL_SECONDS:g} s")
-                if call.done or not call.link.alive:
+                if call.done or call.moved or not call.link.alive:
                     poll.unregister(number)
                     del waiting[number]
                     if not call.done:
@@ -285,7 +303,7 @@ class RemoteExchange:
 
     def _read(self, call: ExpertCall) -> None:
         """What has come of a reply. Raises OSError, LinkError."""
-        while not call.done:
+        while not (call.done or call.moved):
             try:
                 count = call.data.sock.recv_into(call.incoming)
             except BlockingIOError:
@@ -296,15 +314,21 @@ class RemoteExchange:
             if call.came == len(call.head):
                 self._check(call)
             if not len(call.incoming):
-                if call.error is not None:
-                    raise LinkError(f"it says: {call.error.decode(errors='replace')}")
-                call.done = True
-                call.data.pending = False
-                self.servers.observe(call.link, time.perf_counter() - call.sent)
+                self._ended(call)
+
+    def _ended(self, call: ExpertCall) -> None:
+        call.data.pending = False
+        if call.error is None:
+            call.done = True
+            self.servers.observe(call.link, time.perf_counter() - call.sent)
+        elif ReplyHead.unpack(call.head).outcome == CallOutcome.MOVED:
+            call.moved = True
+        else:
+            raise LinkError(f"it says: {call.error.decode(errors='replace')}")
 
     def _check(self, call: ExpertCall) -> None:
         head = ReplyHead.unpack(call.head)
-        if head.failed:
+        if head.outcome and head.sequence == call.sequence:
             call.error = bytearray(head.rows)
             return
         if (head.sequence, head.rows) != (call.sequence, call.reply.shape[0]):

@@ -65,7 +65,7 @@ class EngineMeter:
         ended = self.ended
         self.ended = []
         load = self.engine.expert_load()
-        moved = self.engine.executor.balance
+        moved = self.engine.balance
         servers = self.engine.worker.experts
         return Snapshot(
             at=now,
