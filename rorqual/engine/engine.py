@@ -288,6 +288,8 @@ class Engine:
                 pass
             outs = self.collect() if self.in_flight else []
         except ExpertsMissing as error:
+            with self.changing():  # no step is left in flight, as if it had been taken in
+                pass
             self._wait_for_experts(error)
             return []
         self.missing = None

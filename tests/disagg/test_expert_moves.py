@@ -95,10 +95,8 @@ def test_tokens_stay_while_experts_move(start: Start, secret_file: str, greedy: 
             assert all(len(experts) <= server.shard.max_slots for experts in held.values())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "more", [{"tp": 2}, pytest.param({"dp": 2, "micro_batches": 2}, marks=[pytest.mark.longest])]
-)
+@pytest.mark.longest
+@pytest.mark.parametrize("more", [{"tp": 2}, {"dp": 2, "micro_batches": 2}])
 def test_several_ranks_follow_moves(
     more: dict[str, Any], start: Start, secret_file: str, greedy: Any
 ) -> None:

@@ -19,7 +19,7 @@ from rorqual import LLM
 from rorqual.disagg.expert_server import ExpertServer, serve_experts
 from rorqual.errors import ConfigError, ExpertsMissing, RorqualError
 from rorqual.parallel.remote import exchange as remote_exchange
-from rorqual.parallel.remote.link import LinkError, introduce, receive, send
+from rorqual.parallel.remote.link import LinkError, introduce, receive, send, shut
 from rorqual.parallel.remote.wire import (
     MOST_HOLDINGS,
     PURPOSE,
@@ -198,6 +198,66 @@ def test_and_end_with_an_error_that_names_what_is_missing(start: Start, secret_f
         out = llm.generate(TEXTS[:1], params())
         assert len(out[0].outputs[0].token_ids) == 20
         assert third.stats.calls
+
+
+RANKS: list[Any] = [
+    {"tp": 2},
+    pytest.param(
+        {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]
+    ),
+    pytest.param({"tp": 2, "dp": 2, "steps_in_flight": 2}, marks=[pytest.mark.longest]),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", RANKS)
+def test_several_ranks_give_up_a_step_together(
+    more: dict[str, Any], start: Start, secret_file: str, greedy: Any
+) -> None:
+    """They wait for a holder, end requests where none comes, and live on."""
+    first, second = start("0-7"), start("8-15")
+    with engine([first, second], secret_file, expert_wait=2.0, **more) as llm:
+        assert tokens(llm) == greedy
+        second.close()
+        with pytest.raises(ExpertsMissing, match=r"holder of an expert|no server holds expert"):
+            llm.generate(TEXTS, params())
+        timer = threading.Timer(0.5, lambda: start("8-15", port=second.port))
+        timer.start()
+        assert tokens(llm) == greedy
+        timer.join()
+        assert tokens(llm) == greedy
+
+
+@pytest.mark.longest
+def test_what_one_rank_misses_all_give_up(start: Start, secret_file: str, greedy: Any) -> None:
+    """Rank 0 itself misses nothing: a server answers it and not the other rank."""
+    first, second = start("0-7"), start("8-15")
+    welcome = second.moves.callers
+    with engine([first, second], secret_file, expert_wait=2.0, tp=2) as llm:
+        assert tokens(llm) == greedy
+        own = llm.engine.worker.experts
+        assert own is not None
+        kept = {own_socket(link) for link in own.links if link.address[1] == second.port}
+        others = [sock for sock in welcome.versions if sock.getpeername()[1] not in kept]  # type: ignore[attr-defined]
+        assert len(others) == 1
+        serve = second.server.serve
+        second.server.serve = refuse
+        shut(others[0])  # type: ignore[arg-type]
+        with pytest.raises(ExpertsMissing, match="rank 1 found no holder of an expert"):
+            llm.generate(TEXTS, params())
+        assert not own.without_holder()
+        second.server.serve = serve
+        until(lambda: len(welcome.versions) == 2)
+        assert tokens(llm) == greedy
+
+
+def own_socket(link: Any) -> int:
+    port: int = link.control.getsockname()[1]
+    return port
+
+
+def refuse(sock: socket.socket) -> None:
+    raise LinkError("nobody is linked now")
 
 
 @pytest.mark.exhaustive

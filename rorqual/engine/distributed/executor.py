@@ -51,7 +51,7 @@ from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
-from rorqual.errors import EngineError
+from rorqual.errors import EngineError, ExpertsMissing
 from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -242,8 +242,11 @@ class DistributedExecutor:
             handle.channel.send(kind, data)
 
     def collect(self, step: LaunchedStep) -> list[StepResult]:
-        """Results of every data-parallel rank."""
+        """Results of every data-parallel rank. Raises ExpertsMissing for a step that all ranks give
+        up."""
         self._check()
+        if step.pending.given_up:
+            raise ExpertsMissing(step.pending.given_up)
         self.doing = f"waiting for step {step.number} on its own device"
         try:
             own = self.worker.runner.collect(step.pending)
@@ -373,6 +376,7 @@ class DistributedExecutor:
         if hasattr(self, "worker"):
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()
+            self.worker.close()
         if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():

@@ -152,6 +152,8 @@ class WorkerProcess:
         self.pending.popleft()()
 
     def _send_result(self, number: int, pending: PendingStep) -> None:
+        if pending.given_up:  # rank 0 knows as well, and waits for no result
+            return
         result = self.worker.runner.collect(pending)
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))

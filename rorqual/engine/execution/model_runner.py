@@ -3,7 +3,7 @@ replays a captured step, and hands hidden states to the sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,7 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
+        self.agree: Callable[[], str] | None = None  # on whether a step is given up
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -197,6 +198,8 @@ class ModelRunner:
             self.rows.apply(output)
             pending = self._launch(output, metadata)
             self.shared.start(output.sampled_slots)
+            if self.agree is not None:
+                pending.given_up = self.agree()
             return pending
 
     def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:

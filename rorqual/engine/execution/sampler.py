@@ -33,11 +33,13 @@ from rorqual.models.transformer import Transformer
 class PendingStep:
     """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
     stages that draw none, and where no request of this rank drew. host: what is left to do with
-    them there. scores: log probabilities of prompts."""
+    them there. scores: log probabilities of prompts. given_up: why all ranks give it up; what it
+    drew means nothing then."""
 
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
     scores: PromptScores | None = None
+    given_up: str = ""
 
 
 @dataclass

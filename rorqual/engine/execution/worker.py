@@ -53,8 +53,9 @@ from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
 from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.wire import ranges
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Worker:
         )
         self.experts = self._experts()
         self.lanes = RemoteLanes(config.micro_batches)
+        self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
@@ -177,6 +179,7 @@ class Worker:
             self._piecewise_tokens(),
         )
         self.runner.mover = self.mover
+        self.runner.agree = None if self.misses is None else self._agree_on_experts
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
@@ -342,11 +345,21 @@ class Worker:
         config = self.config
         if self.experts is None:
             return None
-        # One rank alone can try again later. Several wait together, in the middle of a step.
-        wait = 0.0 if self.mesh.is_single else config.expert_wait
-        return RemoteExchange(
-            self.experts, self.lanes, layer, self.platform.device, config.fp8_dispatch, wait
-        )
+        device = self.platform.device
+        fp8 = config.fp8_dispatch
+        return RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
+
+    def _agree_on_experts(self) -> str:
+        """At the end of a step: which ranks found no holder of an expert, and so that all of them
+        give it up; nothing where none did. Collective."""
+        assert self.misses is not None
+        own = self.misses.take()
+        missed = torch.zeros(self.mesh.stage.size, device=self.platform.device)
+        missed[self.mesh.stage.rank] = own is not None
+        ranks = self.mesh.stage.all_reduce(missed).nonzero().flatten().tolist()
+        if not ranks:
+            return ""
+        return str(own) if own else f"rank {ranges(ranks)} found no holder of an expert"
 
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.errors import ExpertsMissing
 from rorqual.ops.reference import ExpertWeights, quantize_activation
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
@@ -31,7 +32,6 @@ from rorqual.parallel.remote.wire import CallHead, CallOutcome, ReplyHead, RowFo
 
 LOOK_MS = 20  # between two looks at whether a server still lives
 CALL_SECONDS = 120.0  # after which a server that lives, and does not answer a call, is left out
-PAUSE = 0.05
 MOST_MOVED = 16
 
 
@@ -82,6 +82,23 @@ class RemoteTicket:
     moved: int = 0
 
 
+class MissedExperts:
+    """Of a rank that others compute beside: it must not leave a step alone in which no server holds
+    what it needs. It goes on with zeros, and the ranks agree at the end that the step is given up.
+    error: of the step under way."""
+
+    error: ExpertsMissing | None = None
+
+    def note(self, error: ExpertsMissing) -> None:
+        if self.error is None:
+            self.error = error.with_traceback(None)
+
+    def take(self) -> ExpertsMissing | None:
+        error = self.error
+        self.error = None
+        return error
+
+
 class RemoteLanes:
     """Which data links calls of several micro-batches take. A ticket that nobody holds any more,
     since its step was given up, leaves its lane to others."""
@@ -105,8 +122,8 @@ class RemoteLanes:
 
 
 class RemoteExchange:
-    """Of one layer. servers and lanes are shared by all. wait: seconds that a step waits for a
-    holder; 0 raises ExpertsMissing at once, for who can try again later."""
+    """Of one layer. servers, lanes and misses are shared by all. misses: where other ranks compute
+    beside this one; without it ExpertsMissing is raised where no server holds an expert."""
 
     capturable = False
 
@@ -117,13 +134,13 @@ class RemoteExchange:
         layer: int,
         device: torch.device,
         fp8: bool = False,
-        wait: float = 0.0,
+        misses: MissedExperts | None = None,
     ):
         self.servers = servers
         self.lanes = lanes
         self.layer = layer
         self.fp8 = fp8
-        self.wait = wait
+        self.misses = misses
         self.load = torch.zeros(servers.num_experts, dtype=torch.int64, device=device)
         self.record_load = False
 
@@ -152,9 +169,9 @@ class RemoteExchange:
         ticket = RemoteTicket(
             x, self._payload(x), ids.to("cpu", torch.int64), weights.to("cpu", torch.float32), lane
         )
-        if x.shape[0]:
+        if x.shape[0] and not self._given_up():
             self.lanes.hold(lane, ticket)
-            self._assign(ticket, ticket.ids)
+            self._try(ticket, ticket.ids)
         return ticket
 
     def run_experts(self, ticket: RemoteTicket, dense: Tensor | None = None) -> None:
@@ -170,9 +187,21 @@ class RemoteExchange:
             ticket.calls = []
             for call in lost:
                 self._count_moved(ticket, call)
-                self._assign(ticket, _spread(call, ticket.ids))
+                self._try(ticket, _spread(call, ticket.ids))
         self.lanes.free(ticket)
-        return _summed(ticket.replies, x)
+        return torch.zeros_like(x) if self._given_up() else _summed(ticket.replies, x)
+
+    def _given_up(self) -> bool:
+        """Whether this step is."""
+        return self.misses is not None and self.misses.error is not None
+
+    def _try(self, ticket: RemoteTicket, ids: Tensor) -> None:
+        try:
+            self._assign(ticket, ids)
+        except ExpertsMissing as error:
+            if self.misses is None:
+                raise
+            self.misses.note(error)
 
     def _count_moved(self, ticket: RemoteTicket, call: ExpertCall) -> None:
         """A server drops an expert once it has heard that it is called by newer holdings, so a few
@@ -218,16 +247,12 @@ class RemoteExchange:
             )
 
     def _holders(self, ids: Tensor) -> Holders:
-        """Who holds the experts of this layer now, once some server holds each of `ids`."""
-        deadline = time.monotonic() + self.wait
-        while True:
-            holders = self.servers.holders(self.layer)
-            missing = [] if holders.alone else holders.missing(ids[ids >= 0])
-            if not missing:
-                return holders
-            if time.monotonic() >= deadline:
-                raise self.servers.missing(self.layer, missing)
-            time.sleep(PAUSE)
+        """Who holds the experts of this layer now. Raises ExpertsMissing."""
+        holders = self.servers.holders(self.layer)
+        missing = [] if holders.alone else holders.missing(ids[ids >= 0])
+        if missing:
+            raise self.servers.missing(self.layer, missing)
+        return holders
 
     def _call(
         self, ticket: RemoteTicket, link: ServerLink, rows: Tensor | None, ids: Tensor
