@@ -378,7 +378,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(ranks, "VERDICT_SECONDS", 0.2)
     monkeypatch.setattr(ranks.DistributedExecutor, "_start", lambda self: None)
     made: Any = ranks.DistributedExecutor(EngineConfig(str(BUNDLED), dp=4))
-    made.worker = SimpleNamespace(runner=OwnRank())
+    made.worker = SimpleNamespace(runner=OwnRank(), close=lambda: None)
     made.leaders = [made._leader(dp) for dp in range(4)]
     made.others = others
     yield made

@@ -51,7 +51,7 @@ from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
-from rorqual.errors import EngineError, ExpertsMissing
+from rorqual.errors import EngineError
 from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -245,8 +245,6 @@ class DistributedExecutor:
         """Results of every data-parallel rank. Raises ExpertsMissing for a step that all ranks give
         up."""
         self._check()
-        if step.pending.given_up:
-            raise ExpertsMissing(step.pending.given_up)
         self.doing = f"waiting for step {step.number} on its own device"
         try:
             own = self.worker.runner.collect(step.pending)

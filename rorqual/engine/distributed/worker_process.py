@@ -39,7 +39,7 @@ from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
-from rorqual.errors import EngineError, RorqualError
+from rorqual.errors import EngineError, ExpertsMissing, RorqualError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import device_of, make_platform
@@ -152,9 +152,10 @@ class WorkerProcess:
         self.pending.popleft()()
 
     def _send_result(self, number: int, pending: PendingStep) -> None:
-        if pending.given_up:  # rank 0 knows as well, and waits for no result
+        try:
+            result = self.worker.runner.collect(pending)
+        except ExpertsMissing:  # rank 0 knows as well, and waits for no result
             return
-        result = self.worker.runner.collect(pending)
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 

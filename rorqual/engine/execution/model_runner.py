@@ -31,6 +31,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepMetadata,
     StepResult,
 )
+from rorqual.errors import ExpertsMissing
 from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
@@ -322,5 +323,8 @@ class ModelRunner:
         return self.model.compute(step, every_row)
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a launched step's tokens."""
+        """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks give
+        up."""
+        if pending.given_up:
+            raise ExpertsMissing(pending.given_up)
         return self.sampler.collect(pending)
