@@ -68,7 +68,9 @@ class ParallelConfig:
     embed_tp: int | None = _parallel(None, "Ranks that split the embedding; --tp if left out.")
     head_tp: int | None = _parallel(None, "Ranks that split the LM head; --tp if left out.")
     pipeline_turns: int | None = _parallel(
-        None, "Groups of requests that take turns in a pipeline; --pp if left out."
+        None,
+        "Groups of requests that take turns in a pipeline; --pp if left out. 2 with --experts: two "
+        "steps take turns, one computes while the other's rows are at the experts.",
     )
     micro_batches: int = _parallel(
         1,

@@ -369,9 +369,7 @@ class EngineConfig:
         self._check_experts()
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
         if (self.pipeline_turns or 1) > 1 and self.pp == 1:
-            raise ConfigError(
-                f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
-            )
+            self._check_turns()
         if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
             self._check_compiled_ranks()
         self._check_npu_options()
@@ -385,6 +383,23 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
+            )
+
+    def _check_turns(self) -> None:
+        """Without pipeline stages only where steps wait for experts elsewhere."""
+        if not self.experts:
+            raise ConfigError(
+                f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
+            )
+        if self.pipeline_turns != 2:
+            raise ConfigError(
+                f"pipeline_turns={self.pipeline_turns} with experts in other processes; accepted: "
+                "1, 2"
+            )
+        if self.micro_batches != 1 or not self.parallel.is_single:
+            raise ConfigError(
+                "pipeline_turns=2 with experts in other processes goes with one rank, and with "
+                f"micro_batches=1, not {self.micro_batches}"
             )
 
     def _check_experts(self) -> None:

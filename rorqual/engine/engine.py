@@ -268,6 +268,7 @@ class Engine:
     def _restore(self) -> None:
         """Steps in flight are abandoned: what they sampled is never taken in, and requests go on
         from the tokens that `step` has returned. May itself be left midway; then it begins anew."""
+        self.worker.abandon()
         for step, _ in self.in_flight:
             self.scheduler.undo(step)
         self.in_flight.clear()

@@ -94,6 +94,12 @@ LAYOUTS: list[Any] = [
     (2, {"micro_batches": 3}),
     (3, {"micro_batches": 4, "num_speculative_tokens": 2}),
     (3, {"steps_in_flight": 3, "chunked_prefill_size": 3}),
+    (2, {"pipeline_turns": 2}),
+    pytest.param(
+        3,
+        {"pipeline_turns": 2, "num_speculative_tokens": 2, "chunked_prefill_size": 3},
+        marks=[pytest.mark.longest],
+    ),
     (2, {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}),
     (2, {"tp": 2, "micro_batches": 2}),
     pytest.param(3, {"tp": 2, "dp": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]),
@@ -175,9 +181,13 @@ def until(done: Callable[[], bool], seconds: float = 10) -> None:
 
 
 @pytest.mark.exhaustive
-def test_requests_wait_for_a_holder(start: Start, secret_file: str, greedy: Any) -> None:
+@pytest.mark.parametrize("turns", [1, 2])
+def test_requests_wait_for_a_holder(
+    turns: int, start: Start, secret_file: str, greedy: Any
+) -> None:
     first, second = start("0-7"), start("8-15")
-    with engine([first, second], secret_file, expert_wait=60.0) as llm:
+    more = {"expert_wait": 60.0, "pipeline_turns": turns}
+    with engine([first, second], secret_file, **more) as llm:
         assert tokens(llm) == greedy
         second.close()
         timer = threading.Timer(1.0, lambda: start("8-15", port=second.port))
@@ -261,11 +271,16 @@ def refuse(sock: socket.socket) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [{"micro_batches": 2}, {"pipeline_turns": 2}])
 def test_a_step_that_is_given_up_leaves_nothing_half_done(
-    start: Start, secret_file: str, greedy: Any, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any],
+    start: Start,
+    secret_file: str,
+    greedy: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An interrupt while replies are awaited: they must not be taken for those of a later step."""
-    with engine([start("0-9"), start("10-15")], secret_file, micro_batches=2) as llm:
+    with engine([start("0-9"), start("10-15")], secret_file, **more) as llm:
         receive_calls = remote_exchange.RemoteExchange._receive
         left = [7]
 
@@ -276,9 +291,11 @@ def test_a_step_that_is_given_up_leaves_nothing_half_done(
             return receive_calls(self, calls)
 
         monkeypatch.setattr(remote_exchange.RemoteExchange, "_receive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:  # and with it the step's frames
             llm.generate(TEXTS, params())
-        assert tokens(llm) == greedy
+        for _ in range(3):
+            assert tokens(llm) == greedy
+        assert kept.tb is not None
 
 
 # ---- who may call, and with what
@@ -414,6 +431,11 @@ def test_an_engine_says_which_experts_it_misses_at_its_start(
         ({"experts": ("127.0.0.1:1",), "tp": 2, "ep": 2}, "do not go with ep=2"),
         ({"experts": ("127.0.0.1:1",), "exe_mode": "compile"}, "exe_mode='compile'"),
         ({"experts": ("127.0.0.1:1",), "fixed_experts": True}, "fixed_experts does not go"),
+        ({"experts": ("127.0.0.1:1",), "pipeline_turns": 3}, "accepted: 1, 2"),
+        (
+            {"experts": ("127.0.0.1:1",), "pipeline_turns": 2, "micro_batches": 2},
+            "goes with one rank, and with micro_batches=1, not 2",
+        ),
         ({"exchange": "remote"}, "exchange='remote' is not known"),
     ],
 )

@@ -36,6 +36,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
+from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class ModelRunner:
         self.compiled = compiled
         self.mover: ExpertMover | None = None
         self.agree: Callable[[], str] | None = None  # on whether a step is given up
+        self.turns: StepsInTurns | None = None
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -207,6 +209,14 @@ class ModelRunner:
         if self.graphs is not None and metadata.decodes:
             return self._replay(self.graphs, output, metadata)
         batch = self._batch(output, metadata)
+        if self.turns is not None:
+            pending = PendingStep()
+            forward = self.model.forward(batch.step, self._every_row(metadata))
+            pending.begun = self.turns.launch(
+                forward,
+                lambda hidden: pending.take(self.sampler.sample(output, batch, hidden, metadata)),
+            )
+            return pending
         hidden = self._forward(batch, metadata)
         if not self.model.mesh.last_stage:
             return PendingStep()
@@ -319,12 +329,22 @@ class ModelRunner:
         fits = self.pieces and not metadata.decodes and not step.parts
         if self.pieces and fits and self.pieces.fits(step.num_tokens):
             return self.pieces.run(step)
-        every_row = metadata.decodes or self.sampler.reads_hidden or metadata.scores
-        return self.model.compute(step, every_row)
+        return self.model.compute(step, self._every_row(metadata))
+
+    def _every_row(self, metadata: StepMetadata) -> bool:
+        return metadata.decodes or self.sampler.reads_hidden or metadata.scores
+
+    def abandon(self) -> None:
+        """See Worker."""
+        if self.turns is not None:
+            self.turns.abandon()
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks give
         up."""
+        if self.turns is not None and pending.begun is not None:
+            with torch.inference_mode(), self.platform.stream():
+                self.turns.finish(pending.begun)
         if pending.given_up:
             raise ExpertsMissing(pending.given_up)
         return self.sampler.collect(pending)

@@ -55,6 +55,7 @@ from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
 from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.parallel.remote.wire import ranges
 from rorqual.platforms.base import Platform
 
@@ -152,7 +153,7 @@ class Worker:
             else 0
         )
         self.experts = self._experts()
-        self.lanes = RemoteLanes(config.micro_batches)
+        self.lanes = RemoteLanes(self.calls_at_once)
         self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
@@ -179,6 +180,8 @@ class Worker:
             self._piecewise_tokens(),
         )
         self.runner.mover = self.mover
+        if self.alternates:
+            self.runner.turns = StepsInTurns()
         self.runner.agree = None if self.misses is None else self._agree_on_experts
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
@@ -319,6 +322,16 @@ class Worker:
             for layer, slots in found.items()
         }
 
+    @property
+    def alternates(self) -> bool:
+        """Whether two steps take turns in this process."""
+        return self.config.parallel.pp == 1 and (self.config.parallel.pipeline_turns or 1) > 1
+
+    @property
+    def calls_at_once(self) -> int:
+        """At one expert server."""
+        return 2 if self.alternates else self.config.micro_batches
+
     def _experts(self) -> ExpertServers | None:
         config = self.config
         remote = config.remote_experts()
@@ -332,9 +345,14 @@ class Worker:
             expert_fingerprint(config.model, model, dtype, seed),
             self.expert_layers,
             model.moe.num_experts,
-            config.micro_batches,
+            self.calls_at_once,
             max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
         )
+
+    def abandon(self) -> None:
+        """Steps in flight are nobody's: what is not computed yet never will be."""
+        self.runner.abandon()
+        self.lanes.clear()
 
     def close(self) -> None:
         """End the links to expert servers."""

@@ -115,6 +115,10 @@ class RemoteLanes:
     def hold(self, lane: int, ticket: RemoteTicket) -> None:
         self.holders[lane] = weakref.ref(ticket)
 
+    def clear(self) -> None:
+        """Steps are given up: whoever still holds their tickets, in an error's traceback, say."""
+        self.holders = [None] * len(self.holders)
+
     def free(self, ticket: RemoteTicket) -> None:
         holder = self.holders[ticket.lane]
         if holder is not None and holder() is ticket:
