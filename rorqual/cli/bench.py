@@ -11,6 +11,7 @@ import typer
 from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm, bench_hop
+from rorqual.cli.bench_micro_batches import bench_micro_batches
 from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
@@ -35,6 +36,7 @@ app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
 app.command("hop")(bench_hop)
 app.command("peers")(bench_peers)
+app.command("micro-batches")(bench_micro_batches)
 
 
 # The concurrency, the lengths and --next-n decide these where no flag does.

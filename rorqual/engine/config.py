@@ -10,7 +10,7 @@ from typing import Any
 
 from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.config.option import by_field, check_options, check_positive, option, same_option
-from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig
+from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig, read_micro_batches
 from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import (
@@ -240,7 +240,7 @@ class EngineConfig:
     head_tp: int | None = _size("head_tp")
     exchange: str = _size("exchange")
     pipeline_turns: int | None = _size("pipeline_turns")
-    micro_batches: int = _size("micro_batches")
+    micro_batches: int | str = _size("micro_batches")
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
     redundant_experts: int = _size("redundant_experts")
@@ -338,6 +338,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_forms(self.mla_prefill, self.mla_decode)
         check_options(self)
+        object.__setattr__(self, "micro_batches", read_micro_batches(self.micro_batches))
         kv_dtype(self.kv_cache_dtype)  # raises ConfigError
         if EXE_MODES[self.exe_mode] == "compile" and self.mla_decode == "CC":
             raise ConfigError(
@@ -435,7 +436,7 @@ class EngineConfig:
         """What one traced step of a rank cannot hold."""
         if self.for_npu:
             return
-        wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches > 1}
+        wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches != 1}
         wrong["enable_eplb"] = self.enable_eplb
         for name, given in wrong.items():
             if given:

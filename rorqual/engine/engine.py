@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,8 @@ EXPERT_PAUSE = 0.02  # seconds between two looks for experts that no server hold
 @dataclass
 class Stats:
     """Counts since the engine started, and seconds of start-up by phase. allreduce_backend,
-    all2all_backend: of decode steps, in words.
+    all2all_backend: of decode steps, in words. steps_by_parts: steps by the parts that were wanted
+    of each (--micro-batches).
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the
     first token guessed).
@@ -54,6 +55,7 @@ class Stats:
     compiled: CompileStats | None = None
     allreduce_backend: str = ""
     all2all_backend: str = ""
+    steps_by_parts: Counter[int] = field(default_factory=Counter)
 
 
 class Engine:
@@ -68,7 +70,9 @@ class Engine:
         self.config = config
         self.executor = make_executor(config)
         worker = self.worker = self.executor.worker
-        self.scheduler = DataParallelScheduler(self._scheduler_config(), self.executor.dp)
+        self.scheduler = DataParallelScheduler(
+            self._scheduler_config(), self.executor.dp, worker.runner.micro_batches
+        )
         self.platform = worker.platform
         self.model = worker.model
         self.model_config = worker.model_config
@@ -111,7 +115,6 @@ class Engine:
             lookahead=worker.mtp_layers,
             send_tokens=worker.speculation is not None and worker.speculation.drafter == "ngram",
             pipeline_turns=config.parallel.pipeline_turns or 1,
-            micro_batches=config.parallel.micro_batches,
         )
 
     @property
@@ -340,6 +343,7 @@ class Engine:
             step.launched = time.perf_counter()
             self.in_flight.append((step, self.executor.launch(step.output)))
             self.stats.steps += 1
+            self.stats.steps_by_parts[step.output.micro_batches] += 1
             self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in step.output.chunks)
             return True
 

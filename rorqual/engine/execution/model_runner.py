@@ -23,6 +23,7 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
 from rorqual.engine.execution.verifier import Verifier
+from rorqual.engine.micro_batches.policy import FixedParts, MicroBatchPolicy
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
@@ -63,6 +64,7 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
+        self.micro_batches: MicroBatchPolicy = FixedParts()
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -202,7 +204,7 @@ class ModelRunner:
     def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
         if self.graphs is not None and metadata.decodes:
             return self._replay(self.graphs, output, metadata)
-        batch = self._batch(output, metadata)
+        batch = self.batch(output, metadata)
         hidden = self._forward(batch, metadata)
         if not self.model.mesh.last_stage:
             return PendingStep()
@@ -218,10 +220,10 @@ class ModelRunner:
             return PendingStep()
         if not metadata.host:
             return PendingStep(self.platform.fetch(result))
-        batch = self._batch(output, metadata)
+        batch = self.batch(output, metadata)
         return self.sampler.sample(output, batch, result.flatten(0, 1), metadata)
 
-    def _batch(self, output: SchedulerOutput, metadata: StepMetadata) -> BuiltBatch:
+    def batch(self, output: SchedulerOutput, metadata: StepMetadata) -> BuiltBatch:
         decode = prefill = None
         if output.decode_slots:
             slots = self.platform.to_device(torch.tensor(output.decode_slots))
@@ -250,12 +252,10 @@ class ModelRunner:
         rows = self.rows
         count = slots.shape[0]
         sizes = self.model.mesh.sizes
-        metadata = StepMetadata.padded(
-            count, sizes.dp, variant, num_speculative_tokens, sizes.micro_batches
-        )
-        decode = self.build.decode(slots, (self.max_len,) * count, num_speculative_tokens)
-        batch = self._built(decode, None, metadata)
-        hidden = self._forward(batch, metadata)
+        width = num_speculative_tokens + 1
+        parts = self.micro_batches.decode_parts(count, width, sizes.dp)
+        metadata = StepMetadata.padded(count, sizes.dp, variant, num_speculative_tokens, parts)
+        batch, hidden = self.decode_pass(slots, metadata)
         result = slots
         if self.model.mesh.last_stage and metadata.host:
             result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
@@ -264,6 +264,17 @@ class ModelRunner:
         self.model.mesh.pp.flush()  # a captured graph must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
+
+    def decode_pass(self, slots: Tensor, metadata: StepMetadata) -> tuple[BuiltBatch, Tensor]:
+        """The forward pass of `_decode_body`, fit for capture."""
+        count = slots.shape[0]
+        decode = self.build.decode(slots, (self.max_len,) * count, metadata.num_speculative_tokens)
+        batch = self._built(decode, None, metadata)
+        return batch, self._forward(batch, metadata)
+
+    def forward_pass(self, output: SchedulerOutput, metadata: StepMetadata) -> Tensor:
+        """The forward pass alone of a step that is not captured."""
+        return self._forward(self.batch(output, metadata), metadata)
 
     def _warm_mixed_steps(self, pieces: PiecewiseGraphs) -> None:
         """Compute what is launched between the pieces, for many a mixture: its kernels are compiled
@@ -290,7 +301,7 @@ class ModelRunner:
             chunks=[PrefillChunk(rows.padding, length - tokens, [0] * tokens, sample=False)],
         )
         metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
-        pieces.attend(self._batch(output, metadata).step)
+        pieces.attend(self.batch(output, metadata).step)
         rows.length[rows.padding :].zero_()
 
     def _piecewise_body(

@@ -37,6 +37,10 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.micro_batches.measure import Limits, measure
+from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy
+from rorqual.engine.micro_batches.report import lines
+from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.errors import CapacityError, ConfigError
@@ -151,7 +155,7 @@ class Worker:
             else 0
         )
         self.experts = self._experts()
-        self.lanes = RemoteLanes(config.micro_batches)
+        self.lanes = RemoteLanes(config.parallel.most_micro_batches)
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
@@ -177,6 +181,8 @@ class Worker:
             self._piecewise_tokens(),
         )
         self.runner.mover = self.mover
+        self.step_times: StepTimes | None = None
+        self.runner.micro_batches = self._micro_batches()
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
@@ -184,6 +190,23 @@ class Worker:
         if config.precompile_kernels:
             self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
         self._phase("graphs", lambda: self.runner.capture(*steps))
+
+    def _micro_batches(self) -> MicroBatchPolicy:
+        """How many parts steps are cut into. Collective where that is measured."""
+        parts = self.config.micro_batches
+        if isinstance(parts, int):
+            return FixedParts(parts)
+        width = self.config.num_speculative_tokens + 1
+        captured = self.runner.graphs is not None
+        limits = Limits(
+            self.config.max_num_seqs, width, self.batched_tokens, self.max_model_len, captured
+        )
+        times = self._phase("micro-batches", lambda: measure(self.runner, limits))
+        self.step_times = times
+        if self.mesh.rank == 0:
+            for line in lines(times):
+                log.info("%s", line)
+        return MeasuredParts(times)
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -329,7 +352,7 @@ class Worker:
             expert_fingerprint(config.model, model, dtype, seed),
             self.expert_layers,
             model.moe.num_experts,
-            config.micro_batches,
+            config.parallel.most_micro_batches,
             max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
         )
 

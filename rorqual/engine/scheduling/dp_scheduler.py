@@ -15,6 +15,7 @@ from functools import reduce
 from operator import add
 
 from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.micro_batches.policy import FixedParts, MicroBatchPolicy
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
@@ -101,10 +102,14 @@ class PrefixCaches:
 
 
 class DataParallelScheduler:
-    """Schedulers of `ranks` data-parallel ranks behind the interface of one."""
+    """Schedulers of `ranks` data-parallel ranks behind the interface of one. micro_batches: says
+    into how many parts a step is cut."""
 
-    def __init__(self, config: SchedulerConfig, ranks: int):
+    def __init__(
+        self, config: SchedulerConfig, ranks: int, micro_batches: MicroBatchPolicy | None = None
+    ):
         self.config = config
+        self.micro_batches: MicroBatchPolicy = micro_batches or FixedParts()
         self.schedulers = [Scheduler(config) for _ in range(ranks)]
         self.assigned_rank: dict[str, Scheduler] = {}
         self.prefix = PrefixCaches(self.schedulers)
@@ -209,7 +214,7 @@ class DataParallelScheduler:
                 outputs,
                 sampling_variant_of(asked),
                 host,
-                micro_batches=self.config.micro_batches,
+                micro_batches=self.micro_batches.parts(outputs),
             ),
             parts,
         )

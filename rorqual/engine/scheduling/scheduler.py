@@ -48,7 +48,7 @@ class SchedulerConfig:
     num_speculative_tokens drafts are verified for each request in a step. lookahead: see
     PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
     pipeline_turns: decoding requests take turns, that many steps to a round, so that the stages
-    of a pipeline work on different ones. micro_batches: parts of a step."""
+    of a pipeline work on different ones."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -62,7 +62,6 @@ class SchedulerConfig:
     lookahead: int = 0
     send_tokens: bool = False
     pipeline_turns: int = 1
-    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
