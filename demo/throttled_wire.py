@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MTU = 9000
-BURST = "64kb"  # what goes through at once after a pause; above a packet's bytes
+BURST = "20kb"  # what goes through at once after a pause; above a packet's bytes
 LATENCY = "5s"  # the longest that bytes queue; what would queue longer is lost, and sent again
 MODEL = {
     "model_type": "deepseek_v2",

@@ -29,7 +29,7 @@ from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.errors import ConfigError
 from rorqual.request import Request, SamplingParams
 
-BLOCK_SECONDS = 0.6  # of one number of parts before the next, at least
+BLOCK_SECONDS = 0.5  # of one number of parts before the next, at least
 CONTEXT = 64  # cached tokens when decoding begins
 DECODE, PROMPTS = "decode", "prompts"
 

@@ -42,8 +42,8 @@ from rorqual.parallel.remote.exchange import RemoteExchange
 if TYPE_CHECKING:
     from rorqual.engine.execution.model_runner import ModelRunner
 
-SECONDS = 30.0  # of measuring, in two equal shares, after which no further size is timed
-SIZE_SECONDS = 2.0  # of passes of one size, as far as REPEATS allow
+SECONDS = 30.0  # of measuring, after which no further size is timed; of decoding after half
+SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
 REPEATS = (3, 20)  # of a pass, least and most
 SETTLED = 0.01  # noise at which a pass is not repeated further
 STAGE_REPEATS = 5
@@ -106,13 +106,13 @@ class PartsTimer:
         self.mesh = runner.model.mesh
         self.platform = runner.platform
         self.seconds = seconds
+        self.start = time.perf_counter()
         self.least = 0.0  # seconds that the newest size would have taken with the fewest repeats
         self.layer = next(
             (layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)), None
         )
 
     def measure(self) -> StepTimes:
-        start = time.perf_counter()
         layers = sum(isinstance(layer.mlp, ExpertLayer) for layer in self.model.layers)
         reasons = [why_whole(self.runner, decode) for decode in (True, False)]
         with self._rows(), torch.inference_mode(), self.platform.stream():
@@ -120,7 +120,9 @@ class PartsTimer:
                 PhaseTimes(reason=reason) if reason else PhaseTimes(tuple(sizes()))
                 for reason, sizes in zip(reasons, (self._decode, self._prompts), strict=True)
             )
-        return StepTimes(layers, decode, prompts, self._slowest([time.perf_counter() - start])[0])
+        return StepTimes(
+            layers, decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
+        )
 
     @contextmanager
     def _rows(self) -> Iterator[None]:
@@ -156,7 +158,7 @@ class PartsTimer:
             bounds = [context + limits.width] * requests
             return SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
 
-        for requests in self._growing((1, 4, 12), limits.requests):
+        for requests in self._growing((1, 4, 12), limits.requests, 0.5):
             yield self._size(output(requests), self.limits.captured)
 
     def _prompts(self) -> Iterator[MeasuredSize]:
@@ -175,17 +177,18 @@ class PartsTimer:
                 drawn = drawn[length:]
             return SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
 
-        for tokens in self._growing((4, 12), min(limits.tokens, most * limits.context)):
+        for tokens in self._growing((4, 12), min(limits.tokens, most * limits.context), 1.0):
             yield self._size(output(tokens), False)
 
-    def _growing(self, first: Sequence[int], last: int) -> Iterator[int]:
-        """Sizes up to the last, as long as there is time for the next: all ranks see the same."""
+    def _growing(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
+        """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
+        the same."""
         sizes = sorted({min(size, last) for size in (*first, last)})
         while sizes[-2:-1] and sizes[-2] * GROWTH < last:
             sizes.insert(-1, sizes[-2] * GROWTH)
-        end = time.perf_counter() + self.seconds / 2
         for size, following in pairwise((*sizes, last)):
             yield size
+            end = self.start + self.seconds * share
             late = time.perf_counter() + self.least * following / size - end
             if self._slowest([late])[0] > 0:
                 return
@@ -228,9 +231,9 @@ class PartsTimer:
         """(shortest seconds of each, how much longer the second shortest are). They take turns, so
         that what slows the machine for a while slows all. What else it does at times only ever
         adds, which the shortest has least of."""
-        warm = self._slowest([sum(self._timed(once) for once in passes)])[0]
+        for once in passes:  # compiles what must be
+            self._timed(once)
         least, most = REPEATS
-        self.least = warm * (1 + least)
         rounds: list[list[float]] = []
         while len(rounds) < most:
             order = list(enumerate(passes))[:: -1 if len(rounds) % 2 else 1]
@@ -238,6 +241,7 @@ class PartsTimer:
             rounds.append(self._slowest([times[number] for number in range(len(passes))]))
             shortest, noise = _shortest(rounds)
             spent = sum(map(sum, rounds))
+            self.least = sum(shortest) * (1 + least)
             if len(rounds) >= least and (max(noise) <= SETTLED or spent > SIZE_SECONDS):
                 break
         return shortest, noise

@@ -8,7 +8,8 @@ Stages of smaller parts cost what was measured at that size: where weights are r
 part, that shows there. Two more things come from measured passes: `rest`, what a pass costs beside
 its sparse layers, and what a hand-over costs: the difference between a pass in parts as measured
 and as the two resources alone would have it, by hand-over. It is negative where messages under way
-together take less than one after the other.
+together take less than one after the other. No pass is predicted below what its parts compute,
+which was measured apart: two measurements must agree before a step is cut.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Protocol
 
-from rorqual.config.parallel import MOST_AUTO_PARTS
+from rorqual.config.parallel import MOST_AUTO_PARTS, REMOTE
 from rorqual.engine.micro_batches.step_times import (
     MeasuredSize,
     PhaseTimes,
@@ -121,7 +122,10 @@ def predicted(times: StepTimes, decodes: bool, parts: Sequence[Part]) -> float |
         return None
     layers = [layer_of(times, decodes, part) for part in parts]
     hand_overs = sum(len(stages) - 1 for stages in layers) * times.layers
-    return extra.rest + played(layers, times.layers) + hand_overs * extra.hand_over
+    found = played(layers, times.layers) + hand_overs * extra.hand_over
+    # however much of the wire is hidden; servers' time is not told apart from it
+    alone = sum(stage.compute for stages in layers for stage in stages) * times.layers
+    return extra.rest + (found if phase.sizes[0].exchange == REMOTE else max(found, alone))
 
 
 def layer_of(times: StepTimes, decodes: bool, part: Part) -> Stages:

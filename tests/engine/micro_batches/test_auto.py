@@ -81,13 +81,21 @@ def test_short_steps_stay_whole_where_the_wire_is_fast(monkeypatch: pytest.Monke
 
 
 @pytest.mark.exhaustive
-def test_where_nothing_can_overlap_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes, told in (({"dp": 1, "ep": 1, "tp": 2}, "nothing travels"), ({"pp": 2}, "pipeline")):
-        llm = engine(monkeypatch, **sizes)
-        times = llm.engine.worker.step_times
-        assert times is not None
-        assert told in times.decode.reason
-        assert told in times.prompts.reason
-        llm.generate([[5, 6, 7]] * 8, params(max_tokens=3))
-        assert set(llm.engine.stats.steps_by_parts) == {1}
-        llm.engine.close()
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"dp": 1, "ep": 1, "tp": 2}, "nothing travels"),
+        pytest.param({"pp": 2}, "pipeline", marks=pytest.mark.longest),
+    ],
+)
+def test_where_nothing_can_overlap_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], told: str
+) -> None:
+    llm = engine(monkeypatch, **sizes)
+    times = llm.engine.worker.step_times
+    assert times is not None
+    assert told in times.decode.reason
+    assert told in times.prompts.reason
+    llm.generate([[5, 6, 7]] * 8, params(max_tokens=3))
+    assert set(llm.engine.stats.steps_by_parts) == {1}
+    llm.engine.close()

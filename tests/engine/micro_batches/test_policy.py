@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,16 @@ def test_nothing_is_cut_that_gains_nothing(table: StepTimes) -> None:
             assert best_parts(table, prompts(tokens), (0,)) == 1
 
 
+def test_passes_that_were_short_by_chance_do_not_cut_what_computes_longer() -> None:
+    """Both measurements must say that it gains."""
+    heavy = times(fixed=1e-2, each=1e-6, wire=1e-5)
+    lucky = [replace(one, passes=(one.passes[0], 1e-3, 1e-3, 1e-3)) for one in heavy.prompts.sizes]
+    table = replace(heavy, prompts=PhaseTimes(tuple(lucky)))
+    assert best_parts(table, prompts(60), (0,)) == 1
+    servers = [replace(one, exchange="remote") for one in lucky]
+    assert best_parts(replace(heavy, prompts=PhaseTimes(tuple(servers))), prompts(60), (0,)) > 1
+
+
 def random_times(draw: random.Random) -> StepTimes:
     """Whatever a machine may say, sense or not."""
 
@@ -133,7 +144,7 @@ def test_never_in_parts_where_the_measured_passes_say_loss() -> None:
     """Of every size that was measured."""
     draw = random.Random(5)
     cut = 0
-    for _ in range(200):
+    for _ in range(500):
         table = random_times(draw)
         for decodes, phase in ((True, table.decode), (False, table.prompts)):
             for item in phase.sizes:
@@ -143,7 +154,7 @@ def test_never_in_parts_where_the_measured_passes_say_loss() -> None:
                     1 + 1e-9
                 )
                 cut += found > 1
-    assert cut > 50
+    assert cut > 20
 
 
 def test_all_ranks_decide_alike() -> None:
