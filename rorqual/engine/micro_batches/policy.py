@@ -29,7 +29,7 @@ from rorqual.engine.micro_batches.step_times import (
 )
 from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, cut, cut_together
 
-MARGIN = 0.02  # a step is cut further only for a predicted gain above this, or above the noise
+MARGIN = 0.02  # a step is cut, or cut further, only for a predicted gain above this
 PLAYED = (2, 4)  # layers that are played; every further one adds as much as these do
 KNOWN_STEPS = 4096  # decisions that are kept
 
@@ -90,7 +90,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
         if seconds is None:
             continue
-        needed = max(MARGIN, noise_at(phase, max(totals), count))
+        needed = MARGIN if found > 1 else max(MARGIN, noise_at(phase, max(totals), count))
         if seconds < fastest * (1 - needed):
             found, fastest = count, seconds
     return found
