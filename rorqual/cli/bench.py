@@ -311,9 +311,9 @@ def _calibrate_full(
     platform = make_platform("cuda")  # says clearly when there is no GPU
     from rorqual.bench.kernel_times.measure import RowTimer
     from rorqual.bench.step_times.measure import StepTimer, rates
-    from rorqual.ops.triton.backend import TritonOps
+    from rorqual.ops.select import ops_for
 
-    timer = RowTimer(TritonOps(), platform.device).microseconds
+    timer = RowTimer(ops_for("cuda"), platform.device).microseconds
     given = (timer, times.conditions_here(), StepTimer, rates(platform))
     held, wanted = times.run(based_on, out, limit, only, *given)
     _tell_rows(out, held, wanted)

@@ -120,8 +120,7 @@ class HeldExperts:
 
     def finalize(self, ops: Ops) -> None:
         """Once the weights are there."""
-        for weight in (self.weights.gate_up, self.weights.down):
-            ops.prepare_weight(weight, f"{self.prefix}.experts")
+        ops.prepare_experts(self.weights, f"{self.prefix}.experts")
 
     def targets(self) -> Iterator[Target]:
         gate_up = self.weights.gate_up
