@@ -131,7 +131,7 @@ def _quantized_gate_up_kernel(
         scales = row // SHARE * groups
         x_scales = x_scale + token * xs_row if X_SCALED else token
         acc = sums(
-            x_tile, x_scales, xs_group, w_tile, w_scale + scales,
+            x_tile, valid, x_scales, xs_group, w_tile, w_scale + scales,
             w_zero + scales if ZERO else scales, 0, HIDDEN // K,
             N, ROWS, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
         )  # fmt: skip
@@ -190,7 +190,7 @@ def _quantized_down_kernel(
         scales = row // SHARE * groups
         h_scales = h_scale + present * hs_row if X_SCALED else present
         acc = sums(
-            h_tile, h_scales, hs_group, w_tile, w_scale + scales,
+            h_tile, valid, h_scales, hs_group, w_tile, w_scale + scales,
             w_zero + scales if ZERO else scales, 0, INNER // K,
             N, ROWS, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
         )  # fmt: skip

@@ -98,7 +98,7 @@ def _quantized_linear_kernel(
     first = share * share_steps
     last = tl.minimum(first + share_steps, STEPS)
     acc = sums(
-        x_tile, x_scales, xs_group, w_tile, w_scale + scales, w_zeros, first, last,
+        x_tile, token < tokens, x_scales, xs_group, w_tile, w_scale + scales, w_zeros, first, last,
         N, M, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
     ).T  # fmt: skip
     valid = (token < tokens)[:, None] & (row < ROWS)[None, :]

@@ -51,7 +51,7 @@ def _less(numbers, zero):
 
 @triton.jit
 def _int4_step(
-    acc, w_tile, x_tile, zero_low, zero_high, low_scale, high_scale, x_factor, step,
+    acc, w_tile, x_tile, present, zero_low, zero_high, low_scale, high_scale, x_factor, step,
     K: tl.constexpr, W_GROUP: tl.constexpr, GROUPED: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """acc + one chunk's products."""
@@ -65,8 +65,8 @@ def _int4_step(
         low = _less(low, zero_low)
         high = _less(high, zero_high)
     TOTAL: tl.constexpr = tl.int32 if kind == tl.int8 else tl.float32
-    first = tl.load(x_tile + step * K).T
-    second = tl.load(x_tile + step * K + HALF).T
+    first = tl.load(x_tile + step * K, mask=present[:, None], other=0.0).T
+    second = tl.load(x_tile + step * K + HALF, mask=present[:, None], other=0.0).T
     if not GROUPED:
         if kind == tl.float8e4nv:
             return acc + tl.dot(high, second, tl.dot(low, first))
@@ -85,6 +85,7 @@ def _int4_step(
 @triton.jit
 def sums(
     x_tile,
+    present,
     x_scale,
     xs_group,
     w_tile,
@@ -103,8 +104,9 @@ def sums(
 ):
     """[N weight rows, M tokens] fp32: sums over steps `first` to `last` of K columns, times all
     scales. x_tile [M, K] (int4: [M, K / 2]) and w_tile [N, K] (int4: [N, K / 2] bytes) point to the
-    first step's numbers, x_scale [M] and w_scale, w_zero [N] to the first scales. W_GROUP, X_GROUP:
-    columns that share one, 0: all."""
+    first step's numbers, x_scale [M] and w_scale, w_zero [N] to the first scales. Of tokens that
+    are not `present` [M] only scales are read. W_GROUP, X_GROUP: columns that share one, 0:
+    all."""
     kind: tl.constexpr = x_tile.dtype.element_ty
     EIGHT: tl.constexpr = FP8_UNIT if kind == tl.float8e4nv else INT8_UNIT
     UNIT: tl.constexpr = EIGHT if INT4 and kind.primitive_bitwidth == 8 else 1.0
@@ -144,12 +146,12 @@ def sums(
                 if HALVES:
                     zero_high = (tl.load(w_zero + at + 1).to(tl.float32) - 8.0).to(kind)
             acc = _int4_step(
-                acc, w_tile, x_tile, zero_low, zero_high, scale, other, factor, step,
+                acc, w_tile, x_tile, present, zero_low, zero_high, scale, other, factor, step,
                 K, W_GROUP, GROUPED, ZERO,
             )  # fmt: skip
         else:
             weights = tl.load(w_tile + step * K)
-            tokens = tl.load(x_tile + step * K).T
+            tokens = tl.load(x_tile + step * K, mask=present[:, None], other=0.0).T
             if WHOLE:
                 acc = tl.dot(weights, tokens, acc, out_dtype=tl.int32)
             elif GROUPED:

@@ -63,6 +63,7 @@ def test_int4_products(activation: str, tmp_path: Path) -> None:
     assert difference(y, expected) < (1e-4 if activation == "wide" else 1e-6)
 
 
+@pytest.mark.longest
 def test_unpacking_moves_nothing_between_threads(tmp_path: Path) -> None:
     """Bytes are read 16 at a time, and operands go from registers to the tensor cores: no store to
     shared memory stands in the loop."""
