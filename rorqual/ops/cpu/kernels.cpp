@@ -19,6 +19,10 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
 
 namespace {
 
@@ -182,6 +186,7 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
     body(0, count);
 }
 
+#include "vectors.h"
 #include "products.h"
 
 template <class T>
@@ -487,6 +492,9 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
 #define BW(p) ((bf16 *)(p))
 
 extern "C" {
+
+// An instruction without which no other function here can be called; null where the processor has all of them.
+const char *rq_lacking() { return lacking(); }
 
 // How many threads a call may use, the caller's included.
 void rq_threads(int threads) { max_threads = threads; }

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import subprocess
 import tempfile
 from pathlib import Path
@@ -21,11 +22,24 @@ from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = ("products.h", "attention.h", "experts.h", "quantized.h", "sampling.h")
+HEADERS = (
+    "vectors.h",
+    "vectors_avx512.h",
+    "vectors_avx2.h",
+    "vectors_neon.h",
+    "vectors_plain.h",
+    "products.h",
+    "attention.h",
+    "experts.h",
+    "quantized.h",
+    "sampling.h",
+)
 PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
+# Of compilers for aarch64 all know -mcpu, not all -march.
+THIS_PROCESSOR = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = (
     "-O3",
-    "-march=native",
+    THIS_PROCESSOR,
     "-std=c++17",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -63,6 +77,7 @@ _P = ctypes.c_void_p
 _D = ctypes.c_double
 _N = ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rq_lacking": (),
     "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
     "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
@@ -82,7 +97,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
-_RESULTS: dict[str, Any] = {"rq_experts": _N, "rq_experts_packed": _N}  # the others return nothing
+# the others return nothing
+_RESULTS: dict[str, Any] = {
+    "rq_lacking": ctypes.c_char_p,
+    "rq_experts": _N,
+    "rq_experts_packed": _N,
+}
 
 
 @functools.cache
@@ -110,6 +130,14 @@ def library(processor: str = "native", more: tuple[str, ...] = ()) -> ctypes.CDL
         function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
+    lacking = loaded.rq_lacking()
+    if lacking:
+        log.warning(
+            "the C++ compiler believes that this processor has %s, and it has not: decoding uses "
+            "torch calls alone",
+            lacking.decode(),
+        )
+        return None
     return loaded
 
 

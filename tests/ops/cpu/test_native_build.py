@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from rorqual.ops.cpu import native
+from tests.ops.cpu import remote
 
 # Both compilers answer `-dM -E` with the macros that say which instructions they may use, and both
 # write a library; only g++ describes its target for `-Q --help=target`.
@@ -62,3 +64,29 @@ def test_without_a_name_of_the_processor_nothing_is_built(tmp_path: Path, kind: 
     compiler.chmod(0o755)
     with pytest.raises(subprocess.CalledProcessError):
         native._build(str(compiler))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_a_processor_without_what_was_compiled_in_is_told_so() -> None:
+    remote.need_tools()
+    program = remote.build("max")
+    for processor, missing in (("cortex-a72", True), ("max", False)):
+        command = [remote.EMULATOR, "-cpu", processor, str(program)]
+        run = subprocess.run(command, input="", capture_output=True, text=True)
+        assert ("has no DOTPROD" in run.stderr) == missing
+        assert run.returncode == (4 if missing else 0)
+
+
+@pytest.mark.parametrize("word", [None, b"DOTPROD"])
+def test_a_library_that_this_processor_cannot_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, word: bytes | None
+) -> None:
+    found = native.library.__wrapped__()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    loaded = mock.MagicMock()
+    loaded.rq_lacking.return_value = word
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: loaded)
+    assert (native.library.__wrapped__() is None) == (word is not None)
+    assert [b"DOTPROD".decode() in text for text in caplog.messages] == [True] * (word is not None)

@@ -1,10 +1,8 @@
 """The compiled CPU kernels on shapes of every remainder, beside the definitions: with vectors of
-this processor, of AVX2, and of four floats as NEON has them. Memory that a kernel should write is
-NaN before, and so are cached entries that nobody may read."""
+this processor, of AVX2, of four floats, and of NEON in an emulator. Memory that a kernel should
+write is NaN before, and so are cached entries that nobody may read."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,33 +10,14 @@ from torch import Tensor
 
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.cpu.native import Native, library
+from rorqual.ops.cpu.native import Native
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
-OLDER = pytest.mark.exhaustive
-PROCESSORS = ["native", pytest.param("haswell", marks=OLDER), pytest.param("x86-64", marks=OLDER)]
+pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PAGE = 16
-
-
-@pytest.fixture(scope="module", params=PROCESSORS)
-def native(request: pytest.FixtureRequest) -> Native:
-    kernels = library(request.param)
-    if kernels is None:
-        pytest.skip(f"no compiler for {request.param}")
-    return Native(kernels)
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def draw(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:

@@ -1,5 +1,5 @@
 """Products with weights of eight and four bits on the CPU, beside the reference's: with vectors of
-this processor, of AVX2, of four floats as NEON has them, and in the form for AVX512-VNNI."""
+this processor, of AVX2, of four floats, of NEON in an emulator, and in the form for VNNI."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8, pack_int4
+from tests.ops.cpu import remote
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 OLDER = pytest.mark.exhaustive
 PROCESSORS = [
     "native",
     *(pytest.param(name, marks=OLDER) for name in ("haswell", "x86-64", "vnni, emulated")),
+    *(pytest.param(name, marks=(OLDER, pytest.mark.longest)) for name in remote.AARCH64),
 ]
 VNNI = Path(__file__).with_name("vnni.h")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -45,26 +48,22 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)
-def ops(request: pytest.FixtureRequest) -> CpuOps:
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     name = request.param
+    found = CpuOps(native=False)
+    if name in remote.AARCH64:
+        with remote.kernels_of(name) as other:
+            found.native = Native(other)
+            yield found
+        return
     emulated = name == "vnni, emulated"
     if emulated and not torch.cpu._is_avx512_supported():
         pytest.skip("VNNI is emulated in AVX-512")
     kernels = library("native", ("-include", str(VNNI))) if emulated else library(name)
     if kernels is None:
         pytest.skip(f"no compiler for {name}")
-    found = CpuOps(native=False)
     found.native = Native(kernels)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    yield found
 
 
 def drawn(kind: Kind, *shape: int, dtype: torch.dtype = torch.float32) -> Weight:
