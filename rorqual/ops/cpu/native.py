@@ -18,23 +18,28 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import cache_folder, compiler
+from rorqual.ops import rng
 from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = (
     "vectors.h",
-    "vectors_avx512.h",
-    "vectors_avx2.h",
-    "vectors_neon.h",
-    "vectors_plain.h",
+    "vectors/avx512.h",
+    "vectors/avx2.h",
+    "vectors/neon.h",
+    "vectors/plain.h",
     "products.h",
+    "units.h",
+    "vectors/units_avx512.h",
+    "vectors/units_neon.h",
+    "gemm.h",
     "attention.h",
     "experts.h",
     "quantized.h",
     "sampling.h",
 )
-PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
+PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
 # Of compilers for aarch64 all know -mcpu, not all -march.
 THIS_PROCESSOR = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = (
@@ -92,6 +97,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_linear_packed": (_I, _P, _P, _P, _P, _N),
     "rq_experts_packed": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
+    "rq_draw_normal": (_I, _P, _N, _N, _N, _N, _D, _N, _N),
     "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
     "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
@@ -395,6 +401,13 @@ class Native:
         out = torch.empty(positions.shape, dtype=torch.float64)
         self.lib.rq_uniform(*_pointers(seeds, positions), stream, out.data_ptr(), out.numel())
         return out
+
+    def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
+        """rng.draw_normal of a view [rows, columns] whose columns lie side by side."""
+        rows, columns = view.shape
+        factor = std / rng.FIELDS_DEVIATION
+        at = (view.data_ptr(), view.stride(0), rows, columns)
+        self.lib.rq_draw_normal(_wide(view), *at, key, factor, first, width)
 
     def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         m, v = logits.shape

@@ -290,39 +290,3 @@ void gathered(const float *x, int64_t k, float *out) {
 // Results as they are kept, `ldy` apart.
 inline void keep(const float *from, int64_t n, float *y) { std::copy(from, from + n, y); }
 inline void keep(const float *from, int64_t n, bf16 *y) { narrow_all(from, n, y); }
-
-// All rows of x [n, k] as products read them.
-template <class W, class X>
-float *spread_all(const X *x, int64_t n, int64_t k, int which) {
-    int64_t ldx = apart(k);
-    float *in = scratch(which, n * ldx);
-    split(n, 1, n * k, [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) spread<W>(x + i * k, k, in + i * ldx);
-    });
-    return in;
-}
-
-// y [n, rows] = x [n, k] w^T + bias of any shape, x plain.
-template <class W, class X, class Y>
-void gemm(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, Y *y, const W *bias = nullptr) {
-    int64_t block = block_rows(rows);
-    const float *in = spread_all<W>(x, n, k, 8);
-    share((rows + block - 1) / block, n * rows * k, [=](int64_t i) {
-        int64_t first = i * block, high = std::min(block, rows - first), ldy = apart(high);
-        float *out = scratch(10, n * ldy);
-        dots(w + first * k, k, high, in, apart(k), n, k, out, ldy);
-        for (int64_t t = 0; t < n; t++) {
-            for (int64_t r = 0; bias && r < high; r++) out[t * ldy + r] += widen(bias[first + r]);
-            keep(out + t * ldy, high, y + t * rows + first);
-        }
-    });
-}
-
-// The same by one thread.
-template <class W, class X>
-void gemm_alone(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
-    int64_t ldx = apart(k);
-    float *in = scratch(8, n * ldx);
-    for (int64_t i = 0; i < n; i++) spread<W>(x + i * k, k, in + i * ldx);
-    dots(w, k, rows, in, ldx, n, k, y, rows);
-}

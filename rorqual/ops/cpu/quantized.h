@@ -76,7 +76,7 @@ struct Int8 {
     int64_t k, group;
 
     Int8 at(int64_t expert, int64_t rows) const { return {data + expert * rows * k, scales + expert * rows * (k / group), k, group}; }
-    int64_t whole() const { return (k + BYTES - 1) / BYTES * BYTES; }
+    int64_t whole() const { return edged(k); }  // bytes of a row of x, a register's and a unit's edge
     int64_t apart_in() const { return 16 + padded(whole() / (HALVES ? 2 : 4)); }
 
     void prepare(const float *x, float *out) const {
@@ -145,7 +145,35 @@ struct Int8 {
         for (; i < n; i++) tile<R, 1>(first, in + i * ld, ld, y + i * ldy, ldy);
     }
 
+    // PANEL rows at most, on a unit that multiplies bytes.
+    void unit_band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, char *panel, float *y, int64_t ldy) const {
+        int64_t length = whole(), groups = k / group;
+        int32_t sums[CHUNK * PANEL];
+        float total[CHUNK * PANEL];
+        turn_panel((const char *)(data + first * k), k, rows, k, panel);
+        for (int64_t i = 0; i < n; i += CHUNK) {
+            int64_t count = std::min(CHUNK, n - i);
+            std::fill(total, total + count * PANEL, 0.f);
+            for (int64_t g = 0; g < groups; g++) {
+                int64_t bytes = groups == 1 ? length : group;
+                panel_product<int8_t>(panel, length, g * group, bytes, (const char *)(in + i * ld + 16), ld * 4, count, sums);
+                for (int64_t t = 0; t < count; t++)
+                    for (int64_t r = 0; r < rows; r++)
+                        total[t * PANEL + r] += float(sums[t * PANEL + r]) * scales[(first + r) * groups + g];
+            }
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t r = 0; r < rows; r++) y[(i + t) * ldy + r] = total[t * PANEL + r] * in[(i + t) * ld];
+        }
+    }
+
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        if (on_unit(data, n)) {
+            UnitScope scope;
+            (void)scope;
+            char *panel = (char *)scratch(12, PANEL * whole() / 4);
+            for (int64_t r = 0; r < rows; r += PANEL) unit_band(first + r, std::min(PANEL, rows - r), in, ld, n, panel, y + r, ldy);
+            return;
+        }
         for (int64_t some = 0; some < n; some += HELD) {
             const float *x = in + some * ld;
             float *into = y + some * ldy;

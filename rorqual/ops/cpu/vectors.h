@@ -84,13 +84,13 @@ INLINE void sums_one_by_one(const sf (&v)[4][4], int count, v4 (&out)[4]) {
 // widen_nibbles    SPAN bytes to floats: their lower halves, and their upper ones, sixteen times as large
 // each_block       where registers are of 64 bytes: of groups of a block or two, a word of `each` for every word of nibbles
 #if defined(__AVX512BW__)
-#include "vectors_avx512.h"
+#include "vectors/avx512.h"
 #elif defined(__AVX2__)
-#include "vectors_avx2.h"
+#include "vectors/avx2.h"
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-#include "vectors_neon.h"
+#include "vectors/neon.h"
 #else
-#include "vectors_plain.h"
+#include "vectors/plain.h"
 #endif
 
 inline float sum_of(sf v) {

@@ -140,3 +140,19 @@ def test_sampling(native: Native, vocab: int) -> None:
             given = (torch.arange(rows), numbers, drawn, drafts, None if drafts is None else seeds)
             left = native.sample_residual(got, *given)
             assert torch.equal(left, reference.sample_residual(want, *given))
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 1), (3, 700, 700), (5, 290, 1000)])
+def test_random_weights(
+    native: Native, dtype: torch.dtype, rows: int, columns: int, width: int
+) -> None:
+    """The bits of the definition, in a window of a tensor and of a matrix."""
+    whole = torch.zeros(rows, columns + 7, dtype=dtype)
+    want = torch.empty(rows, columns, dtype=dtype)
+    for key, first in ((-(2**63), 0), (12345, 2**40), (7, -3)):
+        native.draw_normal(whole[:, 3 : 3 + columns], key, 0.02, first, width)
+        rng.draw_normal(want, key, 0.02, first, width)
+        assert torch.equal(whole[:, 3 : 3 + columns], want)
+        assert not whole[:, :3].any()
+        assert not whole[:, 3 + columns :].any()

@@ -8,6 +8,9 @@ constexpr bool HALVES = true;
 #endif
 
 inline const char *lacking() {
+#if defined(__AVX512BF16__) && !defined(EMULATED_BF16)
+    if (!__builtin_cpu_supports("avx512bf16")) return "AVX512-BF16";
+#endif
 #if defined(__AVX512VNNI__) && !defined(EMULATED_VNNI)
     if (!__builtin_cpu_supports("avx512vnni")) return "AVX512-VNNI";
 #endif
