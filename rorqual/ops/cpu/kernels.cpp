@@ -19,8 +19,10 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#ifdef __AMX_TILE__
+#ifdef __AVX512BF16__
 #include <cpuid.h>
+#endif
+#ifdef __AMX_TILE__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif

@@ -197,3 +197,33 @@ def test_prompt_attention(
     out = q.new_empty(queries, heads, width)
     native.causal(q, k, v, out, 0.2)
     check(out, reference.causal_attention(q.float(), k, v, 0.2), dtype)
+
+
+# (hidden, columns of an expert): DeepSeek-V2-Lite and Qwen3-30B-A3B
+WIDTHS = pytest.mark.parametrize(("hidden", "size"), [(2048, 1408), (2048, 768)])
+
+
+@pytest.mark.exhaustive
+@WIDTHS
+@DTYPES
+def test_experts_of_published_models(
+    native: Native, dtype: torch.dtype, hidden: int, size: int
+) -> None:
+    """One expert with so many rows as units take, one with few."""
+    gate_up = draw(dtype, 2, 2 * size, hidden, scale=hidden**-0.5)
+    down = draw(dtype, 2, hidden, size, scale=size**-0.5)
+    x = draw(dtype, 31, hidden)
+    ids = torch.tensor([[0, -1]] * 30 + [[0, 1]])
+    weights = torch.rand(31, 2)
+    got = native.experts(x, ids, weights, ExpertWeights(Weight(gate_up), Weight(down)))
+    wide = ExpertWeights(Weight(gate_up.float()), Weight(down.float()))
+    check(got, reference.experts(x.float(), ids, weights, wide), dtype)
+
+
+@pytest.mark.exhaustive
+@DTYPES
+def test_attention_of_published_models(native: Native, dtype: torch.dtype) -> None:
+    """DeepSeek-V2-Lite's latent over 700 entries, and Qwen3-30B-A3B's heads."""
+    test_absorbed_attention(native, dtype, MLAConfig(16, None, 512, 128, 64, 128))
+    test_decode_attention(native, dtype, 32, 4, 128, 1)
+    test_prompt_attention(native, dtype, 50, 90, 16, 16, 192, 128)

@@ -9,7 +9,8 @@ constexpr bool HALVES = true;
 
 inline const char *lacking() {
 #if defined(__AVX512BF16__) && !defined(EMULATED_BF16)
-    if (!__builtin_cpu_supports("avx512bf16")) return "AVX512-BF16";
+    unsigned a = 0, b = 0, c = 0, d = 0;  // older compilers have no name for it
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return "AVX512-BF16";
 #endif
 #if defined(__AVX512VNNI__) && !defined(EMULATED_VNNI)
     if (!__builtin_cpu_supports("avx512vnni")) return "AVX512-VNNI";
