@@ -69,6 +69,22 @@ def test_the_manifest_starts_what_there_is() -> None:
     assert len(found) == 2  # router, and servers of either role
 
 
+def test_the_manifest_has_one_router_one_prefill_and_one_decode_server() -> None:
+    found = {}
+    for document in documents():
+        if document["kind"] == "Deployment":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            role = parse([w.replace("$(POD_IP)", "10.1.2.3") for w in container["args"]]).get(
+                "role"
+            )
+            found[document["metadata"]["name"]] = (role, document["spec"]["replicas"])
+    assert found == {
+        "rorqual-router": (None, 1),
+        "rorqual-prefill": ("prefill", 1),
+        "rorqual-decode": ("decode", 1),
+    }
+
+
 def test_services_find_their_pods() -> None:
     pods = [
         document["spec"]["template"]["metadata"]["labels"]

@@ -11,12 +11,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rorqual.cache.spec import MLA_FORMS
+from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.models.hub import model_folder
 from rorqual.planner.costs import costs
-from rorqual.planner.costs.costs import Format
+from rorqual.planner.costs.costs import DEFAULT_FORM, Format
 
 CARD_GIB = (24, 48, 80, 96, 141)
 GPUS = (1, 2, 4, 8, 16)
@@ -29,17 +29,21 @@ def info(
     memory_gib: float | None = None,
     ignore_fields: Iterable[str] = (),
     console: Console | None = None,
+    host_gib: float | None = None,
 ) -> None:
     """Print a model given by folder or Hugging Face id (None: the bundled one); `memory_gib`
-    adds a GPU of that size."""
+    adds a GPU of that size, `host_gib` what so much host memory holds of evicted prefixes."""
     folder = model_folder(model, weights=False)
     (console or Console()).print(
-        render(read_config_file(folder, ignore_fields), folder, memory_gib)
+        render(read_config_file(folder, ignore_fields), folder, memory_gib, host_gib)
     )
 
 
 def render(
-    config: ModelConfig, folder: str | Path, memory_gib: float | None = None
+    config: ModelConfig,
+    folder: str | Path,
+    memory_gib: float | None = None,
+    host_gib: float | None = None,
 ) -> RenderableType:
     sections = {
         "Weights": parts_table(config),
@@ -48,6 +52,9 @@ def render(
             config, memory_gib
         ),
     }
+    if host_gib:
+        title = f"Tokens of evicted prefixes in {host_gib:g} GiB of each rank's host memory"
+        sections[title] = host_table(config, host_gib)
     titled = [
         item
         for title, table in sections.items()
@@ -152,6 +159,18 @@ def fit_table(config: ModelConfig, memory_gib: float | None = None) -> Table:
     table = _table("GPU", *(f"x{gpus}" for gpus in GPUS))
     for memory in sorted({*CARD_GIB, *([memory_gib] if memory_gib else [])}):
         table.add_row(f"{memory:g} GiB", *(_fit(config, memory * gpus * 2**30) for gpus in GPUS))
+    return table
+
+
+def host_table(config: ModelConfig, host_gib: float) -> Table:
+    """By ranks that share the heads: each holds its part of a token. A latent is in every part."""
+    attention = config.attention
+    heads = attention.num_heads if isinstance(attention, MLAConfig) else attention.num_kv_heads
+    sizes = [tp for tp in GPUS if tp <= heads]
+    spec = kv_spec(config, 1, "auto", DEFAULT_FORM)
+    table = _table("tensor parallel", *map(str, sizes))
+    bytes_per_token = [spec.shard(tp).bytes_per_token for tp in sizes]
+    table.add_row("tokens", *(count(host_gib * 2**30 // one) for one in bytes_per_token))
     return table
 
 

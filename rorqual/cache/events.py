@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PageStored:
-    """key: of the page; previous: of the page before it, None where it is a prompt's first.
-    tokens: those of the page alone."""
+    """On the device. key: of the page; previous: of the page before it, None where it is a prompt's
+    first. tokens: those of the page alone."""
 
     key: bytes
     previous: bytes | None
@@ -26,11 +26,24 @@ class PageRemoved:
 
 
 @dataclass(frozen=True)
+class HostPageStored:
+    """Host memory holds a page that the device held when it was copied. page_size: its tokens."""
+
+    key: bytes
+    page_size: int
+
+
+@dataclass(frozen=True)
+class HostPageRemoved:
+    key: bytes
+
+
+@dataclass(frozen=True)
 class CacheCleared:
-    """Nothing is held any more."""
+    """Nothing is held any more, neither on the device nor in host memory."""
 
 
-CacheEvent = PageStored | PageRemoved | CacheCleared
+CacheEvent = PageStored | PageRemoved | HostPageStored | HostPageRemoved | CacheCleared
 
 
 class CacheEvents:
@@ -40,6 +53,7 @@ class CacheEvents:
         self.root = root
         self.page_size = page_size
         self.told: set[bytes] = set()
+        self.told_host: set[bytes] = set()
         self.found: list[CacheEvent] = []
 
     def stored(self, previous: bytes, key: bytes, tokens: Sequence[int]) -> None:
@@ -55,8 +69,20 @@ class CacheEvents:
             self.told.discard(key)
             self.found.append(PageRemoved(key))
 
+    def host_stored(self, key: bytes) -> None:
+        """Of a page that the device holds as well."""
+        if key in self.told:
+            self.told_host.add(key)
+            self.found.append(HostPageStored(key, self.page_size))
+
+    def host_removed(self, key: bytes) -> None:
+        if key in self.told_host:
+            self.told_host.discard(key)
+            self.found.append(HostPageRemoved(key))
+
     def cleared(self) -> None:
         self.told.clear()
+        self.told_host.clear()
         self.found = [CacheCleared()]
 
     def drain(self) -> list[CacheEvent]:

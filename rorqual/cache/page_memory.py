@@ -1,4 +1,5 @@
-"""Pages of a cache as bytes: layer after layer, of each its planes in order."""
+"""Pages of a cache as bytes: layer after layer, of each its planes in order; all that this rank
+holds of a page, or a part of that."""
 
 from __future__ import annotations
 
@@ -7,43 +8,88 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rorqual.cache.page_parts import PagePart, whole_part
 from rorqual.cache.pool import KVPool
 from rorqual.platforms.base import Platform
 
 
 class PageMemory:
-    def __init__(self, pool: KVPool, platform: Platform):
+    """held: which part of the model's pages lies in this pool; all there is, if left out."""
+
+    def __init__(self, pool: KVPool, platform: Platform, held: PagePart | None = None):
         self.pool = pool
         self.platform = platform
-        self.size = sum(plane[0].nbytes for plane in self._planes())  # bytes of a page
+        self.held = held or whole_part(pool.spec)
+        self.size = self.part_size(self.held)  # bytes of a page
 
-    def _planes(self) -> Iterator[Tensor]:
-        for layer in self.pool.layers:
-            yield from layer.values()
+    def _planes(self, part: PagePart) -> Iterator[Tensor]:
+        """Views of [pages, page_size, *shape] of what `part` has of each plane."""
+        held = self.held
+        assert held.covers(part), "nobody reads or writes what is elsewhere"
+        start = part.first_layer - held.first_layer
+        stop = part.last_layer - held.first_layer
+        heads = part.first_head - held.first_head, part.last_head - part.first_head
+        layers = zip(self.pool.layers[start:stop], self.pool.spec.layers[start:stop], strict=True)
+        for tensors, planes in layers:
+            for plane in planes:
+                tensor = tensors[plane.name]
+                axis = plane.shard_axis
+                yield tensor if axis is None else tensor.narrow(2 + axis, *heads)
 
-    def rows(self, count: int) -> Tensor:
+    def part_size(self, part: PagePart, page_size: int | None = None) -> int:
+        """Bytes of `part` of a page of `page_size` tokens, the pool's own if left out."""
+        own = sum(plane[0].numel() * plane.element_size() for plane in self._planes(part))
+        return own // self.pool.spec.page_size * (page_size or self.pool.spec.page_size)
+
+    def rows(self, count: int, size: int | None = None) -> Tensor:
         """Host memory for so many pages, [count, size] uint8."""
-        return self.platform.host_empty((count, self.size), torch.uint8)
+        return self.platform.host_empty((count, size or self.size), torch.uint8)
 
-    def read(self, page: int, into: Tensor) -> None:
-        """Copy a page to `into` [size], beside the steps: on any thread."""
+    def read(self, page: int, into: Tensor, part: PagePart | None = None) -> None:
+        """Copy a page, or `part` of it, to `into` [size], beside the steps: on any thread."""
         with self.platform.background() as wait:
             start = 0
-            for plane in self._planes():
-                data = plane[page].view(-1).view(torch.uint8)
+            for plane in self._planes(part or self.held):
+                data = plane[page].contiguous().view(-1).view(torch.uint8)
                 into[start : start + data.numel()].copy_(data, non_blocking=True)
                 start += data.numel()
             wait()
 
-    def write(self, pages: Sequence[int], data: Tensor) -> None:
-        """Fill pages with rows [n, size] of host memory, in the order of the steps: on the
-        engine's thread. The rows must stay until the device has copied them."""
+    def write(
+        self,
+        pages: Sequence[int],
+        data: Tensor,
+        part: PagePart | None = None,
+        page_size: int | None = None,
+        skipped: int = 0,
+    ) -> None:
+        """Fill pages, or `part` of them, with rows [n, size] of host memory, in the order of the
+        steps: on the engine's thread. The rows must stay until the device has copied them.
+
+        Rows may be pages of another page_size; `skipped` of their tokens come before those of the
+        first page here. Where they end within the last page, the rest of it is zeros."""
+        size = self.pool.spec.page_size
+        theirs = page_size or size
+        wanted = len(pages) * size
+        first = skipped // theirs
+        data = data[first : -(-(skipped + wanted) // theirs)]
+        skipped -= first * theirs
         with self.platform.stream():
             where = self.platform.to_device(torch.tensor(pages))
             start = 0
-            for plane in self._planes():
-                width = plane[0].nbytes
-                part = data[:, start : start + width].to(plane.device, non_blocking=True)
-                shape = (len(pages), *plane.shape[1:])
-                plane.index_copy_(0, where, part.contiguous().view(plane.dtype).view(shape))
+            for plane in self._planes(part or self.held):
+                shape = plane.shape[2:]
+                width = shape.numel() * plane.element_size() * theirs
+                came = _aligned(data[:, start : start + width], plane)
+                tokens = came.view(plane.dtype).view(-1, *shape)[skipped : skipped + wanted]
+                missing = wanted - len(tokens)
+                if missing:
+                    tokens = torch.cat([tokens, tokens.new_zeros(missing, *shape)])
+                plane.index_copy_(0, where, tokens.view(len(pages), size, *shape))
                 start += width
+
+
+def _aligned(data: Tensor, plane: Tensor) -> Tensor:
+    """Bytes on the plane's device that can be looked at as its dtype."""
+    data = data.to(plane.device, non_blocking=True).contiguous()
+    return data.clone() if data.storage_offset() % plane.element_size() else data

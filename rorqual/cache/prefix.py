@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from rorqual.cache.events import CacheEvents
+from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
 
 
@@ -28,6 +29,34 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
 def tail_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     """Of a page that is not full; no full page has such a key."""
     return hashlib.sha256(b"tail\0" + previous + array("q", tokens).tobytes()).digest()
+
+
+def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
+    """Of a prompt of so many tokens: full pages that may be taken from a cache, which leaves at
+    least one token to compute. lookahead: see PrefixCache."""
+    return (num_tokens - max(1, lookahead)) // page_size
+
+
+def chain_keys(
+    tokens: Sequence[int], salt: str, page_size: int, lookahead: int, count: int
+) -> list[bytes]:
+    """Of a prompt's first `count` pages, in a cache with pages of `page_size` tokens."""
+    keys: list[bytes] = []
+    key = root_key(salt)
+    for start in range(0, count * page_size, page_size):
+        key = next_key(key, tokens[start : start + page_size + lookahead])
+        keys.append(key)
+    return keys
+
+
+def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) -> list[bytes]:
+    """Of all pages of a prompt that one engine gives another: the full ones, and where there is
+    one the last, which is not full and holds the entries of all tokens but the last."""
+    full = whole_pages(len(tokens), page_size, lookahead)
+    keys = chain_keys(tokens, salt, page_size, lookahead, full)
+    if lookahead <= 1 and full * page_size < len(tokens) - 1:
+        keys.append(tail_key(keys[-1] if keys else root_key(salt), tokens[full * page_size :]))
+    return keys
 
 
 class PrefixCache:
@@ -54,6 +83,8 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
         self.events: CacheEvents | None = None  # None: nobody wants to know
+        self.host: HostTier | None = None  # where evicted pages go
+        self.uncopied: dict[int, None] = {}  # cached pages that are not there, oldest first
 
     @property
     def available(self) -> int:
@@ -92,7 +123,7 @@ class PrefixCache:
     def full_pages(self, length: int) -> int:
         """How many pages of so many tokens `match` looks for: at least one token is left to
         compute."""
-        return (length - max(1, self.lookahead)) // self.page_size
+        return whole_pages(length, self.page_size, self.lookahead)
 
     def tail(self, tokens: Sequence[int], previous: bytes) -> bytes | None:
         """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
@@ -138,10 +169,43 @@ class PrefixCache:
 
     def evict(self) -> None:
         page, _ = self.idle.popitem(last=False)
+        key = self.keys[page]
+        if self.host is not None and key not in self.tails:
+            self.host.evicted(key, page)
         self.forget(page)
+
+    def copy_ahead(self, filled: int) -> None:
+        """Cached pages go to host memory, oldest first, while they are still on the device: when
+        they are evicted nobody has to wait for their copies. Half of that memory is for pages that
+        the device has no more. filled: pages that the step fills."""
+        host = self.host
+        if host is None:
+            return
+        host.out_left += filled
+        while self.uncopied and len(self.keys) - len(self.uncopied) < (host.capacity + 1) // 2:
+            page = next(iter(self.uncopied))
+            key = self.keys[page]
+            if key not in host.slots and not host.keep(key, page):
+                return
+            del self.uncopied[page]
+
+    def in_host(self, tokens: Sequence[int], page: int, previous: bytes) -> list[bytes]:
+        """Keys of a sequence's pages from its number `page` on that host memory holds, without a
+        gap."""
+        keys: list[bytes] = []
+        if self.host is None or not self.host.slots:
+            return keys
+        key = previous
+        while (found := self.following(tokens, page + len(keys), key)) is not None:
+            if found not in self.host.slots:
+                break
+            keys.append(found)
+            key = found
+        return keys
 
     def forget(self, page: int) -> None:
         key = self.keys.pop(page)
+        self.uncopied.pop(page, None)
         del self.pages[key]
         if key in self.tails:
             self.tails.remove(key)
@@ -159,14 +223,22 @@ class PrefixCache:
             self.pages[key] = page
             self.keys[page] = key
             self.allocator.hold(page)
+            self._want_copy(page)
             if self.events is not None:
                 self.events.stored(previous, key, tokens)
         return key
+
+    def _want_copy(self, page: int) -> None:
+        key = self.keys[page]
+        if self.host is not None and key not in self.host.slots and key not in self.tails:
+            self.uncopied[page] = None
 
     def record(self) -> CacheEvents:
         """From now on events are kept."""
         if self.events is None:
             self.events = CacheEvents(root_key(), self.page_size)
+            if self.host is not None:
+                self.host.events = self.events
         return self.events
 
     def release(self, pages: Sequence[int]) -> None:
@@ -175,10 +247,14 @@ class PrefixCache:
             self.allocator.release(page)
             if page in self.keys and self.allocator.holders[page] == 1:
                 self.idle[page] = None
+                self._want_copy(page)
 
     def clear(self) -> int:
-        """Drop every page that is not in use; returns how many."""
+        """Drop every page that is not in use, and all in host memory; returns how many of the
+        device."""
         count = len(self.idle)
         while self.idle:
             self.evict()
+        if self.host is not None:
+            self.host.clear()
         return count

@@ -10,7 +10,8 @@ import typer
 
 from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
-from rorqual.cli.bench_comm import bench_comm, bench_hop
+from rorqual.cli.bench_comm import bench_comm, bench_hop, bench_pages
+from rorqual.cli.bench_micro_batches import bench_micro_batches
 from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
@@ -34,7 +35,9 @@ app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts."
 app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
 app.command("hop")(bench_hop)
+app.command("pages")(bench_pages)
 app.command("peers")(bench_peers)
+app.command("micro-batches")(bench_micro_batches)
 
 
 # The concurrency, the lengths and --next-n decide these where no flag does.
@@ -311,9 +314,9 @@ def _calibrate_full(
     platform = make_platform("cuda")  # says clearly when there is no GPU
     from rorqual.bench.kernel_times.measure import RowTimer
     from rorqual.bench.step_times.measure import StepTimer, rates
-    from rorqual.ops.triton.backend import TritonOps
+    from rorqual.ops.select import ops_for
 
-    timer = RowTimer(TritonOps(), platform.device).microseconds
+    timer = RowTimer(ops_for("cuda"), platform.device).microseconds
     given = (timer, times.conditions_here(), StepTimer, rates(platform))
     held, wanted = times.run(based_on, out, limit, only, *given)
     _tell_rows(out, held, wanted)

@@ -1,4 +1,4 @@
-"""rorqual bench comm: how long ranks take to talk to each other."""
+"""rorqual bench comm, hop and pages: how long processes take to talk to each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rorqual.cli.options import Device, Json, numbers
+from rorqual.disagg.transfer_config import MOST_STAGING_MB, TRANSPORTS
 
 
 def bench_comm(
@@ -67,3 +68,32 @@ def bench_hop(
     expert_hop.print_table(found, setup)
     if json_file:
         json_file.write_text(expert_hop.as_json(found, setup) + "\n")
+
+
+def bench_pages(
+    model: Annotated[
+        str, typer.Argument(help="A folder or a Hugging Face id; of it, the shape of the cache.")
+    ] = "deepseek-v2-lite",
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 2048,
+    page_size: Annotated[int, typer.Option(min=1)] = 64,
+    transports: Annotated[str, typer.Option(help="Comma-separated: tcp, nixl, mooncake.")] = "tcp",
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken over this many.")] = 5,
+    staging_mb: Annotated[
+        int, typer.Option(min=32, max=MOST_STAGING_MB, help="As --kv-staging-mb.")
+    ] = 128,
+    json_file: Json = None,
+) -> None:
+    """Time a prompt's pages between two processes of this host, by each transport."""
+    from rorqual.bench.comm import page_transfers
+
+    names = tuple(transports.split(","))
+    for name in names:
+        if name not in TRANSPORTS:
+            raise typer.BadParameter(f"{name!r}; accepted: {', '.join(TRANSPORTS)}")
+    if tokens < page_size:
+        raise typer.BadParameter(f"{tokens} tokens are less than a page of {page_size}")
+    setup = page_transfers.TransferSetup(model, tokens, page_size, names, repeats, staging_mb)
+    found = page_transfers.bench(setup)
+    page_transfers.print_table(found, setup)
+    if json_file:
+        json_file.write_text(page_transfers.as_json(found, setup) + "\n")

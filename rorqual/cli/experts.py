@@ -39,8 +39,17 @@ def experts(
         str, typer.Option("--layers", help="Numbers of layers: all, or such as 0-13,20.")
     ] = "all",
     slots: Annotated[
-        str, typer.Option("--slots", help="Experts of each: all, or such as 0-63,70.")
+        str, typer.Option("--slots", help="Experts of each: all, none, or such as 0-63,70.")
     ] = "all",
+    max_slots: Annotated[
+        int | None,
+        typer.Option(
+            "--max-slots",
+            min=1,
+            help="Experts of each layer that there is memory for, where --expert-rebalance moves "
+            "them; without it as many as --slots names.",
+        ),
+    ] = None,
     listen: Annotated[
         str,
         typer.Option("--listen", help="HOST:PORT, a private address; port 0 takes a free one."),
@@ -60,7 +69,9 @@ def experts(
 
     log_to_stderr("rorqual experts: %(message)s", logging.INFO)
     named, options = engine_options(config, settings, engine)
-    server = serve_experts(model or named, options, layers, slots, listen, secret_file, max_rows)
+    server = serve_experts(
+        model or named, options, layers, slots, listen, secret_file, max_rows, max_slots or 0
+    )
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -207,6 +207,10 @@ def info(
         float | None,
         typer.Option(help="Device memory in GiB to plan for; common GPUs if left out."),
     ] = None,
+    kv_host_memory: Annotated[
+        float | None,
+        typer.Option(help="Host memory of a rank in GiB: the tokens of evicted prefixes it holds."),
+    ] = None,
     ignore_config_field: Annotated[
         list[str] | None, typer.Option(help=options_of(EngineConfig)["ignore_config_fields"].help)
     ] = None,
@@ -214,7 +218,7 @@ def info(
     """Parameters, bytes, cache per token, and what fits in how much memory."""
     from rorqual.bench.info import info as show
 
-    show(model, memory_gib=memory, ignore_fields=tuple(ignore_config_field or ()))
+    show(model, memory, tuple(ignore_config_field or ()), host_gib=kv_host_memory)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+from rorqual import __version__
 from rorqual.cli.options import Given, with_options
 from rorqual.errors import ConfigError
 from rorqual.route.config import RouteConfig
@@ -16,7 +17,7 @@ def route(routing: Given) -> None:
     """Route requests to several servers; streams go on where one dies."""
     config = RouteConfig(**routing)
     logging.getLogger("rorqual").setLevel(logging.INFO)
-    sys.exit(_app().run(config))
+    sys.exit(_app().run(config, __version__))
 
 
 def _app() -> Any:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +164,15 @@ def triton_cache_folder() -> Path | None:
         if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
         else cache_folder() / "triton"
     )
+
+
+def environment_for_child(names: Sequence[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Variables with these names, or that begin so: for a child that is to know no others."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(prefixes)
+    }
 
 
 def hccl_buffer_mb() -> int | None:

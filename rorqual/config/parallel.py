@@ -31,11 +31,14 @@ from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
 MOST_MICRO_BATCHES = 8
+AUTO = "auto"
+MOST_AUTO_PARTS = 4  # that micro_batches="auto" chooses among
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 REMOTE = "remote"  # experts in other processes (parallel/remote)
 
 NO_SIZES = (
     "exchange",
+    "micro_batches",  # may be "auto"
     "sequence_parallel",
     "fp8_dispatch",
     "redundant_experts",  # may be 0
@@ -43,6 +46,20 @@ NO_SIZES = (
 )
 
 _parallel = partial(option, group="Parallel")
+
+
+def read_micro_batches(value: object) -> int | str:
+    """A number of parts, or "auto". Raises ConfigError."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number == AUTO:
+        return AUTO
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"micro_batches={value!r} must be an integer of at least 1, or {AUTO!r}")
+    if number > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"micro_batches={number} is out of range; accepted: 1 to {MOST_MICRO_BATCHES}, {AUTO}"
+        )
+    return number
 
 
 @dataclass(frozen=True)
@@ -68,12 +85,15 @@ class ParallelConfig:
     embed_tp: int | None = _parallel(None, "Ranks that split the embedding; --tp if left out.")
     head_tp: int | None = _parallel(None, "Ranks that split the LM head; --tp if left out.")
     pipeline_turns: int | None = _parallel(
-        None, "Groups of requests that take turns in a pipeline; --pp if left out."
+        None,
+        "Groups of requests that take turns in a pipeline; --pp if left out. 2 with --experts: two "
+        "steps take turns, one computes while the other's rows are at the experts.",
     )
-    micro_batches: int = _parallel(
+    micro_batches: int | str = _parallel(
         1,
         "Parts that a step is cut into, of whole requests: while one part's tokens travel to "
-        "experts and back, another part computes. Two are two-batch overlap.",
+        "experts and back, another part computes. Two are two-batch overlap; auto measures at "
+        "start and decides for each step.",
     )
     exchange: str = _parallel(
         "auto",
@@ -129,12 +149,8 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name}={size} neither divides nor is a multiple of tp={self.tp}"
                 )
-        if self.micro_batches > MOST_MICRO_BATCHES:
-            raise ConfigError(
-                f"micro_batches={self.micro_batches} is out of range; accepted: 1 to "
-                f"{MOST_MICRO_BATCHES}"
-            )
-        if self.micro_batches > 1 and self.is_single and self.exchange != REMOTE:
+        object.__setattr__(self, "micro_batches", read_micro_batches(self.micro_batches))
+        if self.micro_batches != 1 and self.is_single and self.exchange != REMOTE:
             raise ConfigError(
                 f"micro_batches={self.micro_batches} needs several ranks, or expert servers, "
                 "between which tokens travel"
@@ -188,6 +204,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"exchange={name!r} sends tokens to whole experts and needs ep of at least 2"
             )
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Parts that a step may have."""
+        return MOST_AUTO_PARTS if isinstance(self.micro_batches, str) else self.micro_batches
 
     @property
     def stage(self) -> int:

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from rorqual.disagg.expert_shard import ExpertShard
+from rorqual.disagg.expert_shard import ExpertNotHereError, ExpertShard
+from rorqual.disagg.slot_moves import SlotMoves
 from rorqual.engine.balance.initial import expert_layers
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import read_model
@@ -31,13 +32,15 @@ from rorqual.parallel.remote.link import (
     send,
 )
 from rorqual.parallel.remote.link_server import LinkServer
+from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
     MOST_ERROR,
+    MOST_ORDER,
     PING,
     PURPOSE,
     CallHead,
+    CallOutcome,
     ExpertMessage,
-    Holdings,
     ReplyHead,
     RowFormat,
     ranges,
@@ -76,13 +79,15 @@ class ExpertServer:
     ):
         self.shard = shard
         self.stats = ExpertStats()
-        self.holdings = Holdings(max_rows, dict.fromkeys(shard.layers, shard.experts))
+        self.max_rows = max_rows
         self.computing = threading.Lock()
+        self.moves = SlotMoves(shard, self.computing, max_rows)
         self.server = LinkServer(*address, secret, fingerprint, PURPOSE, self._serve, MOST_LINKS)
         self.host = self.server.host
         self.port = self.server.port
 
     def close(self) -> None:
+        self.moves.close()
         self.server.close()
 
     # ---- one thread a link
@@ -102,12 +107,32 @@ class ExpertServer:
             self._calls(sock)
 
     def _control(self, sock: socket.socket) -> None:
-        send(sock, ExpertMessage.HOLDINGS, self.holdings.pack())
-        while True:
-            kind, data = receive(sock, PING.size)
-            if kind != ExpertMessage.PING:
-                raise LinkError(f"a message of kind {kind} came where signs of life are asked for")
-            send(sock, ExpertMessage.PONG, data)
+        moves = self.moves
+        holdings = moves.holdings
+        moves.callers.knows(sock, holdings.version)
+        try:
+            send(sock, ExpertMessage.HOLDINGS, holdings.pack())
+            while True:
+                kind, data = receive(sock, MOST_ORDER)
+                if kind == ExpertMessage.PING and len(data) == PING.size:
+                    self._pong(sock, *PING.unpack(data))
+                elif kind == ExpertMessage.ORDER:
+                    order = SlotOrder.unpack(data, self.shard.config.moe.num_experts)
+                    send(sock, ExpertMessage.ORDERED, moves.take(order, sock).encode())
+                else:
+                    raise LinkError(
+                        f"a message of kind {kind} came where signs of life are asked for"
+                    )
+        finally:
+            moves.leave(sock)
+
+    def _pong(self, sock: socket.socket, number: int, version: int) -> None:
+        """The caller calls by holdings of that version."""
+        self.moves.callers.knows(sock, version)
+        holdings = self.moves.holdings
+        send(sock, ExpertMessage.PONG, PING.pack(number, holdings.version))
+        if holdings.version != version:
+            send(sock, ExpertMessage.HOLDINGS, holdings.pack())
 
     def _calls(self, sock: socket.socket) -> None:
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -116,7 +141,7 @@ class ExpertServer:
         memory = torch.empty(0, dtype=torch.uint8)
         while True:
             receive_into(sock, memoryview(head))
-            call = CallHead.unpack(head, self.holdings.max_rows)
+            call = CallHead.unpack(head, self.max_rows)
             self._check_form(call)
             sizes = call.sizes(self.shard.config.hidden_size, self.shard.dtype.itemsize)
             if sum(sizes) > memory.numel():
@@ -126,12 +151,15 @@ class ExpertServer:
             came = time.perf_counter()
             try:
                 result = self._compute(call, list(data.split(sizes)))
+            except ExpertNotHereError as error:
+                self._tell(sock, call, CallOutcome.MOVED, str(error))
+                continue
             except Exception as error:  # the caller must hear of it
                 if not isinstance(error, RorqualError):
                     log.exception("a call failed")
                 self._refuse(sock, call, str(error) or type(error).__name__)
             busy = min(int(1e6 * (time.perf_counter() - came)), 2**32 - 1)
-            self._reply(sock, ReplyHead(call.sequence, call.rows, busy, 0), result)
+            self._reply(sock, ReplyHead(call.sequence, call.rows, busy, CallOutcome.DONE), result)
 
     def _check_form(self, call: CallHead) -> None:
         if call.form == RowFormat.FP8 and self.shard.config.hidden_size % 4:
@@ -139,9 +167,12 @@ class ExpertServer:
 
     def _refuse(self, sock: socket.socket, call: CallHead, reason: str) -> NoReturn:
         self.stats.failed += 1
-        text = reason.encode()[:MOST_ERROR]
-        sock.sendall(ReplyHead(call.sequence, len(text), 0, 1).pack() + text)
+        self._tell(sock, call, CallOutcome.FAILED, reason)
         raise LinkError(reason)
+
+    def _tell(self, sock: socket.socket, call: CallHead, outcome: CallOutcome, reason: str) -> None:
+        text = reason.encode()[:MOST_ERROR]
+        sock.sendall(ReplyHead(call.sequence, len(text), 0, outcome).pack() + text)
 
     def _reply(self, sock: socket.socket, head: ReplyHead, result: Tensor) -> None:
         data = result.contiguous().view(torch.uint8).view(-1).numpy().data
@@ -184,8 +215,10 @@ def serve_experts(
     listen: str,
     secret_file: str | None,
     max_rows: int,
+    max_slots: int = 0,
 ) -> ExpertServer:
-    """Loads and listens. options: of EngineConfig. layers, slots: as wire.read_ranges. Raises
+    """Loads and listens. options: of EngineConfig. layers, slots: as wire.read_ranges. max_slots:
+    experts of a layer that there is to be memory for, at least those of `slots`. Raises
     ConfigError, LoadError, CapacityError."""
     address = read_address(listen, "listen", least=0)
     secret = read_link_secret(secret_file, "expert_secret_file")
@@ -197,15 +230,22 @@ def serve_experts(
     except ValueError as error:
         raise ConfigError(f"layers: {error}") from None
     dense = sorted(set(numbers) - set(sparse))
-    if dense or not sparse:
+    if dense or not numbers:
         raise ConfigError(f"layers={layers!r}: layer {ranges(dense)} of this model has no experts")
     try:
         experts = read_ranges(slots, found.moe.num_experts)
     except ValueError as error:
         raise ConfigError(f"slots: {error}") from None
+    most = found.moe.num_experts
+    if max_slots and not max(1, len(experts)) <= max_slots <= most:
+        raise ConfigError(
+            f"max_slots={max_slots} is out of range; accepted: {max(1, len(experts))} to {most}"
+        )
+    if not experts and not max_slots:
+        raise ConfigError(f"slots={slots!r} needs max_slots; accepted: 1 to {most}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    shard = ExpertShard(config, make_platform(config.device), numbers, experts)
+    shard = ExpertShard(config, make_platform(config.device), numbers, experts, max_slots)
     seed = config.seed if config.weights == "random" else None
     fingerprint = expert_fingerprint(config.model, found, shard.dtype, seed)
     return ExpertServer(shard, address, secret, fingerprint, max_rows)

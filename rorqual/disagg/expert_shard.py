@@ -1,15 +1,18 @@
-"""The experts that an expert server holds: of some or all layers, some or all."""
+"""The experts that an expert server holds: of some or all layers, some or all, and others from one
+moment to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rorqual.config.model import ModelConfig
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.execution.worker import RESIDUAL_GAIN, read_model, weight_bytes
+from rorqual.engine.execution.worker import RESIDUAL_GAIN, read_model
 from rorqual.errors import CapacityError, RequestError
 from rorqual.layers.experts import HeldExperts
 from rorqual.layers.parameter import Build, Target
@@ -18,60 +21,49 @@ from rorqual.ops.select import ops_for
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
 
+NOBODY = -1
 
-class ExpertShard:
-    """What models/loader.py fills. layers: numbers; experts: held of each layer. Raises ConfigError
-    and CapacityError."""
+
+class ExpertNotHereError(RequestError):
+    """An expert was asked for that this server does not hold, or not any more."""
+
+
+class ExpertLayers:
+    """Experts of some layers, as models/loader.py fills them. experts: of each layer; room: slots
+    of each that there is memory for, if more."""
 
     def __init__(
         self,
-        config: EngineConfig,
-        platform: Platform,
-        layers: Sequence[int],
-        experts: Sequence[int],
+        build: Build,
+        config: ModelConfig,
+        experts: Mapping[int, Sequence[int]],
+        room: int = 0,
     ):
-        self.config = read_model(config)
-        self.experts = tuple(experts)
-        self.mesh = Mesh.single()
-        self.ops = ops_for(platform.name)
-        name = self.config.dtype if config.dtype == "auto" else config.dtype
-        self.dtype: torch.dtype = getattr(torch, name)
-        self.platform = platform
-        self.layers: dict[int, HeldExperts] = {}
-        self._make(layers, torch.device("meta"))
-        self.finalize()
-        need = weight_bytes(self)
-        free = platform.available_memory()
-        if need > free:
-            raise CapacityError(
-                f"these experts need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on "
-                f"{platform.name}"
-            )
-        self._make(layers, platform.device)
-        if config.weights == "random":
-            random_weights(self, config.seed)
-        else:
-            load_weights(self, Path(config.model))
-        places = torch.full((self.config.moe.num_experts + 1,), -1)
-        places[list(self.experts)] = torch.arange(len(self.experts))
-        self.places = places.to(platform.device)  # the last, which -1 finds, is none
-
-    def _make(self, layers: Sequence[int], device: torch.device) -> None:
-        config = self.config
-        gain = RESIDUAL_GAIN * (2 * config.num_layers) ** -0.5
-        build = Build(self.ops, self.dtype, device, config.quant, gain, mesh=self.mesh)
+        self.dtype = build.dtype
+        self.mesh = build.mesh
+        self.ops = build.ops
         self.layers = {
             layer: HeldExperts(
                 build,
                 f"model.layers.{layer}.mlp",
                 config.hidden_size,
                 config.moe,
-                held=self.experts,
+                held=tuple(held),
+                room=room,
             )
-            for layer in layers
+            for layer, held in experts.items()
         }
 
-    # ---- for the loader
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for held in self.layers.values() for part in held.parts())
+
+    def fill(self, config: EngineConfig) -> None:
+        """From the checkpoint, or the seed. Raises LoadError."""
+        if config.weights == "random":
+            random_weights(self, config.seed)
+        else:
+            load_weights(self, Path(config.model))
 
     def targets(self) -> Iterator[Target]:
         for held in self.layers.values():
@@ -88,12 +80,121 @@ class ExpertShard:
     def derived(self) -> list[Tensor]:
         return []
 
+
+@dataclass
+class LayerSlots:
+    """Of one layer: `slots` says which expert each slot has the weights of, `held` which experts
+    are told to callers. What was dropped stays in its slot, and computes for who has not heard of
+    it, until another expert takes that."""
+
+    slots: list[int]
+    held: set[int]
+
+    def slot_of(self, expert: int) -> int | None:
+        return self.slots.index(expert) if expert in self.slots else None
+
+    def next_slot(self) -> int | None:
+        """Where another expert may go: into an unused slot, or one of a dropped expert."""
+        dropped = [slot for slot, expert in enumerate(self.slots) if expert not in self.held]
+        return min(dropped, key=lambda slot: self.slots[slot] != NOBODY, default=None)
+
+
+class ExpertShard:
+    """layers: numbers; experts: held of each at first; max_slots: of each that there is memory
+    for. Raises ConfigError and CapacityError."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        layers: Sequence[int],
+        experts: Sequence[int],
+        max_slots: int = 0,
+    ):
+        self.engine_config = config
+        self.config = read_model(config)
+        self.max_slots = max(max_slots, len(experts))
+        self.ops = ops_for(platform.name)
+        name = self.config.dtype if config.dtype == "auto" else config.dtype
+        self.dtype: torch.dtype = getattr(torch, name)
+        self.platform = platform
+        wanted = dict.fromkeys(layers, tuple(experts))
+        on_meta = self._experts(wanted, torch.device("meta"), self.max_slots)
+        on_meta.finalize()
+        need = on_meta.nbytes
+        free = platform.available_memory()
+        if need > free:
+            raise CapacityError(
+                f"these experts need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on "
+                f"{platform.name}"
+            )
+        experts_here = self._experts(wanted, platform.device, self.max_slots)
+        experts_here.fill(config)
+        self.layers = experts_here.layers
+        unused = [NOBODY] * (self.max_slots - len(experts))
+        self.slots = {layer: LayerSlots([*experts, *unused], set(experts)) for layer in layers}
+        self.places = {layer: self._places(layer) for layer in layers}
+
+    def _experts(
+        self, experts: Mapping[int, Sequence[int]], device: torch.device, room: int = 0
+    ) -> ExpertLayers:
+        config = self.config
+        gain = RESIDUAL_GAIN * (2 * config.num_layers) ** -0.5
+        build = Build(self.ops, self.dtype, device, config.quant, gain, mesh=Mesh.single())
+        return ExpertLayers(build, config, experts, room)
+
+    def _places(self, layer: int) -> Tensor:
+        """The slot of each expert, -1 where it is in none; the last, which -1 finds, is none."""
+        places = torch.full((self.config.moe.num_experts + 1,), NOBODY)
+        for slot, expert in enumerate(self.slots[layer].slots):
+            places[expert] = slot
+        places[NOBODY] = NOBODY
+        return places.to(self.platform.device)
+
+    # ---- other experts
+
+    def holdings(self) -> dict[int, tuple[int, ...]]:
+        return {layer: tuple(sorted(slots.held)) for layer, slots in self.slots.items()}
+
+    def slot_bytes(self, layer: int) -> int:
+        """Of one expert."""
+        return sum(part[0].nbytes for part in self.layers[layer].parts())
+
+    def read(self, experts: Mapping[int, Sequence[int]]) -> ExpertLayers:
+        """Experts into memory set aside. Raises LoadError."""
+        found = self._experts(experts, self.platform.device)
+        found.fill(self.engine_config)
+        return found
+
+    def empty(self, layer: int) -> int:
+        """A slot that no call computes with from here on. Nothing may be computed meanwhile.
+        Raises CapacityError."""
+        slots = self.slots[layer]
+        slot = slots.next_slot()
+        if slot is None:
+            raise CapacityError(f"no slot of layer {layer} is free; there are {self.max_slots}")
+        slots.slots[slot] = NOBODY
+        self.places[layer] = self._places(layer)
+        return slot
+
+    def put(self, layer: int, slot: int, expert: int, read: HeldExperts, place: int) -> None:
+        """Expert number `place` of what was read into an empty slot. Nothing may be computed
+        meanwhile."""
+        with torch.inference_mode(), self.platform.stream():
+            for live, new in zip(self.layers[layer].parts(), read.parts(), strict=True):
+                live[slot].copy_(new[place])
+            self.platform.synchronize()
+        self.slots[layer].slots[slot] = expert
+        self.slots[layer].held.add(expert)
+        self.places[layer] = self._places(layer)
+
     # ---- for the server
 
     def compute(self, layer: int, ids: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """The weighted sums over the experts that are here: ids [T, K] (-1: elsewhere), weights
         [T, K], rows (hidden states [T, hidden],) or (e4m3, scales), all in the host's memory. [T,
-        hidden] in the host's memory. Raises RequestError for experts that are not here."""
+        hidden] in the host's memory. Raises RequestError, and ExpertNotHereError for experts that
+        are not here."""
         held = self.layers.get(layer)
         if held is None:
             raise RequestError(f"layer {layer} is not held here")
@@ -102,9 +203,9 @@ class ExpertShard:
         device = self.platform.device
         with torch.inference_mode(), self.platform.stream():
             ids = ids.to(device, torch.int64)
-            local = self.places[ids]
+            local = self.places[layer][ids]
             if bool(((local < 0) & (ids >= 0)).any()):
-                raise RequestError(f"an expert of layer {layer} is not held here")
+                raise ExpertNotHereError(f"an expert of layer {layer} is not held here")
             weights = weights.to(device)
             moved = [part.to(device) for part in rows]
             if len(moved) == 1:

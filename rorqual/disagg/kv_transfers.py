@@ -1,117 +1,185 @@
-"""An engine's part in prompts that are computed by one engine and answered by another.
+"""An engine's part in prompts that are computed by one engine and answered by another: rank 0's.
 
 Pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what is in
 it. The last one need not be full: it holds all but the prompt's last token. The engine that
 computed a prompt keeps its pages under a lease and tells where they are (`offer`); the one that
-answers fetches those it has not cached itself, on a thread, puts them into its prefix cache and
-only then queues the request, which finds them there as it finds any prefix. So it begins as one
-that decodes, with the prompt's last token; and whatever goes wrong, it finds fewer pages and
-computes more.
+answers has each of its ranks fetch its part of those that are not cached, puts what all of them
+have got into its prefix cache and only then queues the request, which finds them there as it finds
+any prefix. So it begins as one that decodes, with the prompt's last token; and whatever goes wrong,
+it finds fewer pages and computes more.
+
+Rank 0 decides alone. Other ranks do as it tells them, between the steps and in their order
+(rank_pages.py), and tell what came of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import secrets
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
-from rorqual.cache.page_memory import PageMemory
-from rorqual.config.quant import QuantConfig
+from rorqual.disagg.arrivals import Arrived, PromptArrivals, RemotePrompt
 from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_reader import PageFetch, PageReader, lease_name
-from rorqual.disagg.page_server import PageServer
+from rorqual.disagg.offers import Offers
+from rorqual.disagg.page_link import engine_secret
+from rorqual.disagg.page_reader import parse_lease
+from rorqual.disagg.page_sources import Address, SenderLayout, is_address, read_layout
+from rorqual.disagg.rank_messages import (
+    LeaseDone,
+    LeaseRead,
+    PagesFetched,
+    ServerStarted,
+    ToRank,
+    decode,
+    encode,
+)
+from rorqual.disagg.rank_pages import SERVICE, RankPages, cache_shape
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
-from rorqual.parallel.remote.link import Fingerprint
 from rorqual.request import Request
 
-FORMAT = "2"  # of pages as bytes, and of what their keys cover
-PLACED_BYTES = 16 * 2**20  # taken into the cache between two steps
 MOST_WAITING = 1024  # requests whose pages are on their way
-HELD_SHARE = 0.5  # of the cache, for other engines
+HELD_SHARE = 0.5  # of a data-parallel rank's cache, for other engines
+LONGEST_ID = 64  # characters of an engine's id
+
+
+@dataclass(frozen=True)
+class ReceivedPages:
+    """For a request's trace: of `asked` pages of its prompt so many came, from there. size: bytes
+    on rank 0. seconds: of the slowest rank's fetch alone."""
+
+    host: str
+    port: int
+    asked: int
+    pages: int
+    size: int
+    seconds: float
 
 
 @dataclass
-class TransferStats:
-    """Requests whose pages were fetched, and of which not all came; pages; leases that nobody
-    read in time, and answers that were offered to nobody since too much was held."""
+class PageTraffic:
+    """Bytes of pages, of all ranks; seconds of ranks' fetches, and how many brought not all."""
 
-    fetched: int = 0
-    failed: int = 0
-    pages_in: int = 0
-    unkept: int = 0
-
-
-@dataclass
-class ArrivingPrompt:
-    """What of a prompt is on its way: pages from number `first` on, of which `placed` are in the
-    cache. requests: those that wait for it, by id; the choices of one call share theirs."""
-
-    prompt: tuple[int, ...]
-    salt: str
-    fetch: PageFetch
-    first: int
-    requests: dict[str, Request] = field(default_factory=dict)
-    placed: int = 0
+    received: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    errors: int = 0
 
 
 class KVTransfers:
-    """`wake` is called from threads when something has come."""
+    """`wake` is called from threads when something has come. Returns when all ranks can serve and
+    fetch; raises ConfigError where rank 0 cannot, EngineError where another cannot."""
 
     def __init__(self, engine: Engine, config: TransferConfig, wake: Callable[[], None]):
-        if not engine.config.parallel.is_single:
-            raise ConfigError(f"role={config.role!r} is for engines of one rank so far")
         if not engine.config.enable_prefix_caching:
             raise ConfigError(f"role={config.role!r} needs enable_prefix_caching")
+        if engine.worker.alternates:
+            raise ConfigError(
+                f"role={config.role!r} does not go with pipeline_turns=2 and experts in other "
+                "processes: pages are placed while a step still writes"
+            )
         self.config = config
-        self.cache = CachedPages(engine)
+        self.engine = engine
         self.wake = wake
-        self.stats = TransferStats()
         self.engine_id = secrets.token_hex(8)
-        pool = engine.worker.runner.pool
-        self.memory = PageMemory(pool, engine.platform)
-        self.leases = Leases(config.lease_seconds, int(HELD_SHARE * pool.num_pages))
-        mine = fingerprint(engine)
-        self.server = PageServer(config, self.leases, self.memory, mine) if config.sends else None
-        self.reader = PageReader(config.secret, self.memory, mine) if config.fetches else None
-        self.waiting: dict[str, ArrivingPrompt] = {}
-        self.done: SimpleQueue[ArrivingPrompt] = SimpleQueue()
-        self.placing: list[ArrivingPrompt] = []
+        self.inbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        sizes = engine.config.parallel
+        cache = CachedPages(engine)
+        secret = engine_secret(config.secret, self.engine_id)
+        most = int(HELD_SHARE * engine.worker.num_pages)
+        self.leases = Leases(secret, config.lease_seconds, most)
+        self.offers = Offers(cache, self.leases, self._tell, sizes, self.engine_id)
+        ranks = dataclasses.replace(config, secret=secret.hex()).to_json()
+        self.pages = cast(RankPages, engine.executor.start_service(SERVICE, ranks, self._hear))
+        self.shape = cache_shape(engine.worker)
+        page_bytes = self.pages.memory.size
+        self.arrivals = PromptArrivals(
+            cache, self._tell, self._finish, sizes, self.shape, page_bytes
+        )
+        self.sent = 0  # pages, or with several ranks parts of pages
+        self.bytes = PageTraffic()
+        self._wait_for_ranks(sizes.world)
+        engine.on_restart = self._close_leases
+
+    def _hear(self, rank: int, message: bytes) -> None:
+        """On any thread."""
+        self.inbox.put((rank, message))
+        self.wake()
+
+    def _tell(self, message: ToRank) -> None:
+        self.engine.executor.tell_service(encode(message))
+
+    def _wait_for_ranks(self, world: int) -> None:
+        """Until all say where they serve. None fails without the group's end."""
+        started: dict[int, Address] = {}
+        while len(started) < world:
+            self.engine.executor.check()
+            while not self.inbox.empty():
+                rank, message = self.inbox.get()
+                told = decode(message)
+                assert isinstance(told, ServerStarted), "nothing else comes first"
+                started[rank] = (told.host, told.port)
+            time.sleep(0.005)
+        self.offers.addresses = [started[rank] for rank in range(world)]
+
+    def _read_inbox(self) -> None:
+        while not self.inbox.empty():
+            rank, message = self.inbox.get()
+            told = decode(message)
+            if isinstance(told, PagesFetched):
+                self.arrivals.heard(rank, told)
+                self.bytes.received += told.size
+                self.bytes.seconds += told.seconds
+                self.bytes.errors += bool(told.error)
+            elif isinstance(told, LeaseRead):
+                self.leases.extend(told.lease)
+                self.sent += told.pages
+                self.bytes.sent += told.size
+            else:
+                assert isinstance(told, LeaseDone)
+                self.leases.finish(told.lease)
 
     # ---- prompts computed here
 
     def offer(self, sequence: Sequence) -> dict[str, Any] | None:
         """For the answer to a request whose tokens go on elsewhere: where its pages are. To be
         called before the next step."""
-        request = sequence.request
-        if self.server is None or not (request.kv_transfer_params or {}).get("do_remote_decode"):
+        asked = sequence.request.kv_transfer_params or {}
+        if not self.config.sends or not asked.get("do_remote_decode"):
             return None
-        pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
-        name = self.leases.make(self.cache.prefix, pages) if pages else None
-        if name is None:
-            self.cache.prefix.release(list(pages.values()))
-            self.stats.unkept += bool(pages)
-        return {
-            "do_remote_prefill": name is not None,
-            "do_remote_decode": False,
-            "remote_engine_id": self.engine_id,
-            "remote_request_id": name.hex() if name else None,
-            "remote_host": self.server.host,
-            "remote_port": self.server.port,
-            "remote_num_pages": len(pages) if name else 0,
-        }
+        return self.offers.offer(sequence)
+
+    def begin(self, request: Request) -> None:
+        """Of a request that was just queued: its pages may leave while it is computed, where the
+        configuration says so."""
+        asked = request.kv_transfer_params or {}
+        scheduler = self.engine.scheduler
+        if self.config.overlap and self.config.sends and asked.get("do_remote_decode"):
+            dp_rank = scheduler.schedulers.index(scheduler.assigned_rank[request.id])
+            self.offers.begin(scheduler.sequences[request.id], dp_rank)
+
+    def advance(self) -> list[tuple[str, dict[str, Any]]]:
+        """After each step: requests that are to be answered now, though they are still being
+        computed, and the kv_transfer_params of these answers."""
+        return self.offers.advance() if self.offers.begun else []
 
     def settle(self) -> None:
-        self.leases.settle(self.cache.prefix)
+        """Let go of pages that were read, or not in time."""
+        self.offers.end_over()
+        self._close_leases()
+
+    def _close_leases(self) -> None:
+        """Also before any step that follows on an error in the midst of one: then no page is what
+        it was."""
+        self._read_inbox()
+        self.offers.settle()
 
     # ---- prompts computed elsewhere
 
@@ -119,160 +187,108 @@ class KVTransfers:
         """Raises RequestError where the request asks for what this engine does not do."""
         given = request.kv_transfer_params or {}
         for name, able in (
-            ("do_remote_decode", self.server is not None),
-            ("do_remote_prefill", self.reader is not None),
+            ("do_remote_decode", self.config.sends),
+            ("do_remote_prefill", self.config.fetches),
         ):
             if given.get(name) and not able:
                 raise RequestError(
                     f"kv_transfer_params: {name} is not for a server with role={self.config.role!r}"
                 )
         if given.get("do_remote_prefill"):
-            self._address(given)
+            self._remote(given)
 
-    def _address(self, given: dict[str, Any]) -> tuple[str, int]:
-        host = given.get("remote_host")
-        port = given.get("remote_port")
-        if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 65536:
+    def _remote(self, given: dict[str, Any]) -> RemotePrompt:
+        address = (given.get("remote_host"), given.get("remote_port"))
+        if not is_address(address):
             raise RequestError("kv_transfer_params: remote_host and remote_port name no address")
-        if not self.config.allows(host, port):
+        lease = parse_lease(given.get("remote_request_id"))
+        engine_id = given.get("remote_engine_id")
+        layout = read_layout(given, cast(Address, address), self._page_size)
+        problem = layout if isinstance(layout, str) else layout.problem(self.shape)
+        if problem:
+            raise RequestError(f"kv_transfer_params: {problem}")
+        assert isinstance(layout, SenderLayout)
+        for host, port in (cast(Address, address), *layout.addresses):
+            if not self.config.allows(host, port):
+                raise RequestError(
+                    f"kv_transfer_params: {host}:{port} is not among kv_peers, from which pages "
+                    "may be fetched"
+                )
+        if lease is None or not isinstance(engine_id, str) or len(engine_id) > LONGEST_ID:
             raise RequestError(
-                f"kv_transfer_params: {host}:{port} is not among kv_peers, from which pages may be "
-                "fetched"
+                "kv_transfer_params: remote_request_id and remote_engine_id are not what a prefill "
+                "server gave"
             )
-        if lease_name(given.get("remote_request_id")) is None:
-            raise RequestError(
-                "kv_transfer_params: remote_request_id is not one that a prefill server gave"
-            )
-        return host, port
+        secret = engine_secret(self.config.secret, engine_id)
+        return RemotePrompt(cast(Address, address), secret, lease, layout)
+
+    @property
+    def _page_size(self) -> int:
+        return self.engine.worker.spec.page_size
 
     def fetch(self, request: Request) -> bool:
         """Whether pages of the request are on their way: it is to be queued once `arrived` says
         so. Of a request that `check` has passed."""
         given = request.kv_transfer_params or {}
-        if self.reader is None or not given.get("do_remote_prefill"):
+        if not self.config.fetches or not given.get("do_remote_prefill"):
             return False
-        if len(self.waiting) >= MOST_WAITING:
+        if len(self.arrivals.waiting) >= MOST_WAITING:
             return False
-        lease = lease_name(given["remote_request_id"])
-        assert lease is not None, "checked before"
-        prompt, salt = tuple(request.prompt), request.cache_salt
-        same = (a for a in self.waiting.values() if a.fetch.lease == lease)
-        arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
-        if arrival is None:
-            first, keys = self.cache.missing(prompt, salt)
-            if not keys:
-                return False
-            found = PageFetch(self._address(given), lease, keys)
-            arrival = ArrivingPrompt(prompt, salt, found, first)
-            self.reader.start(found, partial(self._when_done, arrival))
-        arrival.requests[request.id] = request
-        self.waiting[request.id] = arrival
-        return True
+        return self.arrivals.start(request, self._remote(given))
 
-    def _when_done(self, arrival: ArrivingPrompt) -> None:
-        self.done.put(arrival)
-        self.wake()
+    def _finish(self, remote: RemotePrompt) -> None:
+        reader = self.pages.reader
+        assert reader is not None
+        reader.finish(remote.address, remote.secret, remote.lease)
+
+    def received(self, name: str) -> Callable[[], ReceivedPages]:
+        """Of a request whose pages are on their way: what to ask once it has arrived."""
+        arrival = self.arrivals.waiting[name]
+
+        def told() -> ReceivedPages:
+            size = arrival.placed * self.pages.memory.size
+            address = arrival.remote.address
+            return ReceivedPages(*address, arrival.wanted, arrival.placed, size, arrival.seconds)
+
+        return told
 
     def cancel(self, name: str) -> None:
-        arrival = self.waiting.pop(name, None)
-        if arrival is not None:
-            del arrival.requests[name]
-            if not arrival.requests:
-                arrival.fetch.cancelled.set()
+        self.arrivals.cancel(name)
 
     @property
     def busy(self) -> bool:
-        """Whether pages are here that are not yet in the cache."""
-        return bool(self.placing) or not self.done.empty()
+        """Whether something came that was not looked at, or pages are here that are not yet in
+        the cache."""
+        return bool(self.arrivals.placing) or not self.inbox.empty()
 
-    def arrived(self) -> list[tuple[Request, str]]:
-        """Requests that may be queued now, and why not all of a request's pages came. Takes in
-        some pages of others."""
-        while not self.done.empty():
-            self.placing.append(self.done.get())
-        found: list[tuple[Request, str]] = []
-        budget = max(1, PLACED_BYTES // self.memory.size)
-        while self.placing and budget > 0:
-            arrival = self.placing[0]
-            if not arrival.requests:  # cancelled
-                del self.placing[0]
-                continue
-            left = arrival.fetch.found - arrival.placed
-            count = min(left, budget)
-            placed = self._place(arrival, count) if count else 0
-            budget -= max(1, placed)
-            arrival.placed += placed
-            if placed == count == left or placed < count:
-                del self.placing[0]
-                error = self._end(arrival)
-                for name, request in arrival.requests.items():
-                    del self.waiting[name]
-                    found.append((request, error))
-        return found
-
-    def _place(self, arrival: ArrivingPrompt, count: int) -> int:
-        rows = arrival.fetch.rows
-        assert rows is not None
-        start = arrival.placed
-
-        def write(pages: list[int], after: int) -> None:
-            self.memory.write(pages, rows[start + after : start + after + len(pages)])
-
-        first = arrival.first + start
-        return self.cache.keep(arrival.prompt, arrival.salt, first, count, write)
-
-    def _end(self, arrival: ArrivingPrompt) -> str:
-        fetch = arrival.fetch
-        self.stats.fetched += len(arrival.requests)
-        self.stats.pages_in += arrival.placed
-        if arrival.placed == len(fetch.keys):
-            return ""
-        self.stats.failed += len(arrival.requests)
-        why = fetch.error or "the cache has no room for them"
-        return f"{arrival.placed} of {len(fetch.keys)} pages of the prompt came: {why}"
+    def arrived(self) -> list[Arrived]:
+        """Requests that may be queued now. Takes in some pages of others."""
+        self._read_inbox()
+        if self.arrivals.waiting:
+            self.engine.executor.check()  # a rank that is gone brings nothing
+        return self.arrivals.place()
 
     def figures(self) -> list[int]:
         """For metrics, in the order of their names (serve/http/prometheus)."""
-        stats = self.stats
-        sent = self.server.sent if self.server is not None else 0
-        leases = self.leases
+        arrivals = self.arrivals
         return [
-            stats.fetched,
-            stats.failed,
-            stats.pages_in,
-            sent,
-            leases.expired,
-            stats.unkept,
-            leases.held,
-            len(self.waiting),
+            arrivals.fetched,
+            arrivals.failed,
+            arrivals.pages_in,
+            self.sent,
+            self.leases.expired,
+            self.offers.refused,
+            self.leases.held,
+            len(arrivals.waiting),
         ]
 
+    def traffic(self) -> dict[str, list[float]]:
+        """By transport, for metrics (serve/http/prometheus): bytes received and sent, seconds
+        and errors of fetches."""
+        found = self.bytes
+        figures = [found.received, found.sent, found.seconds, found.errors]
+        return {self.config.transport: figures}
+
     def close(self) -> None:
-        if self.server is not None:
-            self.server.close()
-        if self.reader is not None:
-            self.reader.close()
-
-
-def fingerprint(engine: Engine) -> Fingerprint:
-    """All that must be equal for one engine's pages to be another's."""
-    config = engine.config
-    model = dataclasses.asdict(engine.model_config)
-    spec = engine.worker.spec
-    planes = [[dataclasses.asdict(plane) for plane in layer] for layer in spec.layers]
-    quant: QuantConfig | None = engine.model_config.quant
-    return {
-        "format": FORMAT,
-        "model": _digest(model),
-        "weights": f"random {config.seed}" if config.weights == "random" else "of a checkpoint",
-        "dtype": engine.dtype,
-        "quantization": quant.describe() if quant is not None else "none",
-        "cache": f"{spec.layers[0][0].dtype} {_digest(planes)}",
-        "page_size": str(spec.page_size),
-        "modules": str(engine.worker.mtp_layers),
-    }
-
-
-def _digest(found: Any) -> str:
-    data = json.dumps(found, sort_keys=True, default=str).encode()
-    return hashlib.sha256(data).hexdigest()[:16]
+        """This rank's links; those of other ranks end with them."""
+        self.pages.close()

@@ -1,98 +1,223 @@
 """Pages that are kept for another engine until it has read them, or until its time is over. No
 torch.
 
-The engine's thread makes leases and lets their pages go; threads of the page server read. A page
-is read under its lease's lock, and let go only once the lease is closed under that lock: whatever
-order threads wake up in, also after the process was stopped and continued, nobody reads a page that
-has become another's.
+Rank 0's `Leases` hold pages in a prefix cache and decide when that ends; the `LeaseTable` of each
+rank that holds a part of the pages says what may be read there. A page is read under its lease's
+lock. Rank 0 lets pages go only after it has told every rank, in the order of the steps, to close
+the lease, which takes the same lock: whatever order threads and processes wake up in, also after
+one of them was stopped and continued, nobody reads a page that has become another's.
 """
 
 from __future__ import annotations
 
-import secrets
+import hmac
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from rorqual.cache.prefix import PrefixCache
 from rorqual.disagg.page_link import LEASE
 
+NUMBER = struct.Struct("!Q")
+OPENING_SECONDS = 5.0  # for a rank that has yet to hear of a lease; less than a reader waits
+COMING_SECONDS = 2.0  # for a page that is not there yet, until its reader is told so
+
 
 @dataclass
 class Lease:
-    """pages by key, held in `prefix`."""
+    """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it
+    may come to hold; complete: it holds all it ever will, and may run out."""
 
     prefix: PrefixCache
+    dp_rank: int
     pages: dict[bytes, int]
     deadline: float
+    most: int
+    complete: bool = True
+
+
+class Leases:
+    """Rank 0's. On the engine's thread."""
+
+    def __init__(self, secret: bytes, seconds: float, most_pages: int):
+        """secret: this engine's own, from which names are made. most_pages: of one prefix cache,
+        that may be held at once."""
+        self.secret = secret
+        self.seconds = seconds
+        self.most_pages = most_pages
+        self.open: dict[bytes, Lease] = {}
+        self.done: set[bytes] = set()
+        self.expired = 0
+        self.newest = 0
+
+    @property
+    def held(self) -> int:
+        return sum(len(lease.pages) for lease in self.open.values())
+
+    def promised(self, dp_rank: int) -> int:
+        """Pages of a data-parallel rank's cache that are held, or will be."""
+        return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
+
+    def make(
+        self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int], more: int = 0
+    ) -> bytes | None:
+        """Keep pages that the caller has held; their name, or None where too many are kept as it
+        is: the caller then lets them go. more: how many will be added, until which it does not run
+        out."""
+        most = len(pages) + more
+        if self.promised(dp_rank) + most > self.most_pages:
+            return None
+        self.newest += 1
+        name = lease_name(self.secret, self.newest)
+        deadline = time.monotonic() + self.seconds
+        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more)
+        return name
+
+    def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> None:
+        """More pages that the caller has held, for a lease that is open."""
+        lease = self.open[name]
+        lease.pages.update(pages)
+        lease.complete = complete
+        if complete:
+            lease.most = len(lease.pages)
+        self.extend(name)
+
+    def extend(self, name: bytes) -> None:
+        """It is being read."""
+        lease = self.open.get(name)
+        if lease is not None:
+            lease.deadline = time.monotonic() + self.seconds
+
+    def finish(self, name: bytes) -> None:
+        """Its reader is through."""
+        if name in self.open:
+            self.done.add(name)
+
+    def settle(self, prefixes: Iterable[PrefixCache], close: Callable[[list[bytes]], None]) -> None:
+        """Let go of what was read, or not in time. prefixes: those in force; pages of ones before,
+        which an error made void, are nobody's to give back. close: has every rank close leases, in
+        the order of the steps."""
+        now = time.monotonic()
+        in_force = {id(prefix) for prefix in prefixes}
+        stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
+        late = {
+            name for name, lease in self.open.items() if lease.complete and now > lease.deadline
+        }
+        over = [name for name in self.open if name in self.done | stale | late]
+        if not over:
+            return
+        close(over)
+        self.expired += len(late - self.done - stale)
+        self.done -= set(over)
+        for name in over:
+            lease = self.open.pop(name)
+            if name not in stale:
+                lease.prefix.release(list(lease.pages.values()))
+
+
+class Found(Enum):
+    HERE = 1
+    GONE = 2
+    COMING = 3
+
+
+@dataclass
+class OpenLease:
+    """pages: those that this rank's device has written. complete: no more will come."""
+
+    pages: dict[bytes, int] = field(default_factory=dict)
+    complete: bool = False
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Leases:
-    def __init__(self, seconds: float, most_pages: int):
-        """most_pages: that may be held at once."""
-        self.seconds = seconds
-        self.most_pages = most_pages
-        self.open: dict[bytes, Lease] = {}
-        self.held = 0
-        self.expired = 0
-        self.table = threading.Lock()
+class LeaseTable:
+    """What may be read on one rank. `read` is called on threads of the page server, all else on the
+    engine's thread."""
 
-    # ---- the engine's thread
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self.leases: dict[bytes, OpenLease] = {}
+        self.newest = 0
+        self.changed = threading.Condition()
 
-    def make(self, prefix: PrefixCache, pages: dict[bytes, int]) -> bytes | None:
-        """Keep pages that the caller has held; their name, or None where too many are kept as it
-        is: the caller then lets them go."""
-        if self.held + len(pages) > self.most_pages:
-            return None
-        name = secrets.token_bytes(LEASE)
-        lease = Lease(prefix, pages, time.monotonic() + self.seconds)
-        with self.table:
-            self.open[name] = lease
-        self.held += len(pages)
-        return name
+    def open(
+        self, name: bytes, pages: dict[bytes, int], complete: bool = True
+    ) -> Callable[[], None]:
+        """What is returned says that the pages are written. complete: these are all."""
+        with self.changed:
+            self.leases[name] = OpenLease()
+        self.note(name)
+        return self.add(name, pages, complete)
 
-    def settle(self, prefix: PrefixCache) -> None:
-        """Let go of what was read, or not in time. prefix: the one in force; pages of one before
-        it, which an error made void, are nobody's to give back."""
-        now = time.monotonic()
-        for name, lease in list(self.open.items()):
-            stale = lease.prefix is not prefix
-            if not (lease.closed or stale or now > lease.deadline):
-                continue
-            with lease.lock:
-                self.expired += not (lease.closed or stale)
-                lease.closed = True
-            with self.table:
-                del self.open[name]
-            self.held -= len(lease.pages)
-            if not stale:
-                lease.prefix.release(list(lease.pages.values()))
+    def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> Callable[[], None]:
+        """More of its pages; likewise."""
 
-    # ---- threads of the server
+        def written() -> None:
+            with self.changed:
+                lease = self.leases.get(name)
+                if lease is not None:
+                    lease.pages.update(pages)
+                    lease.complete = complete
+                self.changed.notify_all()
 
-    def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> bool:
-        """`copy(page)` of the page with this key; False where it is kept no more. Reading extends
-        the lease."""
-        with self.table:
-            lease = self.open.get(name)
+        return written
+
+    def note(self, name: bytes) -> None:
+        """Whatever lease this is, readers of it need not wait for it to be opened any more."""
+        with self.changed:
+            self.newest = max(self.newest, _number(name))
+            self.changed.notify_all()
+
+    def close(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            with self.changed:
+                lease = self.leases.pop(name, None)
+                self.changed.notify_all()
+            if lease is not None:
+                with lease.lock:
+                    lease.closed = True
+
+    def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> Found:
+        """`copy(page)` of the page with this key, if it is here. One that is still to be computed,
+        or written by this rank's device, is waited for a little."""
+        lease = self._find(name)
         if lease is None:
-            return False
-        with lease.lock:
-            now = time.monotonic()
+            return Found.GONE
+        with self.changed:
+            self.changed.wait_for(
+                lambda: key in lease.pages or lease.complete or name not in self.leases,
+                COMING_SECONDS,
+            )
             page = lease.pages.get(key)
-            if lease.closed or now > lease.deadline or page is None:
-                return False
-            lease.deadline = now + self.seconds
+            if page is None:
+                over = lease.complete or name not in self.leases
+                return Found.GONE if over else Found.COMING
+        with lease.lock:
+            if lease.closed:
+                return Found.GONE
             copy(page)
-            return True
+            return Found.HERE
 
-    def close(self, name: bytes) -> None:
-        """The reader is through; the engine's thread lets go of the pages."""
-        with self.table:
-            lease = self.open.get(name)
-        if lease is not None:
-            with lease.lock:
-                lease.closed = True
+    def _find(self, name: bytes) -> OpenLease | None:
+        number = _number(name)
+        if not hmac.compare_digest(name, lease_name(self.secret, number)):
+            return None  # nobody waits for what rank 0 has not made
+        with self.changed:
+            self.changed.wait_for(lambda: self.newest >= number, OPENING_SECONDS)
+            return self.leases.get(name)
+
+
+def lease_name(secret: bytes, number: int) -> bytes:
+    """Names count up, so that a rank knows one that it has yet to hear of from one that is over;
+    and only who knows the engine's secret can make one."""
+    head = NUMBER.pack(number)
+    return head + hmac.digest(secret, b"lease" + head, "sha256")[: LEASE - NUMBER.size]
+
+
+def _number(name: bytes) -> int:
+    found: int = NUMBER.unpack_from(name)[0]
+    return found

@@ -1,44 +1,69 @@
-"""Fetches pages from another engine, on threads of its own."""
+"""Fetches parts of pages from a rank of another engine, on threads of its own."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg.page_link import LEASE, MOST_KEYS, PageMessage, introduce, receive_head
+from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.page_link import (
+    LEASE,
+    MOST_KEYS,
+    PageMessage,
+    introduce,
+    pack_read,
+    receive_head,
+)
+from rorqual.disagg.staged_reader import StagedReads
+from rorqual.disagg.transports.interface import TransportError
 from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
 
 CONNECT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
 FETCH_SECONDS = 60.0
-AT_ONCE = 4
+COMPUTE_SECONDS = 600.0  # for a prompt that is still being computed when its pages are asked for
+AT_ONCE = 8  # parts of prompts
 
 
 @dataclass
 class PageFetch:
-    """Pages with these keys, in order, from a lease of another engine. `found` of them came, the
-    first ones, and lie in `rows` [keys, bytes of a page]; `error` says why not all."""
+    """One part of the pages with these keys, in order, from a lease of another engine. secret: of
+    the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
+    lie in `rows` [keys, bytes of the part]; `error` says why not all."""
 
     address: tuple[str, int]
+    secret: bytes
     lease: bytes
     keys: list[bytes]
+    part: PagePart
+    page_size: int
     rows: Tensor | None = None
     found: int = 0
     error: str = ""
     seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return 0 if self.rows is None else self.found * self.rows.shape[1]
+
 
 class PageReader:
-    def __init__(self, secret: str, memory: PageMemory, fingerprint: Fingerprint):
-        self.secret = secret.encode()
+    """staged: where a library carries the bytes; else they come by the link itself."""
+
+    def __init__(
+        self, memory: PageMemory, fingerprint: Fingerprint, staged: StagedReads | None = None
+    ):
+        self.staged = staged
         self.memory = memory
         self.fingerprint = fingerprint
         self.pool = ThreadPoolExecutor(AT_ONCE, "page reader")
@@ -46,6 +71,11 @@ class PageReader:
     def start(self, fetch: PageFetch, done: Callable[[], None]) -> None:
         """`done` is called on a thread, whatever happens."""
         self.pool.submit(self._run, fetch, done)
+
+    def finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
+        """Tell rank 0 of the other engine that nobody will read from a lease any more. Should it
+        not hear of this, the lease runs out."""
+        self.pool.submit(self._finish, address, secret, lease)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -57,7 +87,7 @@ class PageReader:
                 self._fetch(fetch)
         except TimeoutError:
             fetch.error = "the other engine has gone silent"
-        except (LinkError, OSError) as error:
+        except (LinkError, TransportError, OSError) as error:
             fetch.error = str(error) or type(error).__name__
         except Exception as error:  # the request must not wait for ever
             fetch.error = f"{type(error).__name__}: {error}"
@@ -65,32 +95,95 @@ class PageReader:
             fetch.seconds = time.perf_counter() - start
             done()
 
-    def _fetch(self, fetch: PageFetch) -> None:
-        deadline = time.monotonic() + FETCH_SECONDS
-        with socket.create_connection(fetch.address, CONNECT_SECONDS) as sock:
+    @contextmanager
+    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[socket.socket]:
+        with socket.create_connection(address, CONNECT_SECONDS) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(sock, self.secret, self.fingerprint)
+            introduce(sock, secret, self.fingerprint)
             sock.settimeout(QUIET_SECONDS)
-            fetch.rows = self.memory.rows(len(fetch.keys))
+            yield sock
+
+    def _finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
+        with suppress(LinkError, OSError), self._linked(address, secret) as sock:
+            send(sock, PageMessage.DONE, lease)
+
+    def _fetch(self, fetch: PageFetch) -> None:
+        size = self.memory.part_size(fetch.part, fetch.page_size)
+        patience = Patience()
+        with self._linked(fetch.address, fetch.secret) as sock:
+            fetch.rows = self.memory.rows(len(fetch.keys), size)
+            if self.staged is not None:
+                self._fetch_staged(sock, fetch, fetch.rows, patience, self.staged)
+                return
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
-                send(sock, PageMessage.READ, fetch.lease + b"".join(some))
+                send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
                 for _ in some:
-                    if fetch.cancelled.is_set():
+                    if not self._receive_page(sock, fetch, fetch.rows[fetch.found], patience):
                         return
-                    if time.monotonic() > deadline:
-                        raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
-                    kind, size = receive_head(sock, self.memory.size)
-                    if kind is not PageMessage.PAGE or size not in (0, self.memory.size):
-                        raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
-                    if not size:
-                        raise LinkError("the pages are kept no more")
-                    receive_into(sock, fetch.rows[fetch.found].numpy().data)
-                    fetch.found += 1
-            send(sock, PageMessage.DONE, fetch.lease)
+
+    def _fetch_staged(
+        self,
+        sock: socket.socket,
+        fetch: PageFetch,
+        rows: Tensor,
+        patience: Patience,
+        staged: StagedReads,
+    ) -> None:
+        def coming() -> bool:
+            patience.check()
+            patience.renew()
+            return not fetch.cancelled.is_set()
+
+        for count in staged.read(sock, fetch.lease, fetch.part, fetch.keys, rows, coming):
+            fetch.found += count
+            if fetch.cancelled.is_set():
+                return
+            if fetch.found < len(fetch.keys):
+                patience.check()
+
+    def _receive_page(
+        self, sock: socket.socket, fetch: PageFetch, row: Tensor, patience: Patience
+    ) -> bool:
+        """False where nobody wants it any more."""
+        kind = PageMessage.COMING
+        while kind is PageMessage.COMING:
+            if fetch.cancelled.is_set():
+                return False
+            patience.check()
+            kind, size = receive_head(sock, row.numel())
+            if kind is PageMessage.COMING:
+                patience.renew()
+        if kind is not PageMessage.PAGE or size not in (0, row.numel()):
+            raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
+        if not size:
+            raise LinkError("the pages are kept no more")
+        receive_into(sock, row.numpy().data)
+        fetch.found += 1
+        return True
 
 
-def lease_name(text: object) -> bytes | None:
+class Patience:
+    """FETCH_SECONDS, again from whenever the keeper says that it still computes the pages; that
+    for COMPUTE_SECONDS."""
+
+    def __init__(self) -> None:
+        self.deadline = time.monotonic() + FETCH_SECONDS
+        self.last = time.monotonic() + COMPUTE_SECONDS
+
+    def renew(self) -> None:
+        self.deadline = time.monotonic() + FETCH_SECONDS
+
+    def check(self) -> None:
+        """Raises LinkError."""
+        now = time.monotonic()
+        if now > self.last:
+            raise LinkError(f"the prompt was not computed within {COMPUTE_SECONDS:g} s")
+        if now > self.deadline:
+            raise LinkError(f"not all pages came within {FETCH_SECONDS:g} s")
+
+
+def parse_lease(text: object) -> bytes | None:
     """What `remote_request_id` says; None where it is none of ours."""
     try:
         found = bytes.fromhex(text) if isinstance(text, str) else b""

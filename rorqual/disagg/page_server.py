@@ -1,32 +1,66 @@
-"""Serves leased pages to other engines."""
+"""Serves this rank's part of leased pages to ranks of other engines."""
 
 from __future__ import annotations
 
 import socket
-import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_link import KEY, LEASE, MOST_KEYS, PURPOSE, PageMessage, receive
+from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.leases import Found, LeaseTable
+from rorqual.disagg.page_link import (
+    KEY,
+    LEASE,
+    MOST_KEYS,
+    PART,
+    PURPOSE,
+    PageMessage,
+    receive,
+    unpack_read,
+)
+from rorqual.disagg.staged_server import StagedLink, StagedPages, check_confirm
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.parallel.remote.link import Fingerprint, LinkError, send
+from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage, send
 from rorqual.parallel.remote.link_server import LinkServer
 
-MOST_READERS = 32
+MOST_READERS = 128  # a decode engine calls with each of its ranks, several times at once
 QUIET_SECONDS = 30.0  # between two messages of a reader, and for a message to leave
+TOLD_SHARE = 0.2  # of a lease's time: who reads for longer says so again
+
+
+class ReadEvents(Protocol):
+    """Called on threads: while a lease is read, with how many pages went since the last call, and
+    their bytes; and when its reader is through."""
+
+    def reading(self, lease: bytes, pages: int, size: int) -> None: ...
+
+    def done(self, lease: bytes) -> None: ...
 
 
 class PageServer:
-    """`host`, `port`: where it listens. Raises ConfigError where it cannot."""
+    """`host`, `port`: where it listens. staged: where a library carries the bytes; else they go by
+    the link itself. Raises ConfigError where it cannot listen."""
 
     def __init__(
-        self, config: TransferConfig, leases: Leases, memory: PageMemory, fingerprint: Fingerprint
+        self,
+        config: TransferConfig,
+        secret: bytes,
+        leases: LeaseTable,
+        memory: PageMemory,
+        fingerprint: Fingerprint,
+        events: ReadEvents,
+        staged: StagedPages | None = None,
     ):
+        """secret: of the links to this engine."""
+        self.staged = staged
         self.leases = leases
         self.memory = memory
-        self.sent = 0  # pages
-        self.lock = threading.Lock()
-        secret = config.secret.encode()
+        self.events = events
+        self.told_seconds = TOLD_SHARE * config.lease_seconds
         self.server = LinkServer(
             config.host, config.port, secret, fingerprint, PURPOSE, self._serve, MOST_READERS
         )
@@ -38,19 +72,72 @@ class PageServer:
 
     def _serve(self, sock: socket.socket) -> None:
         sock.settimeout(QUIET_SECONDS)
+        if self.staged is not None:
+            self._serve_staged(sock, self.staged)
+            return
         row = self.memory.rows(1)[0]
-        data = row.numpy().data
         while True:
-            kind, message = receive(sock, LEASE + KEY * MOST_KEYS)
+            kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
+            if kind not in (PageMessage.READ, PageMessage.DONE) or len(message) < LEASE:
+                raise LinkError(f"{kind.name} of {len(message)} bytes came where pages are read")
             name = message[:LEASE]
             if kind is PageMessage.DONE:
-                self.leases.close(name)
+                self.events.done(name)
                 continue
-            if kind is not PageMessage.READ or (len(message) - LEASE) % KEY:
-                raise LinkError(f"{kind.name} came where pages are read")
-            for start in range(LEASE, len(message), KEY):
-                key = message[start : start + KEY]
-                there = self.leases.read(name, key, lambda page: self.memory.read(page, row))
-                send(sock, PageMessage.PAGE, data if there else b"")
-                with self.lock:
-                    self.sent += there
+            part, keys = self._asked(sock, message)
+            self._send_pages(sock, row[: self.memory.part_size(part)], name, part, keys)
+
+    def _asked(self, sock: socket.socket, message: bytes) -> tuple[PagePart, list[bytes]]:
+        part, keys = unpack_read(message[LEASE:])
+        if not self.memory.held.covers(part):
+            reason = f"{part} is not on this rank, which has {self.memory.held}"
+            send(sock, LinkMessage.REFUSED, reason.encode())
+            raise LinkError(reason)
+        return part, keys
+
+    def _serve_staged(self, sock: socket.socket, staged: StagedPages) -> None:
+        link = StagedLink(staged)
+        try:
+            while True:
+                kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
+                name = message[:LEASE]
+                if kind is PageMessage.DONE:
+                    self.events.done(name)
+                elif kind is PageMessage.CONFIRM:
+                    check_confirm(message)
+                    count = link.confirm(sock, message)
+                    if count:
+                        self.events.reading(link.lease, count, count * link.size)
+                elif kind is PageMessage.STAGE and len(message) >= LEASE:
+                    part, keys = self._asked(sock, message)
+                    self.events.reading(name, 0, 0)
+                    link.stage(sock, name, part, keys)
+                else:
+                    raise LinkError(f"{kind.name} came where pages are staged")
+        finally:
+            link.close()
+
+    def _send_pages(
+        self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]
+    ) -> None:
+        data = row.numpy().data
+        told = 0.0
+        sent = 0
+        for key in keys:
+            there = self._read(sock, lease, key, lambda page: self.memory.read(page, row, part))
+            now = time.monotonic()
+            if there and now - told > self.told_seconds:
+                self.events.reading(lease, sent, sent * row.numel())
+                told, sent = now, 0
+            send(sock, PageMessage.PAGE, data if there else b"")
+            sent += there
+        if sent:
+            self.events.reading(lease, sent, sent * row.numel())
+
+    def _read(
+        self, sock: socket.socket, lease: bytes, key: bytes, copy: Callable[[int], None]
+    ) -> bool:
+        """Whether the page is there, once that is known."""
+        while (found := self.leases.read(lease, key, copy)) is Found.COMING:
+            send(sock, PageMessage.COMING)
+        return found is Found.HERE

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import json
 from dataclasses import dataclass
 
 from rorqual.errors import ConfigError
 
 ROLES = ("prefill", "decode", "both")
+TRANSPORTS = ("tcp", "nixl", "mooncake")
 ON_FAILURE = ("recompute", "fail")
+MOST_STAGING_MB = 65_536
 SHORTEST_SECRET = 16  # bytes
 PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 
@@ -16,10 +20,13 @@ PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 @dataclass(frozen=True)
 class TransferConfig:
     """role: prefill keeps pages for other engines and serves them, decode fetches them, both does
-    both. host, port: where pages are served, 0 for a free port. peers: addresses, in PEER_FORMS,
-    that pages may be fetched from. secret: known to all of them. lease_seconds: how long pages are
-    kept for who has not yet fetched them. on_failure: what becomes of a request whose pages do not
-    come."""
+    both. host, port: where pages are served, 0 for a free port; further ranks have the next ones.
+    peers: addresses, in PEER_FORMS, that pages may be fetched from. secret: known to all of them.
+    lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
+    becomes of a request whose pages do not come. overlap: pages leave while their prompt is still
+    being computed. transport: what carries the bytes of pages, one of TRANSPORTS, the same on both
+    sides. staging_mb: MiB of host memory of each rank that a library's peers can read, and that it
+    reads into."""
 
     role: str
     secret: str
@@ -28,6 +35,9 @@ class TransferConfig:
     peers: tuple[str, ...] = ("127.0.0.1",)
     lease_seconds: float = 30.0
     on_failure: str = "recompute"
+    overlap: bool = False
+    transport: str = "tcp"
+    staging_mb: int = 256
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -36,6 +46,15 @@ class TransferConfig:
             raise ConfigError(
                 f"kv_load_failure={self.on_failure!r} is not known; accepted: "
                 f"{', '.join(ON_FAILURE)}"
+            )
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"kv_transport={self.transport!r} is not known; accepted: {', '.join(TRANSPORTS)}"
+            )
+        if not 32 <= self.staging_mb <= MOST_STAGING_MB:
+            raise ConfigError(
+                f"kv_staging_mb={self.staging_mb} is out of range; accepted: 32 to "
+                f"{MOST_STAGING_MB}"
             )
         if len(self.secret.encode()) < SHORTEST_SECRET:
             raise ConfigError(
@@ -57,6 +76,14 @@ class TransferConfig:
             _private(host, "kv_peers")
             if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
                 raise ConfigError(f"kv_peers={peer!r} is no address; accepted: {PEER_FORMS}")
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> TransferConfig:
+        found = json.loads(data)
+        return TransferConfig(**{**found, "peers": tuple(found["peers"])})
 
     @property
     def sends(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.config.option import by_field, check_options, check_positive, option, same_option
-from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig
+from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig, read_micro_batches
 from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import (
@@ -35,6 +35,7 @@ MAX_SPECULATIVE_TOKENS = 8
 OFF = "off"
 AUTO = "auto"
 MOST_PIECEWISE = 65_536
+MOST_HOST_MEMORY = 16_384  # GiB
 LONGEST_STEP = 60_000.0  # milliseconds
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -146,6 +147,11 @@ class EngineConfig:
     enable_prefix_caching: bool = _cache(
         True, "Keep and find pages of common prefixes.", aliases=("prefix_caching",)
     )
+    kv_host_memory: float = _cache(
+        0.0,
+        "GiB of host memory of each rank for pages that the prefix cache evicts; 0 for none. "
+        "Pinned where the device is a GPU.",
+    )
     mla_prefill: str = _execution("CC", "MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")
     mla_decode: str = _execution("A_CC_ME", "MLA form for decode steps.")
     steps_in_flight: int | None = _execution(
@@ -240,7 +246,7 @@ class EngineConfig:
     head_tp: int | None = _size("head_tp")
     exchange: str = _size("exchange")
     pipeline_turns: int | None = _size("pipeline_turns")
-    micro_batches: int = _size("micro_batches")
+    micro_batches: int | str = _size("micro_batches")
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
     redundant_experts: int = _size("redundant_experts")
@@ -326,6 +332,12 @@ class EngineConfig:
     expert_wait: float = _parallel(
         30.0, "Seconds that requests wait, and a start, for a server where none holds an expert."
     )
+    expert_rebalance: bool = _parallel(
+        False,
+        "Have expert servers load and drop experts as the load asks (--eplb-window, "
+        "--eplb-threshold), and load what no server holds any more. One engine alone may, of those "
+        "that share servers.",
+    )
     record_expert_load: bool = _execution(False, "Count tokens by layer and expert.")
     threads: int | None = _execution(None, "CPU threads.", at_least_one=True)
     ignore_config_fields: tuple[str, ...] = option(
@@ -338,6 +350,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_forms(self.mla_prefill, self.mla_decode)
         check_options(self)
+        object.__setattr__(self, "micro_batches", read_micro_batches(self.micro_batches))
         kv_dtype(self.kv_cache_dtype)  # raises ConfigError
         if EXE_MODES[self.exe_mode] == "compile" and self.mla_decode == "CC":
             raise ConfigError(
@@ -363,9 +376,7 @@ class EngineConfig:
         self._check_experts()
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
         if (self.pipeline_turns or 1) > 1 and self.pp == 1:
-            raise ConfigError(
-                f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
-            )
+            self._check_turns()
         if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
             self._check_compiled_ranks()
         self._check_npu_options()
@@ -375,10 +386,45 @@ class EngineConfig:
                 f"init_expert_load={self.init_expert_load!r} needs ep of at least 2: with ep=1 "
                 "every rank has a part of every expert"
             )
+        self._check_host_memory()
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
+            )
+
+    def _check_host_memory(self) -> None:
+        found = self.kv_host_memory
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not number or not 0 <= found <= MOST_HOST_MEMORY:
+            raise ConfigError(
+                f"kv_host_memory={found!r} is out of range; accepted: 0 to {MOST_HOST_MEMORY} (GiB)"
+            )
+        if found and not self.enable_prefix_caching:
+            raise ConfigError(f"kv_host_memory={found} needs enable_prefix_caching")
+        if found and self.for_npu:
+            raise ConfigError(f"kv_host_memory={found} is for device auto, cpu or cuda")
+
+    def _check_turns(self) -> None:
+        """Without pipeline stages only where steps wait for experts elsewhere."""
+        if not self.experts:
+            raise ConfigError(
+                f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
+            )
+        if self.pipeline_turns != 2:
+            raise ConfigError(
+                f"pipeline_turns={self.pipeline_turns} with experts in other processes; accepted: "
+                "1, 2"
+            )
+        if self.kv_host_memory:
+            raise ConfigError(
+                "pipeline_turns=2 with experts in other processes does not go with "
+                f"kv_host_memory={self.kv_host_memory}: pages are copied while a step still writes"
+            )
+        if self.micro_batches != 1 or not self.parallel.is_single:
+            raise ConfigError(
+                "pipeline_turns=2 with experts in other processes goes with one rank, and with "
+                f"micro_batches=1, not {self.micro_batches}"
             )
 
     def _check_experts(self) -> None:
@@ -392,6 +438,8 @@ class EngineConfig:
         if not self.experts:
             if self.expert_secret_file is not None:
                 raise ConfigError("expert_secret_file goes with experts alone")
+            if self.expert_rebalance:
+                raise ConfigError("expert_rebalance goes with experts alone")
             return
         others = {
             "fixed_experts": self.fixed_experts,
@@ -435,7 +483,7 @@ class EngineConfig:
         """What one traced step of a rank cannot hold."""
         if self.for_npu:
             return
-        wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches > 1}
+        wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches != 1}
         wrong["enable_eplb"] = self.enable_eplb
         for name, given in wrong.items():
             if given:
@@ -491,7 +539,7 @@ class EngineConfig:
 
     @property
     def counts_picks(self) -> bool:
-        return self.record_expert_load or self.enable_eplb
+        return self.record_expert_load or self.enable_eplb or self.expert_rebalance
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rorqual.engine.balance.initial import initial_maps
-from rorqual.engine.balance.policy import LoadWindow
+from rorqual.engine.balance.policy import BalanceStats, LoadWindow
+from rorqual.engine.balance.slot_balancer import SlotBalancer
 from rorqual.engine.config import OFF, EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
@@ -39,7 +40,8 @@ EXPERT_PAUSE = 0.02  # seconds between two looks for experts that no server hold
 @dataclass
 class Stats:
     """Counts since the engine started, and seconds of start-up by phase. allreduce_backend,
-    all2all_backend: of decode steps, in words.
+    all2all_backend: of decode steps, in words. steps_by_parts: steps by the parts that were wanted
+    of each (--micro-batches).
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the
     first token guessed).
@@ -54,6 +56,7 @@ class Stats:
     compiled: CompileStats | None = None
     allreduce_backend: str = ""
     all2all_backend: str = ""
+    steps_by_parts: Counter[int] = field(default_factory=Counter)
 
 
 class Engine:
@@ -68,7 +71,9 @@ class Engine:
         self.config = config
         self.executor = make_executor(config)
         worker = self.worker = self.executor.worker
-        self.scheduler = DataParallelScheduler(self._scheduler_config(), self.executor.dp)
+        self.scheduler = DataParallelScheduler(
+            self._scheduler_config(), self.executor.dp, worker.runner.micro_batches
+        )
         self.platform = worker.platform
         self.model = worker.model
         self.model_config = worker.model_config
@@ -90,11 +95,25 @@ class Engine:
         self.stats.all2all_backend = worker.all2all_backend
         self.stats.compiled = worker.compiled.stats if worker.compiled else None
         self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
+        self.slot_balancer = self._slot_balancer()
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
+        self.on_restart: Callable[[], None] = lambda: None  # pages mean nothing any more
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
         self._whole = True
+        self._next_count = 0
+
+    def _slot_balancer(self) -> SlotBalancer | None:
+        worker = self.worker
+        if worker.experts is None or not self.config.expert_rebalance:
+            return None
+        return SlotBalancer(
+            worker.experts,
+            worker.expert_layers,
+            self.model_config.moe.num_experts,
+            self.config.eplb_threshold,
+        )
 
     def _scheduler_config(self) -> SchedulerConfig:
         config = self.config
@@ -111,7 +130,8 @@ class Engine:
             lookahead=worker.mtp_layers,
             send_tokens=worker.speculation is not None and worker.speculation.drafter == "ngram",
             pipeline_turns=config.parallel.pipeline_turns or 1,
-            micro_batches=config.parallel.micro_batches,
+            host_pages=worker.host_pages,
+            host_step_pages=worker.host_step_pages,
         )
 
     @property
@@ -126,9 +146,10 @@ class Engine:
 
     # ---- serving
 
-    def add(self, request: Request) -> FinishReason | None:
+    def add(self, request: Request, dp_rank: int | None = None) -> FinishReason | None:
         """Queue a request; raises RequestError when it can never be served. Not None where the
-        tokens that it came with are all that it may have: it is over, and not queued."""
+        tokens that it came with are all that it may have: it is over, and not queued. dp_rank: the
+        data-parallel rank that has its pages, where that is known."""
         vocab = self.model_config.vocab_size
         for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
             wrong = next((token for token in tokens if not 0 <= token < vocab), None)
@@ -158,7 +179,7 @@ class Engine:
             self._check_structured(request)
         with self.changing():
             try:
-                over = self.scheduler.add(request)
+                over = self.scheduler.add(request, dp_rank)
             except RequestError as error:  # refused before anything was changed
                 refused = error
             else:
@@ -232,6 +253,8 @@ class Engine:
 
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""
+        if self.slot_balancer is not None:
+            self.slot_balancer.close()
         self.executor.close()
 
     @property
@@ -252,10 +275,12 @@ class Engine:
     def _restore(self) -> None:
         """Steps in flight are abandoned: what they sampled is never taken in, and requests go on
         from the tokens that `step` has returned. May itself be left midway; then it begins anew."""
+        self.worker.abandon()
         for step, _ in self.in_flight:
             self.scheduler.undo(step)
         self.in_flight.clear()
         self.scheduler.restart()
+        self.on_restart()
         self._whole = True
 
     def step(self) -> list[TokenOut]:
@@ -272,10 +297,31 @@ class Engine:
                 pass
             outs = self.collect() if self.in_flight else []
         except ExpertsMissing as error:
+            with self.changing():  # no step is left in flight, as if it had been taken in
+                pass
             self._wait_for_experts(error)
             return []
         self.missing = None
+        if self.slot_balancer is not None:
+            self._tell_balancer(self.slot_balancer)
         return outs
+
+    def _tell_balancer(self, balancer: SlotBalancer) -> None:
+        """A few times a window: several ranks answer to an earlier question."""
+        window = self.expert_window
+        if self.stats.steps < self._next_count:
+            return
+        self._next_count = self.stats.steps + max(1, window.steps // 4)
+        before = window.newest
+        self.expert_load()
+        if window.newest is not before and window.newest is not None and window.load is not None:
+            balancer.observe(window.load, window.newest)
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        """Of experts that are moved by their load, between ranks or expert servers; None where
+        they are not."""
+        return self.executor.balance if self.slot_balancer is None else self.slot_balancer.stats
 
     def _check_experts(self) -> None:
         """Where experts were missing and still are, there is nothing to try."""
@@ -305,6 +351,8 @@ class Engine:
     def expert_balancedness(self) -> list[float]:
         """Mean over max of the loads of the ranks that share the experts, by MoE layer, as experts
         lie now, of the windows that `expert_load` has seen; empty before the first."""
+        if self.slot_balancer is not None:
+            return self.slot_balancer.stats.by_layer
         load = self.expert_window.load
         ranks = self.config.parallel.ep
         if load is None or ranks == 1:
@@ -340,6 +388,7 @@ class Engine:
             step.launched = time.perf_counter()
             self.in_flight.append((step, self.executor.launch(step.output)))
             self.stats.steps += 1
+            self.stats.steps_by_parts[step.output.micro_batches] += 1
             self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in step.output.chunks)
             return True
 
@@ -365,7 +414,7 @@ class Engine:
         self._collected = now
         decoding = len(step.output.decode_slots)
         prompts = sum(len(chunk.tokens) for chunk in step.output.chunks)
-        if self.chunks is not None:
+        if self.chunks is not None and (decoding or prompts):  # not of copies alone
             self.chunks.observe(decoding, prompts, seconds)
         if self.config.num_speculative_tokens and began and decoding and not prompts:
             drafts = step.output.num_speculative_tokens

@@ -6,7 +6,9 @@ The engine knows this protocol alone. `LocalExecutor` is one process with one ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from rorqual.engine.balance.policy import BalanceStats
@@ -17,6 +19,7 @@ from rorqual.engine.distributed.worker_process import rank_device
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
+from rorqual.engine.rank_service import RankService, ServicePlace, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
@@ -75,6 +78,18 @@ class Executor(Protocol):
     def traced(self) -> list[TraceFile] | None:
         """The files of all ranks, once: when they are written. Else None."""
 
+    def check(self) -> None:
+        """Raises EngineError when a rank has died or hangs."""
+
+    def start_service(
+        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+    ) -> RankService:
+        """Make a service (rank_service.py) on every rank, once; returns this rank's. What rank i
+        tells comes as hear(i, message), on any thread."""
+
+    def tell_service(self, message: bytes) -> None:
+        """All ranks take a message: what it says is done before any step launched after."""
+
     def close(self) -> None:
         """End the other ranks, if any. Nothing can be asked of the executor after."""
 
@@ -91,6 +106,7 @@ class LocalExecutor:
         self.copies = config.parallel.dp
         self.launched = 0
         self.trace: StepTrace | None = None
+        self.service: RankService | None = None
 
     @property
     def dp(self) -> int:
@@ -139,8 +155,25 @@ class LocalExecutor:
         self.trace = None
         return found
 
+    def check(self) -> None:
+        """There are no others."""
+
+    def start_service(
+        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+    ) -> RankService:
+        self.service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        return self.service
+
+    def tell_service(self, message: bytes) -> None:
+        assert self.service is not None
+        done = self.service.take(message)
+        if done is not None:
+            done()
+
     def close(self) -> None:
         """Nothing else runs."""
+        if self.service is not None:
+            self.service.close()
         self.worker.close()
         if self.trace is not None:
             self.trace.drop()

@@ -50,11 +50,14 @@ def step_name(number: int, part: SchedulerOutput, metadata: StepMetadata) -> str
     """What a span says of a step, as this rank sees it."""
     decoding = len(part.decode_slots)
     chunks = len(part.chunks)
-    kind = "idle"
+    kind = "copies" if part.copies else "idle"
     if decoding or chunks:
         kind = "mixed" if decoding and chunks else "prefill" if chunks else "decode"
     drafts = metadata.num_speculative_tokens
     more = f", {drafts} drafts each" if drafts else ""
+    if part.copies:
+        out = sum(copy.to_host for copy in part.copies)
+        more += f", {out} pages out, {len(part.copies) - out} in"
     rows = f"{decoding} decoding, {chunks} chunks, {part.num_tokens} tokens{more}"
     return f"step {number} {kind}: {rows}"
 

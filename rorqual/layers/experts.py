@@ -41,7 +41,8 @@ def mlp_targets(
 class HeldExperts:
     """`held`: the slots that are here; where it is None, those of this rank. `local_fraction`: as
     in ExpertWeights. Where `fused_shared` is not 0, shared experts stand behind the routed ones in
-    the same tensors, a shared MLP of S times an expert's columns as S experts."""
+    the same tensors, a shared MLP of S times an expert's columns as S experts. `room`: slots that
+    there is memory for, if more than are held; nothing is loaded into the others."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class HeldExperts:
         moe: MoEConfig,
         slots: SlotMap | None = None,
         held: Sequence[int] | None = None,
+        room: int = 0,
     ):
         self.moe = moe
         self.prefix = prefix
@@ -61,7 +63,8 @@ class HeldExperts:
         self.slots = slots or SlotMap.identity(moe.num_experts)
         ep = build.mesh.axes["ep"].shard
         self.slots_here = self.slots.local(ep) if held is None else held
-        self.local_fraction = len(self.slots_here) / self.slots.num_slots
+        self.room = max(room, len(self.slots_here))
+        self.local_fraction = self.room / self.slots.num_slots
         self.columns = range(*build.mesh.axes["expert_tp"].shard.span(moe.intermediate_size))
         self.weights = self._empty(build)
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
@@ -103,7 +106,7 @@ class HeldExperts:
         self.down_format = format_of(build.scheme(downs, self.moe.intermediate_size))
 
     def _empty(self, build: Build) -> ExpertWeights:
-        stack = (len(self.slots_here) + self.fused_shared,)
+        stack = (self.room + self.fused_shared,)
         size = len(self.columns)
         edges = (size, self.columns.start)
         return ExpertWeights(
@@ -120,8 +123,7 @@ class HeldExperts:
 
     def finalize(self, ops: Ops) -> None:
         """Once the weights are there."""
-        for weight in (self.weights.gate_up, self.weights.down):
-            ops.prepare_weight(weight, f"{self.prefix}.experts")
+        ops.prepare_experts(self.weights, f"{self.prefix}.experts")
 
     def targets(self) -> Iterator[Target]:
         gate_up = self.weights.gate_up

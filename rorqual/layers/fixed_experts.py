@@ -119,9 +119,9 @@ class FixedExperts(ExpertLayer):
 
     def finalize(self) -> None:
         """Once the weights are there: as the backend wants them."""
-        experts = self.exchange.experts
-        for weight in (self.first.gate_up, self.first.down, experts.gate_up, experts.down):
+        for weight in (self.first.gate_up, self.first.down):
             self.ops.prepare_weight(weight, self.prefix)
+        self.ops.prepare_experts(self.exchange.experts, self.prefix)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
         return self.exchange_stages(partial(self.dispatch, layout=layout), layout)

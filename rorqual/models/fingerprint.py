@@ -12,7 +12,7 @@ import torch
 from rorqual.config.model import ModelConfig
 from rorqual.models.checkpoint import experts_digest
 
-FORMAT = "1"  # of what travels
+FORMAT = "2"  # of what travels
 
 
 def expert_fingerprint(

@@ -90,6 +90,7 @@ class TracedOps(Ops):
     heads_matmul = entry(Ops.heads_matmul)
     prepare_router_weight = entry(Ops.prepare_router_weight)
     prepare_weight = entry(Ops.prepare_weight)
+    prepare_experts = entry(Ops.prepare_experts)
     side_stream = entry(Ops.side_stream)
     prepare_mla = entry(Ops.prepare_mla)
     route = entry(Ops.route)
@@ -280,6 +281,7 @@ def _parts(weight: Weight) -> tuple[Any, ...]:
         weight.zero,
         weight.activation,
         weight.group_index,
+        weight.turned,
     )
 
 
@@ -288,9 +290,9 @@ def _parts(weight: Weight) -> tuple[Any, ...]:
 
 _WEIGHT = (
     "Tensor {0}, Tensor? {0}_scale, int[] {0}_block, Tensor? {0}_zero, str {0}_activation, "
-    "Tensor? {0}_group_index"
+    "Tensor? {0}_group_index, bool {0}_turned"
 )
-PARTS = 6  # of a weight
+PARTS = 7  # of a weight
 _library = torch.library.Library("rorqual", "DEF")
 
 

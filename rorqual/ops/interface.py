@@ -278,6 +278,11 @@ class Ops:
         wants a linear layer's matrix, or a stack of experts', to lie. Raises ConfigError where it
         has no product for it; `name` says whose it is."""
 
+    def prepare_experts(self, w: ExpertWeights, name: str) -> None:
+        """The same for the two matrices of a layer's experts."""
+        for weight in (w.gate_up, w.down):
+            self.prepare_weight(weight, name)
+
     def prepare_mla(self, w: MLAWeights, hidden: int) -> None:
         """The same for the matrices of one layer's prologue."""
 

@@ -83,7 +83,7 @@ class Weight:
             for part in (self.data, self.scale, self.zero, self.group_index)
         )
         assert data is not None
-        return Weight(data, scale, self.block, zero, self.activation, group_index)
+        return Weight(data, scale, self.block, zero, self.activation, group_index, self.turned)
 
     def part(self, start: int, stop: int) -> Weight:
         """A view of rows of a matrix; they begin on a block's edge."""
@@ -94,7 +94,8 @@ class Weight:
         zero = None if self.zero is None else self.zero[places]
         data = self.data[start:stop]
         scale = self.scale[places]
-        return Weight(data, scale, self.block, zero, self.activation, self.group_index)
+        index = self.group_index
+        return Weight(data, scale, self.block, zero, self.activation, index, self.turned)
 
 
 @dataclass
@@ -130,6 +131,7 @@ class ExpertWeights:
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Data, less its zero point, times its block's scale, in `dtype`; other weights are only
     cast."""
+    assert not weight.turned, "a backend has laid this weight out in its own way"
     if weight.scale is None:
         return weight.data.to(dtype)
     if weight.is_int4:

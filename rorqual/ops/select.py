@@ -12,9 +12,9 @@ def ops_for(platform: str) -> Ops:
 
         return CpuOps()
     if platform == "cuda":
-        from rorqual.ops.triton.backend import TritonOps
+        from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
 
-        return TritonOps()
+        return QuantizedTritonOps()
     if platform == "npu":
         from rorqual.ops.npu.backend import NpuOps
 

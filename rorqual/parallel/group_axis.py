@@ -55,6 +55,19 @@ class GroupAxis:
         self.peers: ExpertRows | None = None
         self.last_call = ""
         self.sent: list[tuple[dist.Work, Tensor]] = []
+        self.watched: list[dist.Work] | None = None
+
+    def _started(self, work: dist.Work, finish: Callable[[], Tensor]) -> Started:
+        if self.watched is not None:
+            self.watched.append(work)
+        return Started(work, finish)
+
+    def settle(self) -> None:
+        """Wait for what has been started since the last call, the results of which stay to be
+        waited for; from the first call on. `watched` = None ends it."""
+        for work in self.watched or ():
+            work.wait()
+        self.watched = []
 
     def count(self, call: str, message: int) -> None:
         self.last_call = call
@@ -105,7 +118,7 @@ class GroupAxis:
         self.count("reduce_scatter", padded.nbytes)
         out = x.new_empty(most, *x.shape[1:])
         work = _scatter(out, padded, group=self.group, async_op=True)
-        return Started(work, lambda: out if own == most else out[:own])
+        return self._started(work, lambda: out if own == most else out[:own])
 
     def _longest(self, counts: Sequence[int] | None, each: int) -> tuple[int, bool]:
         """(rows of the longest rank, whether all are as long); `each` where no counts are given."""
@@ -128,7 +141,9 @@ class GroupAxis:
         out = x.new_empty(self.size * most, *x.shape[1:])
         self.count("all_gather", out.nbytes)
         work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
-        return Started(work, lambda: out if even or counts is None else _trimmed(out, counts, most))
+        return self._started(
+            work, lambda: out if even or counts is None else _trimmed(out, counts, most)
+        )
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         columns = _longer(x.transpose(0, 1), max(widths))
@@ -150,7 +165,7 @@ class GroupAxis:
         work = dist.all_to_all_single(
             _bits(out), bits, list(receive), list(send), group=self.group, async_op=True
         )
-        return Started(work, lambda: out)
+        return self._started(work, lambda: out)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
         return self.start_all_to_all_fixed(x).wait()
@@ -166,13 +181,13 @@ class GroupAxis:
         work = dist.all_to_all_single(
             _bits(out), _bits(x.contiguous()), group=self.group, async_op=True
         )
-        return Started(work, lambda: out)
+        return self._started(work, lambda: out)
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         self.count("broadcast", x.nbytes)
         work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
         assert work is not None, "this rank is part of the group"
-        return Started(work, lambda: x)
+        return self._started(work, lambda: x)
 
     # ---- neighbours
 
@@ -196,7 +211,7 @@ class GroupAxis:
             return Ready(out)
         work = dist.irecv(out, self.ranks[source], group=self.group)
         assert work is not None, "this rank is part of the group"
-        return Started(work, lambda: out)
+        return self._started(work, lambda: out)
 
     def flush(self) -> None:
         for work, _ in self.sent:

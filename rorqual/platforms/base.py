@@ -37,6 +37,7 @@ class Staging:
 class Platform:
     """A device with its memory and its way of bringing results home.
 
+    host_step_bytes: most that one step copies to or from host memory, each way.
     default_page_size in tokens; default_batched_tokens: of a step, decoding and prompts;
     steps_in_flight: how many steps to launch before reading the first;
     has_graphs: `capture` works; asynchronous: what is launched runs later, else it is done when the
@@ -46,6 +47,7 @@ class Platform:
     name = "base"
     default_page_size = 16
     default_batched_tokens = 2048
+    host_step_bytes = 32 * 2**20
     steps_in_flight = 1
     collectives = "gloo"
     has_graphs = False
@@ -118,6 +120,14 @@ class Platform:
         """The context in which another thread copies beside the steps; what it gives waits until
         that is done. Nothing is captured meanwhile, so nobody may wait for other ranks in it."""
         return nullcontext(lambda: None)
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do device work of the engine's thread beside its steps: behind all that it has launched
+        by now, and in the order of these calls. What `background` does comes behind it."""
+        work()
+
+    def after_beside(self) -> None:
+        """What is launched here from now on waits for it."""
 
     def mark(self) -> Callable[[], None]:
         """After what has been launched here by now: the result, called in another context, makes

@@ -11,8 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from rorqual.errors import ConfigError
+from rorqual.registry.experts import ExpertRecord
 from rorqual.route.answers import RouteError
 from rorqual.route.config import MOST_SERVERS, ROLES, server_url
+from rorqual.route.experts import EXPERTS, ExpertList
 from rorqual.route.health import HealthChecks
 from rorqual.route.servers import Server, ServerList
 
@@ -24,15 +26,18 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 class Admin:
     """POST register {url, role, lease_seconds}: join, or renew; drain, undrain and leave
-    {url}, or ?server=URL; GET servers."""
+    {url}, or ?server=URL; GET servers. Of expert servers: register and leave {role: "experts",
+    address, slots, layers}; GET experts."""
 
     def __init__(self, secret: str, servers: ServerList, checks: HealthChecks):
         self.expected = f"Bearer {secret}".encode()
         self.servers = servers
         self.checks = checks
+        self.experts = ExpertList()
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/admin/servers", self._guarded(self.list))
+        app.router.add_get("/admin/experts", self._guarded(self.list_experts))
         for name, handler in (
             ("register", self.register),
             ("drain", self.drain),
@@ -53,18 +58,24 @@ class Admin:
     async def list(self, request: web.Request) -> web.Response:
         return web.json_response({"servers": [server.told() for server in self.servers]})
 
+    async def list_experts(self, request: web.Request) -> web.Response:
+        return web.json_response({"servers": self.experts.told()})
+
     async def register(self, request: web.Request) -> web.Response:
         fields = await _fields(request)
         role = fields.get("role", "replica")
         lease = fields.get("lease_seconds", 30.0)
-        if role not in ROLES:
-            raise _wrong(f"role={role!r} is not known; accepted: {', '.join(ROLES)}")
+        if role not in (*ROLES, EXPERTS):
+            accepted = ", ".join((*ROLES, EXPERTS))
+            raise _wrong(f"role={role!r} is not known; accepted: {accepted}")
         known = isinstance(lease, int | float) and not isinstance(lease, bool)
         if not known or not SHORTEST_LEASE <= lease <= LONGEST_LEASE:
             raise _wrong(
                 f"lease_seconds={lease!r} is out of range; accepted: {SHORTEST_LEASE:g} to "
                 f"{LONGEST_LEASE:g}"
             )
+        if role == EXPERTS:
+            return web.json_response(self.experts.join(_experts(fields), lease))
         url = _url(fields)
         if url not in self.servers.servers and len(self.servers.servers) >= MOST_SERVERS:
             raise RouteError(503, f"there are {MOST_SERVERS} servers already", "too_many_servers")
@@ -85,13 +96,19 @@ class Admin:
         return web.json_response(server.told())
 
     async def leave(self, request: web.Request) -> web.Response:
-        server = await self._server(request)
+        fields = {} if "server" in request.query else await _fields(request)
+        if fields.get("role") == EXPERTS:
+            return web.json_response(self.experts.leave(str(fields.get("address"))))
+        server = self._named(request, fields)
         self.checks.leave(server, "it was told to")
         return web.json_response({"url": server.url})
 
     async def _server(self, request: web.Request) -> Server:
+        return self._named(request, {} if "server" in request.query else await _fields(request))
+
+    def _named(self, request: web.Request, fields: dict[str, Any]) -> Server:
         named = request.query.get("server")
-        url = _url(await _fields(request) if named is None else {"url": named})
+        url = _url(fields if named is None else {"url": named})
         server = self.servers.servers.get(url)
         if server is None:
             raise RouteError(404, f"{url} is no server of this router", "no_such_server")
@@ -115,6 +132,14 @@ def _url(fields: dict[str, Any]) -> str:
     try:
         return server_url(str(fields.get("url")))
     except (ConfigError, ValueError) as error:
+        raise _wrong(str(error)) from None
+
+
+def _experts(fields: dict[str, Any]) -> ExpertRecord:
+    try:
+        given = [fields.get(name, "all") for name in ("slots", "layers")]
+        return ExpertRecord(str(fields.get("address")), *given)
+    except ConfigError as error:
         raise _wrong(str(error)) from None
 
 

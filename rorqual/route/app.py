@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from rorqual.errors import ConfigError
+from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
 from rorqual.route.calls import LONG_BODY, RoutedCall
@@ -25,7 +26,11 @@ from rorqual.route.forward import Forwarder
 from rorqual.route.health import HealthChecks
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.policies import NAMED
+from rorqual.route.registry import RegistryWatch
 from rorqual.route.servers import DOWN, PREFILL, ServerList
+from rorqual.route.spans import note_call, request_span
+from rorqual.telemetry.spans import RequestSpan, RequestTracer
+from rorqual.telemetry.start import start_tracer
 
 log = logging.getLogger("rorqual.route")
 
@@ -39,10 +44,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Router:
-    """All that the routes share. Made inside a running loop."""
+    """All that the routes share. Made inside a running loop. tracer: left open."""
 
-    def __init__(self, config: RouteConfig):
+    def __init__(self, config: RouteConfig, tracer: RequestTracer | None = None):
         self.config = config
+        self.tracer = tracer or RequestTracer()
         self.metrics = RouteMetrics()
         policy = NAMED[config.policy]
         self.servers = ServerList(
@@ -67,12 +73,21 @@ class Router:
         )
         self.checks = HealthChecks(config, self.servers, self.session, self.metrics)
         self.forwarder = Forwarder(config, self.servers, self.session, self.metrics)
+        secret = config.secret()
+        self.registry: RegistryWatch | None = None
+        if config.registry is not None and secret is not None:
+            where = etcd_address(config.registry)
+            self.registry = RegistryWatch(where, secret, self.servers, self.checks, self.session)
+        self.watch: asyncio.Task[None] | None = None
         self.open = 0
         self.held = 0  # bytes of bodies
         self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
         """Every server is looked at once before the first request."""
+        if self.registry is not None:
+            await self.registry.start()
+            self.watch = asyncio.create_task(self.registry.run())
         await asyncio.gather(*(self.checks.look(server) for server in self.servers))
         for server in self.servers:
             self.checks.start(server)
@@ -80,6 +95,9 @@ class Router:
                 log.warning("%s does not answer yet", server.url)
 
     async def close(self) -> None:
+        if self.watch is not None:
+            self.watch.cancel()
+            await asyncio.gather(self.watch, return_exceptions=True)
         await self.checks.close()
         await self.session.close()
 
@@ -114,10 +132,32 @@ class Router:
 
     async def show_metrics(self, request: web.Request) -> web.Response:
         self.metrics.open.set(self.open)
+        if self.registry is not None:
+            self.metrics.registry_up.set(not self.registry.away)
         body = self.metrics.text(list(self.servers), self.config.breaker_failures)
         return web.Response(body=body, headers={"Content-Type": METRICS})
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
+        span = request_span(self.tracer, request)
+        try:
+            answer = await self._forward(request, span)
+            span.set({"http.response.status_code": answer.status})
+            if answer.status >= 500:
+                span.fail(str(answer.status))
+            return answer
+        except RouteError as error:
+            span.set({"http.response.status_code": error.status})
+            if error.status >= 500:
+                span.fail(error.code, error.message)
+            raise
+        except BaseException as error:
+            left = isinstance(error, asyncio.CancelledError | ConnectionError)
+            span.fail("left" if left else type(error).__name__)
+            raise
+        finally:
+            span.end()
+
+    async def _forward(self, request: web.Request, span: RequestSpan) -> web.StreamResponse:
         if {".", ".."} & set(request.path.split("/")):
             raise RouteError(404, "a path has no dots of its own", "no_route")
         if self.open >= self.config.max_in_flight:
@@ -138,6 +178,8 @@ class Router:
                 RoutedCall.of, request.method, request.path, target, request.headers, body
             )
             call = read() if held < LONG_BODY else await asyncio.to_thread(read)
+            call.span = span
+            note_call(call)
             return await self.forwarder.answer(call, request)
         except asyncio.CancelledError:
             if not self.forwarder.ending:
@@ -208,9 +250,10 @@ def bind(config: RouteConfig) -> socket.socket:
     return sock
 
 
-def run(config: RouteConfig) -> int:
+def run(config: RouteConfig, version: str = "") -> int:
     """Route until told to stop; returns the exit status."""
     config.secret()  # raises ConfigError before anything listens
+    tracer = start_tracer(config.otlp_endpoint, "rorqual-router", version)
     allow_open_files(config.max_in_flight)
     sock = bind(config)
     factory: Any = None
@@ -219,10 +262,10 @@ def run(config: RouteConfig) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(route(config, sock))
+        return runner.run(route(config, sock, tracer))
 
 
-async def route(config: RouteConfig, sock: socket.socket) -> int:
+async def route(config: RouteConfig, sock: socket.socket, tracer: RequestTracer) -> int:
     stop = asyncio.Event()
     hurry = asyncio.Event()
 
@@ -231,7 +274,7 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
 
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, told)
-    router = Router(config)
+    router = Router(config, tracer)
     await router.start()
     runner = web.AppRunner(
         router.app(),
@@ -268,6 +311,7 @@ async def route(config: RouteConfig, sock: socket.socket) -> int:
         log.warning("%d open requests are cut off", cut)
     await done
     await router.close()
+    await asyncio.to_thread(tracer.close)
     return 1 if cut else 0
 
 

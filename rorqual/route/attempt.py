@@ -13,6 +13,7 @@ import aiohttp
 from yarl import URL
 
 from rorqual.route.servers import DOWN, READY, UNREADY, Server
+from rorqual.telemetry.spans import NO_SPAN, RequestSpan
 
 T = TypeVar("T")
 
@@ -39,10 +40,11 @@ def is_own_fault(error: BaseException) -> bool:
 
 class Attempt:
     """A context: inside, the server counts the request. Belongs to the task that made it; `give_up`
-    may come from any other."""
+    may come from any other. span: ends with it."""
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Server, span: RequestSpan = NO_SPAN):
         self.server = server
+        self.span = span
         self.response: aiohttp.ClientResponse | None = None
         self.heard = time.monotonic()
         self.task = asyncio.current_task()
@@ -65,6 +67,18 @@ class Attempt:
         if self.response is not None:
             # the connection is closed unless all was read: a server hears of it
             self.response.close() if kind else self.response.release()
+        self._end_span(error)
+
+    def _end_span(self, error: BaseException | None) -> None:
+        if self.response is not None:
+            self.span.set({"http.response.status_code": self.response.status})
+            if error is None and self.response.status >= 500:
+                self.span.fail(str(self.response.status))
+        if isinstance(error, asyncio.CancelledError):
+            self.span.fail("left", "the client has gone, or was cut off")
+        elif error is not None:
+            self.span.fail("lost" if isinstance(error, ServerLost) else "failed", str(error))
+        self.span.end()
 
     def give_up(self, why: str) -> None:
         """What the server still sends goes nowhere."""
@@ -120,7 +134,7 @@ class Attempt:
                 method,
                 URL(self.server.url + target, encoded=True),  # as the client wrote it
                 data=body or None,
-                headers=headers,
+                headers=self.span.carry(headers),
                 allow_redirects=False,
                 timeout=timeout or session.timeout,
             )

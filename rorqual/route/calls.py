@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rorqual.telemetry.spans import NO_SPAN, RequestSpan
+
 # headers of one connection (RFC 9110, 7.6.1), and those that the router makes itself
 HOP = frozenset(
     (
@@ -26,6 +28,7 @@ HOP = frozenset(
     )
 )
 RESUMABLE = "X-Rorqual-Resumable"
+OWN_NAMES = frozenset(("x-request-id", "x-rorqual-resumable"))
 CAN_GO_ON = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATES = CAN_GO_ON | {"/v1/responses", "/v1/messages"}
 LONG_BODY = 1 << 18  # bytes from which on to read or write it is worth a thread
@@ -46,7 +49,7 @@ NOT_FOR_PREFILL = (
 @dataclass
 class RoutedCall:
     """body: as it came; fields: as an object, None where it is none (the server will say so).
-    key: the beginning of the prompt."""
+    key: the beginning of the prompt. span: of it as a whole; attempts: servers asked so far."""
 
     method: str
     path: str
@@ -56,6 +59,8 @@ class RoutedCall:
     fields: dict[str, Any] | None = None
     key: bytes = b""
     transfer: dict[str, Any] | None = field(default=None, repr=False)
+    span: RequestSpan = NO_SPAN
+    attempts: int = 0
 
     @staticmethod
     def of(
@@ -134,7 +139,7 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Without those of one connection, named by the standard (RFC 9110, 7.6.1) or by the sender."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     return {
-        name.title() if name.lower() in ("x-request-id", "x-rorqual-resumable") else name: value
+        name.title() if name.lower() in OWN_NAMES else name: value
         for name, value in headers.items()
         if name.lower() not in HOP and name.lower() not in named
     }

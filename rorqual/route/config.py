@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
+from rorqual.registry.address import etcd_address
 
 POLICIES = ("power_of_two", "least_loaded", "round_robin", "prefix")
 ROLES = ("replica", "prefill", "decode")
@@ -48,6 +49,16 @@ class RouteConfig:
         None,
         "A file with the secret for /admin (register, drain, leave). Without it there are no "
         "such routes.",
+    )
+    otlp_endpoint: str | None = _router(
+        None,
+        "http://HOST:4318 of an OpenTelemetry collector that spans of requests are sent to (OTLP "
+        "over HTTP); needs rorqual[otel].",
+    )
+    registry: str | None = _router(
+        None,
+        "etcd://HOST:PORT[,HOST:PORT][/PREFIX] where servers are found that registered there "
+        "(`rorqual serve --register`); needs --admin-secret-file.",
     )
     health_interval: float = _time(1.0, "Seconds between two looks at a server's /health.")
     health_timeout: float = _time(2.0, "Seconds that /health may take.")
@@ -89,6 +100,10 @@ class RouteConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.registry is not None:
+            etcd_address(self.registry)
+            if self.admin_secret_file is None:
+                raise ConfigError("registry needs admin_secret_file: it proves who may join")
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("prefill and decode servers need each other; name both, or replicas")
         if not (self.replicas or self.decode or self.admin_secret_file):

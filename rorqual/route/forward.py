@@ -30,6 +30,7 @@ from rorqual.route.config import RouteConfig
 from rorqual.route.events import BadStream, EventSplitter, StreamRecord, is_full, is_loss
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.servers import UNREADY, Server, ServerList
+from rorqual.route.spans import attempt_span
 
 log = logging.getLogger("rorqual.route")
 
@@ -144,7 +145,7 @@ class Forwarder:
             total=self.config.prefill_timeout, sock_connect=self.config.connect_timeout
         )
         try:
-            with Attempt(server) as attempt:
+            with Attempt(server, attempt_span(call, server.url, "prefill")) as attempt:
                 body = await beside(call, call.prefill_body)
                 answer = await attempt.begin(
                     self.session, "POST", call.target, headers, body, timeout
@@ -166,6 +167,7 @@ class Forwarder:
         """Nothing is sent before everything is there."""
         failed: set[Server] = set()
         refused: web.Response | None = None
+        after: BaseException | str = ""
         for number in range(self.config.tries):
             server = await self.pick(call, failed) if refused is None else self._other(call, failed)
             if server is None:
@@ -173,8 +175,9 @@ class Forwarder:
             if number:
                 self.metrics.retries.inc()
             try:
-                found = await self._fetch(call, server)
-            except ServerLost:
+                found = await self._fetch(call, server, after)
+            except ServerLost as error:
+                after = error
                 failed.add(server)
                 call.transfer = None
                 continue
@@ -184,6 +187,7 @@ class Forwarder:
             if is_loss(found.body):
                 call.transfer = None
             refused = found
+            after = f"it answers {found.status}"
             failed.add(server)
         if refused is not None:
             return refused
@@ -194,11 +198,14 @@ class Forwarder:
         server = self.servers.pick(False, call.key, failed)
         return None if server in failed else server
 
-    async def _fetch(self, call: RoutedCall, server: Server) -> web.Response:
+    async def _fetch(
+        self, call: RoutedCall, server: Server, after: BaseException | str
+    ) -> web.Response:
         error: BaseException | None = None
         status = 0
+        span = attempt_span(call, server.url, "retry" if after else "first", after)
         try:
-            with Attempt(server) as attempt:
+            with Attempt(server, span) as attempt:
                 body = await beside(call, call.answer_body, None)
                 answer = await attempt.begin(
                     self.session, call.method, call.target, call.headers, body
@@ -236,6 +243,7 @@ class RoutedStream:
         self.resumes = 0
         self.refused: web.Response | None = None
         self.loss: bytes | None = None
+        self.after: BaseException | str = ""  # how the attempt before the present one ended
         self.began = 0.0  # of the present attempt
         self.unread = 0.0  # seconds of it in which the client had not taken what was there
 
@@ -245,24 +253,25 @@ class RoutedStream:
         except asyncio.CancelledError:
             if self.response is None or not self.forwarder.ending:
                 raise
-            return await self._told(ending().event())
+            return await self._told(ending())
         except OwnFault:
             if self.response is None:
                 raise
             self.metrics.streams_lost.inc()
-            return await self._told(stream_lost().event())
+            return await self._told(stream_lost())
         except SlowReader:
-            return await self._told(reader_too_slow().event())
+            return await self._told(reader_too_slow())
 
-    async def _told(self, event: bytes) -> web.StreamResponse:
+    async def _told(self, error: RouteError) -> web.StreamResponse:
         """The stream's last event, which a client that does not read is not waited for."""
         task = asyncio.current_task()
         assert self.response is not None
         assert task is not None
         task.uncancel()
+        self.call.span.fail(error.code, error.message)
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORDS):
-                await self.response.write(event)
+                await self.response.write(error.event())
                 await self.response.write_eof()
         return self.response
 
@@ -274,7 +283,8 @@ class RoutedStream:
                 return await self._end()
             try:
                 found = await self._attempt(server)
-            except ServerLost:
+            except ServerLost as error:
+                self.after = error
                 self.failed.add(server)
                 self.call.transfer = None  # pages are kept for one reader
                 if self.record.events > before:
@@ -318,8 +328,10 @@ class RoutedStream:
         status = 0
         self.began = time.monotonic()
         self.unread = 0.0
+        why = "resume" if resume is not None else "retry" if self.after else "first"
+        span = attempt_span(call, server.url, why, self.after)
         try:
-            with Attempt(server) as attempt:
+            with Attempt(server, span) as attempt:
                 answer = await attempt.begin(
                     self.forwarder.session, call.method, call.target, headers, body
                 )
@@ -355,12 +367,14 @@ class RoutedStream:
         self.failed.add(server)
         if self.response is not None:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
+            self.after = f"it does not go on: {answer.status}"
             return None
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
         if not has_no_room(answer.status, data):
             return found
         if is_loss(data):
             call.transfer = None
+        self.after = f"it answers {answer.status}"
         self.refused = found
         return None
 
@@ -414,6 +428,7 @@ class RoutedStream:
                 return self.refused
             raise server_lost() if self.failed else no_server()
         self.metrics.streams_lost.inc()
+        self.call.span.fail("stream_lost", str(self.after))
         event = stream_lost().event() if self.loss is None else self.loss + b"\n\n" + DONE
         await self.response.write(event)
         return self.response

@@ -37,6 +37,9 @@ class RouteMetrics:
             "breaker_open", "1 where a server failed too often in a row", "server"
         )
         self.open = self._gauge("open_requests", "Clients' requests that are open")
+        self.registry_up = self._gauge(
+            "registry_up", "1 where etcd answers; 0 also without --registry"
+        )
         self.outcomes: set[tuple[str, str]] = set()
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
-from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
+from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TRANSPORTS, TransferConfig
+from rorqual.disagg.transports.installed import TCP, package_of
 from rorqual.errors import ConfigError
+from rorqual.registry.address import SCHEME, etcd_address, is_private
 from rorqual.serve.cors import CorsConfig
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
@@ -67,6 +70,11 @@ class ServeConfig:
         "A folder: POST /start_profile, from this machine and with the API key, has the next steps "
         "recorded into it, for Perfetto. Without it there is no such route.",
     )
+    otlp_endpoint: str | None = _server(
+        None,
+        "http://HOST:4318 of an OpenTelemetry collector that spans of requests are sent to (OTLP "
+        "over HTTP); needs rorqual[otel].",
+    )
     role: str = _transfer(
         "none",
         "prefill: keep the pages of prompts whose answers go on elsewhere, and serve them; decode: "
@@ -75,7 +83,10 @@ class ServeConfig:
         choices=("none", *ROLES, ATTENTION),
     )
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
-    kv_port: int = _transfer(0, "Its port; 0 takes a free one. Replicas have the next ones.")
+    kv_port: int = _transfer(
+        0,
+        "Its port; 0 takes a free one. Further ranks have the next ones, then replicas.",
+    )
     kv_peers: tuple[str, ...] = _transfer(
         ("127.0.0.1",),
         "HOST, HOST:PORT or NETWORK/BITS that pages may be fetched from; may be repeated.",
@@ -91,6 +102,21 @@ class ServeConfig:
         "Where pages do not come: compute the prompt here, or fail the request (503).",
         choices=ON_FAILURE,
     )
+    kv_transport: str = _transfer(
+        "tcp",
+        "What carries the bytes of pages, the same on both sides: tcp (the authenticated link "
+        "itself), or a library that reads the other side's memory and does not ask who reads: "
+        "nixl (needs rorqual[nixl]) or mooncake (rorqual[mooncake]).",
+        choices=TRANSPORTS,
+    )
+    kv_staging_mb: int = _transfer(
+        256, "MiB of host memory through which pages pass where a library carries them."
+    )
+    kv_overlap: bool = _transfer(
+        False,
+        "Answer a prefill request once a first chunk of its prompt is computed: pages are fetched "
+        "while the rest is.",
+    )
     kv_events: str | None = _routers(
         None,
         "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are told, in vLLM's "
@@ -100,7 +126,11 @@ class ServeConfig:
         None, "tcp://ADDRESS:PORT where the last of these are told again; needs --kv-events."
     )
     kv_events_topic: str = _routers("", "Their topic.")
-    register: tuple[str, ...] = _routers((), "URL of a `rorqual route` to join; may be repeated.")
+    register: tuple[str, ...] = _routers(
+        (),
+        "URL of a `rorqual route` to join, or etcd://HOST:PORT where routers look (--registry); "
+        "may be repeated.",
+    )
     register_secret_file: str | None = _routers(
         None, "A file with the router's --admin-secret-file secret; needed with --register."
     )
@@ -137,9 +167,7 @@ class ServeConfig:
             raise ConfigError("role='attention' needs experts")
         if self.role in ROLES:
             self._check_role()
-        for url in (*self.register, *((self.register_url,) if self.register_url else ())):
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        self._check_register()
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("kv_events_replay needs kv_events")
         if self.kv_events and not self.engine.get("enable_prefix_caching", True):
@@ -148,15 +176,23 @@ class ServeConfig:
         if self.register and self.register_secret_file is None:
             raise ConfigError("register needs register_secret_file")
 
+    def _check_register(self) -> None:
+        etcd = [url for url in self.register if url.startswith(SCHEME)]
+        for url in (*self.register, *((self.register_url,) if self.register_url else ())):
+            if url in etcd:
+                etcd_address(url)
+            elif not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no URL; accepted: http://HOST:PORT")
+        host = urlsplit(self.register_url).hostname if self.register_url else self.host
+        if etcd and not is_private(host or ""):
+            raise ConfigError(
+                f"routers take no server at {host!r} from etcd; accepted as host, or as that of "
+                "register_url: an address of loopback or of a private network, or a name"
+            )
+
     def _check_role(self) -> None:
         if self.kv_secret_file is None:
             raise ConfigError(f"role={self.role!r} needs kv_secret_file")
-        several = [name for name in ("tp", "dp", "pp") if self.engine.get(name, 1) != 1]
-        if several:
-            raise ConfigError(
-                f"role={self.role!r} is for engines of one rank so far; "
-                f"{several[0]}={self.engine[several[0]]}"
-            )
         if not self.engine.get("enable_prefix_caching", True):
             raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
 
@@ -171,6 +207,8 @@ class ServeConfig:
         if self.role not in ROLES:
             return None
         assert self.kv_secret_file is not None
+        if self.kv_transport != TCP:
+            package_of(self.kv_transport)  # not after minutes of loading weights
         try:
             secret = Path(self.kv_secret_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -185,4 +223,7 @@ class ServeConfig:
             self.kv_peers,
             self.kv_lease_seconds,
             self.kv_load_failure,
+            self.kv_overlap,
+            self.kv_transport,
+            self.kv_staging_mb,
         )

@@ -21,9 +21,11 @@ from typing import Any
 import uvicorn
 
 from rorqual.config.hf import read_config_file
+from rorqual.config.host_memory import check_room
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
+from rorqual.registry.address import SCHEME, etcd_address
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import with_cors
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
@@ -33,6 +35,8 @@ from rorqual.serve.http.connection import DirectSend, limited
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.registration import Registration, read_secret
+from rorqual.telemetry.spans import RequestTracer
+from rorqual.telemetry.start import start_tracer
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import tokenizer_of
@@ -58,6 +62,7 @@ class HttpServer(uvicorn.Server):
 
 def run(config: ServeConfig, version: str) -> int:
     """Serve until told to stop; returns the exit status."""
+    tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     folder = model_folder(config.model)
     served = read_served(config, folder)
     options = engine_options(config, folder)
@@ -72,7 +77,7 @@ def run(config: ServeConfig, version: str) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config, options, served, sock, version))
+        return runner.run(serve(config, options, served, sock, version, tracer))
 
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
@@ -168,6 +173,9 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
             "launcher='torchrun' starts the ranks of one engine, once: it goes with neither "
             "replicas nor restart"
         )
+    if engine.kv_host_memory and engine.launcher == "local":
+        # replicas start side by side, and each alone would find enough
+        check_room(engine.kv_host_memory, config.replicas * engine.parallel.world)
     return [
         {**base, "first_device": engine.first_device + i * engine.parallel.world}
         for i in range(config.replicas)
@@ -180,6 +188,7 @@ async def serve(
     served: Served,
     sock: socket.socket,
     version: str,
+    tracer: RequestTracer,
 ) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
@@ -196,7 +205,8 @@ async def serve(
     )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)
-    app = DirectSend(with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors))
+    routes = create_app(api, config.api_key, profile_dir(config), tracer)
+    app = DirectSend(with_cors(routes, config.cors))
     server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -222,6 +232,7 @@ async def serve(
         stop.cancel()
         server.should_exit = True
         await asyncio.gather(http, engines, *others, return_exceptions=True)
+        await asyncio.to_thread(tracer.close)
 
 
 async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> int:
@@ -293,8 +304,9 @@ def registration(config: ServeConfig, url: str) -> Registration | None:
     if not config.register or config.register_secret_file is None:
         return None
     secret = read_secret(config.register_secret_file)
-    routers = tuple(router.rstrip("/") for router in config.register)
-    return Registration(routers, secret, config.register_url or url, config.role)
+    routers = tuple(one.rstrip("/") for one in config.register if not one.startswith(SCHEME))
+    etcd = tuple(etcd_address(one) for one in config.register if one.startswith(SCHEME))
+    return Registration(routers, secret, config.register_url or url, config.role, etcd)
 
 
 def check_open_files(room: int) -> None:

@@ -18,8 +18,11 @@ from rorqual.request import Request
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """traced: somebody wants to know of its phases."""
+
     request: Request
     every_step: bool
+    traced: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -118,9 +121,12 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
     rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
     moved. prompts and cached_prompts: tokens of the prompts whose first token has
-    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers:
-    KVTransfers.figures; empty where pages do not travel. expert_servers: of each its name, whether
-    it is linked, seconds of a call, and its share of rows that others could take too."""
+    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers,
+    traffic: KVTransfers.figures and traffic; empty where pages do not travel. host_cache: pages
+    that host memory can hold and does, tokens looked for there and found, bytes copied out and in
+    by one rank of each data-parallel one; empty where there is none. expert_servers: of each its
+    name, whether it is linked, seconds of a call, and its share of rows that others could take
+    too."""
 
     at: float
     running: int = 0
@@ -145,6 +151,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_balancedness: list[float] = []
     expert_moves: list[int] = []
     transfers: list[int] = []
+    traffic: dict[str, list[float]] = {}
+    host_cache: list[int] = []
     expert_servers: list[tuple[str, bool, float, float]] = []
 
 
@@ -154,6 +162,18 @@ class HistogramState(msgspec.Struct, array_like=True):
 
     counts: list[int]
     total: float
+
+
+class RequestPhase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
+    """A phase of a traced request is over; sent before the outputs that it ends with. `arrival`:
+    the request's; details: attributes of the phase's span."""
+
+    id: str
+    name: str
+    arrival: float
+    start: float
+    end: float
+    details: dict[str, str | int | float]
 
 
 class TraceDone(msgspec.Struct, tag="traced", array_like=True, frozen=True):
@@ -171,7 +191,7 @@ class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
     user: bool
 
 
-FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | TraceDone | Dying
+FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | RequestPhase | TraceDone | Dying
 
 
 def encoder() -> msgspec.msgpack.Encoder:

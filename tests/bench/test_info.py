@@ -17,10 +17,10 @@ from rorqual.config.hf import read_config
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 
 
-def screen(name: str, memory_gib: float | None = None) -> list[str]:
+def screen(name: str, memory_gib: float | None = None, host_gib: float | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=120)
     config = read_config(json.loads((SHAPES / name / "config.json").read_text()))
-    console.print(render(config, f"[{name}]", memory_gib))
+    console.print(render(config, f"[{name}]", memory_gib, host_gib))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -41,6 +41,18 @@ def test_deepseek_v3() -> None:
     assert ["AM_CC_ME", "70,272", "15,279", "278.53", "K", "598.15", "M"] in lines
     assert ["80", "GiB", "-", "-", "-", "-", "8.01", "M"] in lines
     assert any(line[:2] == ["1000", "GiB"] and line[2] != "-" for line in lines)
+
+
+def test_host_memory_for_evicted_prefixes() -> None:
+    """Ranks share heads, not latents."""
+    tokens = [
+        line.split()[1:]
+        for name in ("qwen3-30b-a3b", "deepseek-v3")
+        for line in screen(name, host_gib=64)
+        if line.startswith("tokens ")
+    ]
+    assert tokens[0] == ["699.05", "K", "1.40", "M", "2.80", "M"]
+    assert tokens[1] == ["977.91", "K"] * 5
 
 
 def test_from_a_folder(tmp_path: Path) -> None:

@@ -19,57 +19,20 @@ from rorqual import LLM
 from rorqual.disagg.expert_server import ExpertServer, serve_experts
 from rorqual.errors import ConfigError, ExpertsMissing, RorqualError
 from rorqual.parallel.remote import exchange as remote_exchange
-from rorqual.parallel.remote.link import LinkError, introduce, receive, send
+from rorqual.parallel.remote.link import LinkError, introduce, receive, send, shut
 from rorqual.parallel.remote.wire import (
     MOST_HOLDINGS,
     PURPOSE,
     CallHead,
+    CallOutcome,
     ExpertMessage,
     Holdings,
     ReplyHead,
-    join,
     ranges,
     read_ranges,
 )
+from tests.disagg.expert_caller import FLOAT, SECRET, Caller, Start
 from tests.engine.mixed_batch import COMMON, TEXTS, everything, params
-
-SECRET = b"a secret that is long enough"
-FLOAT = {"dtype": "float32"}
-
-
-@pytest.fixture(scope="module")
-def secret_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("secret") / "secret"
-    path.write_bytes(SECRET + b"\n")
-    return str(path)
-
-
-Start = Callable[..., ExpertServer]
-
-
-@pytest.fixture(scope="module")
-def start(secret_file: str) -> Iterator[Start]:
-    """Starts a server of the bundled model in this process."""
-    made: list[ExpertServer] = []
-
-    def begin(
-        slots: str = "all", layers: str = "all", port: int = 0, max_rows: int = 4096, **options: Any
-    ) -> ExpertServer:
-        server = serve_experts(
-            None,
-            {**FLOAT, **options},
-            layers,
-            slots,
-            f"127.0.0.1:{port}",
-            secret_file,
-            max_rows,
-        )
-        made.append(server)
-        return server
-
-    yield begin
-    for server in made:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +94,12 @@ LAYOUTS: list[Any] = [
     (2, {"micro_batches": 3}),
     (3, {"micro_batches": 4, "num_speculative_tokens": 2}),
     (3, {"steps_in_flight": 3, "chunked_prefill_size": 3}),
+    (2, {"pipeline_turns": 2}),
+    pytest.param(
+        3,
+        {"pipeline_turns": 2, "num_speculative_tokens": 2, "chunked_prefill_size": 3},
+        marks=[pytest.mark.longest],
+    ),
     (2, {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}),
     (2, {"tp": 2, "micro_batches": 2}),
     pytest.param(3, {"tp": 2, "dp": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]),
@@ -212,9 +181,13 @@ def until(done: Callable[[], bool], seconds: float = 10) -> None:
 
 
 @pytest.mark.exhaustive
-def test_requests_wait_for_a_holder(start: Start, secret_file: str, greedy: Any) -> None:
+@pytest.mark.parametrize("turns", [1, 2])
+def test_requests_wait_for_a_holder(
+    turns: int, start: Start, secret_file: str, greedy: Any
+) -> None:
     first, second = start("0-7"), start("8-15")
-    with engine([first, second], secret_file, expert_wait=60.0) as llm:
+    more = {"expert_wait": 60.0, "pipeline_turns": turns}
+    with engine([first, second], secret_file, **more) as llm:
         assert tokens(llm) == greedy
         second.close()
         timer = threading.Timer(1.0, lambda: start("8-15", port=second.port))
@@ -237,12 +210,77 @@ def test_and_end_with_an_error_that_names_what_is_missing(start: Start, secret_f
         assert third.stats.calls
 
 
+RANKS: list[Any] = [
+    {"tp": 2},
+    pytest.param(
+        {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]
+    ),
+    pytest.param({"tp": 2, "dp": 2, "steps_in_flight": 2}, marks=[pytest.mark.longest]),
+]
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("more", RANKS)
+def test_several_ranks_give_up_a_step_together(
+    more: dict[str, Any], start: Start, secret_file: str, greedy: Any
+) -> None:
+    """They wait for a holder, end requests where none comes, and live on."""
+    first, second = start("0-7"), start("8-15")
+    with engine([first, second], secret_file, expert_wait=2.0, **more) as llm:
+        assert tokens(llm) == greedy
+        second.close()
+        with pytest.raises(ExpertsMissing, match=r"holder of an expert|no server holds expert"):
+            llm.generate(TEXTS, params())
+        timer = threading.Timer(0.5, lambda: start("8-15", port=second.port))
+        timer.start()
+        assert tokens(llm) == greedy
+        timer.join()
+        assert tokens(llm) == greedy
+
+
+@pytest.mark.longest
+def test_what_one_rank_misses_all_give_up(start: Start, secret_file: str, greedy: Any) -> None:
+    """Rank 0 itself misses nothing: a server answers it and not the other rank."""
+    first, second = start("0-7"), start("8-15")
+    welcome = second.moves.callers
+    with engine([first, second], secret_file, expert_wait=2.0, tp=2) as llm:
+        assert tokens(llm) == greedy
+        own = llm.engine.worker.experts
+        assert own is not None
+        kept = {own_socket(link) for link in own.links if link.address[1] == second.port}
+        others = [sock for sock in welcome.versions if sock.getpeername()[1] not in kept]  # type: ignore[attr-defined]
+        assert len(others) == 1
+        serve = second.server.serve
+        second.server.serve = refuse
+        shut(others[0])  # type: ignore[arg-type]
+        with pytest.raises(ExpertsMissing, match="rank 1 found no holder of an expert"):
+            llm.generate(TEXTS, params())
+        assert not own.without_holder()
+        second.server.serve = serve
+        until(lambda: len(welcome.versions) == 2)
+        assert tokens(llm) == greedy
+
+
+def own_socket(link: Any) -> int:
+    port: int = link.control.getsockname()[1]
+    return port
+
+
+def refuse(sock: socket.socket) -> None:
+    raise LinkError("nobody is linked now")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [{"micro_batches": 2}, {"pipeline_turns": 2}])
 def test_a_step_that_is_given_up_leaves_nothing_half_done(
-    start: Start, secret_file: str, greedy: Any, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any],
+    start: Start,
+    secret_file: str,
+    greedy: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An interrupt while replies are awaited: they must not be taken for those of a later step."""
-    with engine([start("0-9"), start("10-15")], secret_file, micro_batches=2) as llm:
+    with engine([start("0-9"), start("10-15")], secret_file, **more) as llm:
         receive_calls = remote_exchange.RemoteExchange._receive
         left = [7]
 
@@ -253,29 +291,14 @@ def test_a_step_that_is_given_up_leaves_nothing_half_done(
             return receive_calls(self, calls)
 
         monkeypatch.setattr(remote_exchange.RemoteExchange, "_receive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:  # and with it the step's frames
             llm.generate(TEXTS, params())
-        assert tokens(llm) == greedy
+        for _ in range(3):
+            assert tokens(llm) == greedy
+        assert kept.tb is not None
 
 
 # ---- who may call, and with what
-
-
-class Caller:
-    """Speaks the protocol by hand."""
-
-    def __init__(
-        self, server: ExpertServer, lane: int | None, secret: bytes = SECRET, **changes: str
-    ):
-        self.sock = socket.create_connection((server.host, server.port), 5)
-        introduce(self.sock, secret, {**server.server.fingerprint, **changes}, PURPOSE)
-        send(self.sock, ExpertMessage.JOIN, join(lane))
-
-    def ended(self) -> bool:
-        try:
-            return self.sock.recv(1) == b""
-        except OSError:
-            return True
 
 
 @pytest.fixture(scope="module")
@@ -327,9 +350,15 @@ def test_what_is_not_held_is_said(layer: int, expert: int, text: str, server: Ex
     body = struct.pack("<if", expert, 1.0) + bytes(4 * hidden)
     caller.sock.sendall(CallHead(5, layer, 1, 1, 0).pack() + body)
     head = ReplyHead.unpack(caller.sock.recv(ReplyHead.FORM.size, socket.MSG_WAITALL))
-    assert head.failed
+    assert head.outcome
     assert text in caller.sock.recv(head.rows, socket.MSG_WAITALL).decode()
-    assert caller.ended()
+    if head.outcome == CallOutcome.MOVED:
+        caller.sock.sendall(CallHead(6, layer, 1, 1, 0).pack() + struct.pack("<if", 0, 1.0))
+        caller.sock.sendall(bytes(4 * hidden))
+        head = ReplyHead.unpack(caller.sock.recv(ReplyHead.FORM.size, socket.MSG_WAITALL))
+        assert (head.sequence, head.outcome) == (6, CallOutcome.DONE)
+    else:
+        assert caller.ended()
 
 
 @pytest.mark.parametrize(
@@ -402,6 +431,11 @@ def test_an_engine_says_which_experts_it_misses_at_its_start(
         ({"experts": ("127.0.0.1:1",), "tp": 2, "ep": 2}, "do not go with ep=2"),
         ({"experts": ("127.0.0.1:1",), "exe_mode": "compile"}, "exe_mode='compile'"),
         ({"experts": ("127.0.0.1:1",), "fixed_experts": True}, "fixed_experts does not go"),
+        ({"experts": ("127.0.0.1:1",), "pipeline_turns": 3}, "accepted: 1, 2"),
+        (
+            {"experts": ("127.0.0.1:1",), "pipeline_turns": 2, "micro_batches": 2},
+            "goes with one rank, and with micro_batches=1, not 2",
+        ),
         ({"exchange": "remote"}, "exchange='remote' is not known"),
     ],
 )

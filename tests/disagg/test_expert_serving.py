@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,38 @@ def text(server: Running) -> str:
 def metric(server: Running, name: str) -> list[float]:
     lines = server.get("/metrics").splitlines()
     return [float(line.split()[-1]) for line in lines if line.startswith(f"rorqual:{name}" + "{")]
+
+
+@pytest.mark.longest
+def test_several_ranks_live_on_without_their_experts(
+    experts: list[ExpertProcess], tmp_path: Path, expected: str
+) -> None:
+    """Killed, started again, stopped and continued: 503 or the right text, and always the same
+    server."""
+    ports = ",".join(f"127.0.0.1:{one.port}" for one in experts)
+    secret = ("--expert-secret-file", str(tmp_path / "secret"))
+    waits = ("--expert-timeout", "1", "--expert-wait", "2", "--tp", "2")
+    with start_server(
+        *ENGINE, "--role", "attention", "--experts", ports, *secret, *waits
+    ) as running:
+        assert text(running) == expected
+        for one in experts:
+            one.kill()
+        status, answer = running.request("POST", "/v1/completions", ASKED)
+        error: Any = answer["error"]
+        assert (status, error["code"]) == (503, "experts_missing"), answer
+        for one in experts:
+            one.start()
+            one.wait()
+        running.wait_until(lambda: metric(running, "expert_server_up") == [1.0, 1.0])
+        assert text(running) == expected
+        pause = threading.Thread(target=experts[1].pause, args=(1.5,))
+        pause.start()
+        assert text(running) == expected
+        pause.join()
+        running.wait_until(lambda: metric(running, "expert_server_up") == [1.0, 1.0])
+        assert text(running) == expected
+        assert metric(running, "engine_restarts") in ([], [0.0])
 
 
 def test_servers_come_and_go_under_a_server(

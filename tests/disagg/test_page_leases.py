@@ -13,12 +13,20 @@ import pytest
 import torch
 
 from rorqual.cache.page_memory import PageMemory
+from rorqual.cache.page_parts import PagePart, whole_part
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.pool import KVPool
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.spec import KVSpec, Plane
-from rorqual.disagg.leases import Leases
-from rorqual.disagg.page_link import PageMessage, introduce
+from rorqual.disagg import leases as lease_module
+from rorqual.disagg.leases import Found, Leases, LeaseTable, lease_name
+from rorqual.disagg.page_link import (
+    PageMessage,
+    engine_secret,
+    introduce,
+    pack_read,
+    receive_head,
+)
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig
@@ -37,9 +45,11 @@ from rorqual.platforms.cpu import CpuPlatform
 from rorqual.serve.config import ServeConfig
 
 SECRET = "a secret that is long enough"
+LINKS = engine_secret(SECRET, "keeper")
 MINE = {"model": "m", "page_size": "4"}
 CPU = CpuPlatform(torch.device("cpu"))
 SPEC = KVSpec(((Plane("k", "float32", (2, 3)), Plane("v", "bfloat16", (5,))),) * 2, 4)
+WHOLE = whole_part(SPEC)
 TOKENS = list(range(17))
 
 
@@ -63,29 +73,65 @@ class Keeper:
             key = previous = self.prefix.insert(previous, self.prefix.covered(TOKENS, place), page)
             self.keys.append(key)
         self.prefix.release(self.pages)
-        self.leases = Leases(seconds, 8)
+        self.leases = Leases(LINKS, seconds, 8)
+        self.table = LeaseTable(LINKS)
         self.memory = memory()
         config = TransferConfig("prefill", SECRET)
-        self.server = PageServer(config, self.leases, self.memory, MINE)
+        self.server = PageServer(config, LINKS, self.table, self.memory, MINE, self)
+        self.told: list[tuple[bytes, int]] = []
+
+    def reading(self, lease: bytes, pages: int, size: int) -> None:
+        assert size == pages * self.memory.size
+        self.told.append((lease, pages))
+        self.leases.extend(lease)
+
+    def done(self, lease: bytes) -> None:
+        self.leases.finish(lease)
+
+    def make(self) -> tuple[bytes, dict[bytes, int]]:
+        pages, _ = self.prefix.match(TOKENS)
+        held = dict(zip(self.keys, pages, strict=True))
+        name = self.leases.make(self.prefix, 0, held)
+        assert name is not None
+        return name, held
 
     def offer(self) -> bytes:
-        pages, _ = self.prefix.match(TOKENS)
-        name = self.leases.make(self.prefix, dict(zip(self.keys, pages, strict=True)))
-        assert name is not None
+        name, held = self.make()
+        self.table.open(name, held)()
         return name
+
+    def settle(self) -> None:
+        self.leases.settle([self.prefix], self.table.close)
 
     def held(self) -> list[int]:
         return [page for page in self.pages if self.prefix.allocator.holders[page] > 1]
 
     def fetch(self, name: bytes, keys: list[bytes] | None = None, **changes: Any) -> PageFetch:
-        given = {"secret": SECRET, "fingerprint": MINE, **changes}
-        reader = PageReader(given["secret"], memory(), given["fingerprint"])
-        found = PageFetch((self.server.host, self.server.port), name, keys or self.keys)
+        given = {"secret": LINKS, "fingerprint": MINE, "part": WHOLE, **changes}
+        reader = PageReader(memory(), given["fingerprint"])
+        address = (self.server.host, self.server.port)
+        found = fetch_of(address, name, keys or self.keys, given["secret"], given["part"])
         done = threading.Event()
         reader.start(found, done.set)
         assert done.wait(20)
-        reader.close()
+        if not found.error:
+            reader.finish(address, LINKS, name)
+        reader.pool.shutdown()
         return found
+
+
+def fetch_of(
+    address: tuple[str, int],
+    name: bytes,
+    keys: list[bytes],
+    secret: bytes = LINKS,
+    part: PagePart = WHOLE,
+) -> PageFetch:
+    return PageFetch(address, secret, name, keys, part, 4)
+
+
+def gone(keeper: Keeper, name: bytes) -> bool:
+    return keeper.table.read(name, keeper.keys[0], lambda page: None) is Found.GONE
 
 
 @pytest.fixture
@@ -107,7 +153,7 @@ def test_pages_come_as_they_are(keeper: Keeper) -> None:
         for plane in mine:
             assert torch.equal(mine[plane][keeper.pages], copy[plane][[7, 2, 9, 4]])
     for _ in range(200):
-        keeper.leases.settle(keeper.prefix)
+        keeper.settle()
         if not keeper.held():
             break
         time.sleep(0.01)
@@ -117,22 +163,23 @@ def test_pages_come_as_they_are(keeper: Keeper) -> None:
 
 
 def test_a_lease_ends_and_its_pages_are_nobodys_to_read(keeper: Keeper) -> None:
-    keeper.leases.seconds = 0.05
     name = keeper.offer()
-    time.sleep(0.1)
-    found = keeper.fetch(name)  # late, and nobody has looked since
-    assert (found.found, found.error) == (0, "the pages are kept no more")
-    keeper.leases.settle(keeper.prefix)
+    keeper.leases.open[name].deadline = time.monotonic() - 0.1
+    assert keeper.held() == keeper.pages, "until rank 0 looks"
+    keeper.settle()
     assert (keeper.leases.expired, keeper.held()) == (1, [])
-    assert keeper.fetch(name).error == "the pages are kept no more"
+    found = keeper.fetch(name)
+    assert (found.found, found.error) == (0, "the pages are kept no more")
 
 
 def test_reading_extends_a_lease(keeper: Keeper) -> None:
     name = keeper.offer()
     lease = keeper.leases.open[name]
     before = lease.deadline
-    assert keeper.leases.read(name, keeper.keys[0], lambda page: None)
+    assert keeper.fetch(name).found == 4
     assert lease.deadline > before
+    assert {told for told, _ in keeper.told} == {name}
+    assert sum(pages for _, pages in keeper.told) == 4
 
 
 def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
@@ -146,11 +193,11 @@ def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
         assert go_on.wait(10)
         held.append(keeper.prefix.allocator.holders[page])
 
-    reader = threading.Thread(target=keeper.leases.read, args=(name, keeper.keys[1], copy))
+    reader = threading.Thread(target=keeper.table.read, args=(name, keeper.keys[1], copy))
     reader.start()
     assert copying.wait(10)
     keeper.leases.open[name].deadline = 0.0
-    settling = threading.Thread(target=keeper.leases.settle, args=(keeper.prefix,))
+    settling = threading.Thread(target=keeper.settle)
     settling.start()
     time.sleep(0.05)
     assert settling.is_alive(), "it waits for the copy"
@@ -163,8 +210,8 @@ def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
 
 def test_a_new_cache_makes_leases_void(keeper: Keeper) -> None:
     name = keeper.offer()
-    keeper.leases.settle(PrefixCache(PageAllocator(12), 4))
-    assert not keeper.leases.read(name, keeper.keys[0], lambda page: None)
+    keeper.leases.settle([PrefixCache(PageAllocator(12), 4)], keeper.table.close)
+    assert gone(keeper, name)
     assert (keeper.leases.held, keeper.leases.expired) == (0, 0)
 
 
@@ -172,12 +219,98 @@ def test_no_more_than_a_share_is_kept(keeper: Keeper) -> None:
     keeper.offer()
     keeper.offer()
     pages, _ = keeper.prefix.match(TOKENS)
-    assert keeper.leases.make(keeper.prefix, dict(zip(keeper.keys, pages, strict=True))) is None
+    held = dict(zip(keeper.keys, pages, strict=True))
+    assert keeper.leases.make(keeper.prefix, 0, held) is None
+    assert keeper.leases.make(keeper.prefix, 1, held), "of another data-parallel rank's cache"
+
+
+def test_a_rank_that_has_yet_to_hear_of_a_lease_is_waited_for(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, held = keeper.make()
+    found: list[PageFetch] = []
+    reader = threading.Thread(target=lambda: found.append(keeper.fetch(name)))
+    reader.start()
+    time.sleep(0.05)
+    ready = keeper.table.open(name, held)
+    time.sleep(0.05)
+    assert not found, "its device has yet to write the pages"
+    ready()
+    reader.join(20)
+    assert found[0].found == 4
+    # a lease of another data-parallel rank, or one that is over, is not waited for
+    monkeypatch.setattr(lease_module, "OPENING_SECONDS", 60.0)
+    other, _ = keeper.make()
+    keeper.table.note(other)
+    assert gone(keeper, other)
+    # nor is one that nobody has made
+    assert gone(keeper, lease_name(b"other", 99))
+    # one that does not come is not waited for without end
+    monkeypatch.setattr(lease_module, "OPENING_SECONDS", 0.05)
+    assert gone(keeper, lease_name(LINKS, 99))
+
+
+def test_pages_that_are_still_computed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come as they are made, and their lease does not run out before."""
+    monkeypatch.setattr(lease_module, "COMING_SECONDS", 0.02)
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    first = {key: held[key] for key in keeper.keys[:1]}
+    rest = {key: held[key] for key in keeper.keys[1:]}
+    name = keeper.leases.make(keeper.prefix, 0, first, len(rest))
+    assert name is not None
+    assert keeper.leases.promised(0) == 4
+    keeper.table.open(name, first, False)()
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    found: list[PageFetch] = []
+    reader = threading.Thread(target=lambda: found.append(keeper.fetch(name)))
+    reader.start()
+    time.sleep(0.1)
+    assert not found
+    keeper.leases.add(name, rest, True)
+    keeper.table.add(name, rest, True)()
+    reader.join(20)
+    assert (found[0].found, found[0].error) == (4, "")
+    # no more of it will come
+    other = keeper.leases.make(keeper.prefix, 1, {}, 4)
+    assert other is not None
+    keeper.table.open(other, {}, False)()
+    threading.Timer(0.1, keeper.table.add(other, {}, True)).start()
+    assert keeper.fetch(other).error == "the pages are kept no more"
+
+
+def test_a_prompt_that_is_not_computed_in_time(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "COMING_SECONDS", 0.02)
+    monkeypatch.setattr("rorqual.disagg.page_reader.COMPUTE_SECONDS", 0.1)
+    name = keeper.leases.make(keeper.prefix, 0, {}, 4)
+    assert name is not None
+    keeper.table.open(name, {}, False)()
+    assert keeper.fetch(name).error == "the prompt was not computed within 0.1 s"
+
+
+def test_a_part_that_is_elsewhere_is_refused(keeper: Keeper) -> None:
+    name = keeper.offer()
+    for part in (PagePart(0, 3, 0, 1), PagePart(0, 2, 0, 2), PagePart(1, 1, 0, 1)):
+        with connected(keeper) as sock:
+            introduce(sock, LINKS, MINE)
+            send(sock, PageMessage.READ, pack_read(name, part, keeper.keys))
+            with pytest.raises(LinkError, match="is not on this rank"):
+                receive_head(sock, GREETING)
+    found = keeper.fetch(name, part=PagePart(1, 2, 0, 1))
+    assert found.found == 4
+    assert found.rows is not None
+    other = memory()
+    other.write([1, 2, 3, 4], found.rows, PagePart(1, 2, 0, 1))
+    for plane, tensor in keeper.memory.pool.layers[1].items():
+        assert torch.equal(tensor[keeper.pages], other.pool.layers[1][plane][[1, 2, 3, 4]])
 
 
 def test_who_reads_knows_the_secret_and_is_alike(keeper: Keeper) -> None:
     name = keeper.offer()
-    assert keeper.fetch(name, secret="another secret, as long").error == "the secrets differ"
+    assert keeper.fetch(name, secret=engine_secret(SECRET, "other")).error == "the secrets differ"
     error = keeper.fetch(name, fingerprint={"model": "m", "page_size": "8"}).error
     assert error == "pages cannot be exchanged: page_size is '4' at the keeper, '8' here"
     assert keeper.fetch(bytes(32)).error == "the pages are kept no more"
@@ -192,8 +325,8 @@ def test_a_page_that_is_missing_ends_what_was_found(keeper: Keeper) -> None:
 def test_a_keeper_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rorqual.disagg.page_reader.CONNECT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        reader = PageReader(SECRET, memory(), MINE)
-        found = PageFetch(silent.getsockname(), bytes(32), [bytes(32)])
+        reader = PageReader(memory(), MINE)
+        found = fetch_of(silent.getsockname(), bytes(32), [bytes(32)])
         done = threading.Event()
         reader.start(found, done.set)
         assert done.wait(10)
@@ -240,8 +373,8 @@ def test_what_a_stranger_sends_is_refused(keeper: Keeper, data: bytes) -> None:
 
 def test_what_a_known_reader_may_not_send(keeper: Keeper) -> None:
     with connected(keeper) as sock:
-        introduce(sock, SECRET.encode(), MINE)
-        send(sock, PageMessage.READ, bytes(32) + b"no key")
+        introduce(sock, LINKS, MINE)
+        send(sock, PageMessage.READ, pack_read(bytes(32), WHOLE, [b"no key"]))
         with pytest.raises((LinkError, OSError)):
             receive(sock, GREETING)
 
@@ -292,8 +425,6 @@ def test_a_server_with_a_role(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs kv_secret_file"):
         ServeConfig(role="decode")
     path = str(tmp_path / "secret")
-    with pytest.raises(ConfigError, match="one rank so far; tp=2"):
-        ServeConfig(role="decode", kv_secret_file=path, engine={"tp": 2})
     config = ServeConfig(role="decode", kv_secret_file=path)
     with pytest.raises(ConfigError, match="cannot be read"):
         config.transfer()

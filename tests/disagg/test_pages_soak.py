@@ -18,7 +18,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.disagg.test_pages_travel import figure, prompt, server, tokens
+from tests.disagg.test_pages_travel import figure, prompt, tokens
+from tests.disagg.test_transport_libraries import skip_without
+from tests.disagg.test_transport_serving import server
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.exhaustive
@@ -62,11 +64,43 @@ class Caller:
             connection.close()
 
 
+def other_rank(engine: int) -> int:
+    """A process that computes a rank other than 0 of an engine; the engine's own where it has
+    none."""
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"worker_process" in command(pid)]
+    return ranks[0] if ranks else engine
+
+
+def command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.mark.longest
-def test_no_wrong_token_and_no_page_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "prefill_layout", "decode_layout"),
+    [
+        ("tcp", (), ()),
+        ("tcp", ("--tp", "2", "--kv-overlap"), ("--dp", "2", "--page-size", "16")),
+        ("nixl", (), ()),
+    ],
+    ids=["alone", "ranks", "nixl"],
+)
+def test_no_wrong_token_and_no_page_lost(
+    tmp_path: Path,
+    transport: str,
+    prefill_layout: tuple[str, ...],
+    decode_layout: tuple[str, ...],
+) -> None:
+    if transport != "tcp":
+        skip_without(transport)
+    chunks = ("--chunked-prefill-size", "24", "--restart")
     with (
-        server("prefill", tmp_path, *OPTIONS, "--restart") as prefill,
-        server("decode", tmp_path, *OPTIONS) as decode,
+        server("prefill", tmp_path, transport, *OPTIONS, *chunks, *prefill_layout) as prefill,
+        server("decode", tmp_path, transport, *OPTIONS, *decode_layout) as decode,
     ):
         want = {}
         for number in range(PROMPTS):
@@ -106,7 +140,7 @@ def test_no_wrong_token_and_no_page_lost(tmp_path: Path) -> None:
             while len(todo) > REQUESTS * (KILLS - kill) // (KILLS + 1):
                 time.sleep(0.05)
             prefill.wait_until(prefill.healthy)
-            os.kill(prefill.engine_pids()[0], signal.SIGKILL)
+            os.kill(other_rank(prefill.engine_pids()[0]), signal.SIGKILL)
         for thread in threads:
             thread.join(240)
         assert not wrong

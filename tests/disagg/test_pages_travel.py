@@ -132,6 +132,21 @@ def test_pages_that_are_here_do_not_travel_again(pair: Pair) -> None:
     )
 
 
+def test_bytes_are_counted_on_both_sides(pair: Pair) -> None:
+    ids = prompt(120)
+    received, sent = "kv_transfer_bytes_received_total", "kv_transfer_bytes_sent_total"
+    given = prefilled(pair.prefill, ids)
+    before = figure(pair.decode, received), figure(pair.prefill, sent)
+    ask(pair.decode, ids, given)
+    pair.decode.wait_until(lambda: figure(pair.decode, received) > before[0])
+    pair.prefill.wait_until(lambda: figure(pair.prefill, sent) > before[1])
+    came = figure(pair.decode, received) - before[0]
+    assert came == figure(pair.prefill, sent) - before[1]
+    assert came % PAGES == 0
+    assert 'transport="tcp"' in pair.decode.request("GET", "/metrics")[1]
+    assert figure(pair.decode, "kv_transfer_seconds_total") > 0
+
+
 def test_choices_of_one_call_share_their_pages(pair: Pair) -> None:
     ids = prompt(150)
     given = prefilled(pair.prefill, ids)
@@ -196,6 +211,13 @@ def test_what_a_request_may_not_ask_for(pair: Pair) -> None:
     assert "192.168.3.4" in refused(pair.decode, other)
     assert "remote_request_id" in refused(pair.decode, {**given, "remote_request_id": "x"})
     assert "name no address" in refused(pair.decode, {**given, "remote_port": "80"})
+    assert "remote_engine_id" in refused(pair.decode, {**given, "remote_engine_id": None})
+    assert "whole numbers" in refused(pair.decode, {**given, "tp_size": "2"})
+    assert "out of range" in refused(pair.decode, {**given, "pp_size": 0})
+    assert "names 1 addresses" in refused(pair.decode, {**given, "tp_size": 2})
+    far = {**given, "remote_ranks": [["192.168.3.4", 9]]}
+    assert "192.168.3.4" in refused(pair.decode, far)
+    assert "no [host, port]" in refused(pair.decode, {**given, "remote_ranks": [["a", "b"]]})
     unknown = {**given, "remote_request_id": "ab" * 32}
     assert cached(ask(pair.decode, ids, unknown)) == 0
 
@@ -204,11 +226,10 @@ def test_servers_that_differ_say_in_what(pair: Pair, folder: Path) -> None:
     ids = prompt(500)
     given = prefilled(pair.prefill, ids)
     want = tokens(ask(pair.prefill, ids, cache_salt="alone"))
-    with server("decode", folder, "--page-size", "16") as other:
+    with server("decode", folder) as other:
         found = ask(other, ids, given)
         assert cached(found) == 0
         assert tokens(found) == want
-        assert "page_size is '8' at the keeper, '16' here" in other.text()
         assert "modules is '1' at the keeper, '0' here" in other.text()
 
 
@@ -231,12 +252,32 @@ def test_a_request_may_fail_instead(folder: Path) -> None:
             "remote_host": "127.0.0.1",
             "remote_port": 9,
             "remote_request_id": "ab" * 32,
+            "remote_engine_id": "gone",
         }
         body = {"model": "rorqual-bundled", "prompt": PROMPT, "kv_transfer_params": given}
         status, answer = strict.request("POST", "/v1/completions", body)
         assert status == 503
         assert "0 of 13 pages of the prompt came" in answer["error"]["message"]
         assert strict.held_pages() == 0
+
+
+def test_pages_leave_while_the_prompt_is_computed(folder: Path, pair: Pair) -> None:
+    more = ("--num-speculative-tokens", "2", "--kv-overlap", "--chunked-prefill-size", "8")
+    with server("prefill", folder, *more) as early:
+        for number in range(3):
+            ids = [50 + number, *(PROMPT[1:] * 2)]
+            given = ask(early, ids, {"do_remote_decode": True}, max_tokens=1)
+            assert tokens(given) == [], "it was answered before there was one"
+            found = ask(pair.decode, ids, given["kv_transfer_params"])
+            whole = given["kv_transfer_params"]["remote_num_pages"]
+            assert (whole, cached(found)) == (25, len(ids) - 1)
+            assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+        # one chunk is a prompt in full
+        short = ask(early, PROMPT[:9], {"do_remote_decode": True}, max_tokens=1)
+        assert len(tokens(short)) == 1
+        assert short["kv_transfer_params"]["remote_num_pages"] == 1
+        early.wait_until(lambda: figure(early, "kv_transfer_pages_held") == 0)
+        early.wait_until(lambda: early.held_pages() == 0)
 
 
 def test_another_secret_reads_nothing(pair: Pair, tmp_path: Path) -> None:

@@ -146,19 +146,22 @@ class Block(Products):
         elif op.startswith("cp.async.bulk.wait"):
             for kind in (BULK_READS,) if op.endswith("read") else (BULK_READS, BULK_WRITES):
                 self.shared.wait(kind, int(text[0]), mask)
-        elif op.startswith("cp.async.cg.shared.global"):
+        elif op.startswith(("cp.async.cg.shared.global", "cp.async.ca.shared.global")):
             self.copy_words(text, mask)
         else:
             assert op.startswith(NOTHING), op
 
     def copy_words(self, text: list[str], mask: np.ndarray) -> None:
-        """16 bytes a thread, of which the source has the first few and zeros are the others."""
-        known = self.get(text[3], "u32") if len(text) > 3 else np.full(self.threads, 16, np.uint32)
+        """16 bytes a thread, or 8 or 4, of which the source has the first few and zeros are the
+        others."""
+        size = int(text[2], 0)
+        whole = np.full(self.threads, size, np.uint32)
+        known = self.get(text[3], "u32") if len(text) > 3 else whole
         there = mask & (known > 0)
         data = self.memory.load(
-            np.where(there, self.address(text[1]), 0), 16, there, self.shared.row, self.waited
+            np.where(there, self.address(text[1]), 0), size, there, self.shared.row, self.waited
         )
-        data[np.arange(16) >= known[:, None]] = 0
+        data[np.arange(size) >= known[:, None]] = 0
         self.shared.store(np.where(mask, self.address(text[0]), 0), data, mask, copied=True)
 
     # ---- bulk copies

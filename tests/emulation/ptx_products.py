@@ -26,6 +26,7 @@ WIDEN: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # bytes [rows, 32] of 
     "bf16": lambda x: bf16_to_f32(x.view(np.uint16)),
     "f16": lambda x: x.view(np.float16).astype(np.float32),
     "e4m3": lambda x: E4M3[x].astype(np.float32),
+    "s8": lambda x: x.view(np.int8).astype(np.int32),
 }
 
 
@@ -69,7 +70,7 @@ class Products(Registers):
         left = text[1]
         right = text[2]
         add = text[3]
-        assert text[4:6] == ["1", "1"], "factors of operands"
+        assert kind == "s8" or text[4:6] == ["1", "1"], "factors of operands"
         flags = text[6:] or ["0"]
         operands = vector(left) if left.startswith("{") else []
         for group in self.warpgroups(mask):
@@ -80,15 +81,17 @@ class Products(Registers):
                 "no wgmma.fence after registers were used"
             )
             if operands:
+                each = 2 if kind in ("bf16", "f16") else 4  # columns in a register
                 words = (
                     np.stack([self.operand(x)[own] for x in operands], 1)
-                    .view(np.uint16)
-                    .reshape(128, -1, 2)
+                    .view(np.uint16 if each == 2 else np.uint8)
+                    .reshape(128, -1, each)
                 )
-                a = np.zeros((64, 16), np.uint16)
+                a = np.zeros((64, 8 * each), words.dtype)
                 for i in range(len(operands)):
-                    for e in range(2):
-                        a[ROW + i % 2 * 8, PAIR + i // 2 * 8 + e] = words[:, i, e]
+                    for e in range(each):
+                        column = LANE % 4 * each + i // 2 * 4 * each + e
+                        a[ROW + i % 2 * 8, column] = words[:, i, e]
                 bytes_of_a = a.view(np.uint8)
             else:
                 bytes_of_a = self.shared.matrix(self.one(left, own), 64, flags[0] == "1", warps)
@@ -108,7 +111,7 @@ class Products(Registers):
         for name, value in zip(sums, values, strict=True):
             before = self.registers.setdefault(
                 name, np.full(self.threads, 0x7FC00000, np.uint32)
-            ).view(np.float32)
+            ).view(product.dtype)
             after = before.copy()
             after[own] = value + before[own] if keep else value
             self.registers[name] = after.view(np.uint32)

@@ -61,6 +61,16 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
+def chosen_bits(x: list[np.ndarray], table: int) -> np.ndarray:
+    """lop3: bit i of `table` is the result where the bits of the three operands spell i."""
+    found = np.zeros_like(x[0])
+    for i in range(8):
+        if table >> i & 1:
+            picked = [part if i >> 2 - place & 1 else ~part for place, part in enumerate(x)]
+            found = found | (picked[0] & picked[1] & picked[2])
+    return found
+
+
 def vector(text: str) -> list[str]:
     return [x.strip() for x in text.strip("{} ").split(",")]
 
@@ -214,7 +224,12 @@ class Registers:
                 bf16_to_f32(self.get(x, "b16" if kind == "bf16" else "b32").view(np.uint16))
                 for x in text
             ]
+            if head == "fma":
+                product = values[0].astype(np.float64) * values[1] + values[2]
+                return f32_to_bf16(product.astype(np.float32))
             return f32_to_bf16(SIMPLE[head](*values))
+        if head == "lop3":
+            return chosen_bits([self.get(name, "b32") for name in text[:3]], int(text[3], 0))
         if head == "prmt":
             # a place that another prmt fills afterwards
             nothing = [x.startswith("%") and x not in self.registers for x in text]

@@ -12,8 +12,9 @@ drafted for the next step, spoil the pages they are written to.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rorqual.cache.host_tier import PageCopy
 from rorqual.engine.scheduling.scheduler import Scheduler
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
@@ -112,6 +113,7 @@ class FakeRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.pages: dict[int, Page] = {}
+        self.host: dict[int, Page] = {}
         self.queue: deque[StepResult] = deque()
         self.lives = self.steps = self.computed_tokens = self.most_in_flight = 0
 
@@ -130,7 +132,26 @@ class FakeRunner:
     # ---- the Runner protocol
 
     def launch(self, output: SchedulerOutput) -> StepResult:
+        """Copies beside a step are done before it or behind it, in turns: nobody may rely on
+        either."""
         self._check_shape(output)
+        late = not output.copies_first and self.steps % 2
+        if not late:
+            self.copy(output.copies)
+        result = self._compute(output)
+        if late:
+            self.copy(output.copies)
+        return result
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        for page, slot, to_host in copies:
+            if to_host:
+                self.host[slot] = replace(self.pages[page], states=list(self.pages[page].states))
+            else:
+                found = self.host[slot]
+                self.pages[page] = replace(found, writer=0, states=list(found.states))
+
+    def _compute(self, output: SchedulerOutput) -> StepResult:
         for row in output.new_requests:
             self._set_up(row)
         for slot, index, page in output.pages:
@@ -316,7 +337,8 @@ class FakeRunner:
     # ---- what holds for every plan
 
     def _check_shape(self, output: SchedulerOutput) -> None:
-        assert 0 < output.num_tokens <= self.max_num_batched_tokens, (
+        assert output.num_tokens or output.copies, "an empty step"
+        assert output.num_tokens <= self.max_num_batched_tokens, (
             f"{output.num_tokens} tokens in a step"
         )
         slots = output.decode_slots + [chunk.slot for chunk in output.chunks]
@@ -417,6 +439,9 @@ def check_pages(scheduler: Scheduler) -> None:
         assert written <= sequence.capacity
         for page in sequence.pages:
             held[page] += 1
+    for load in scheduler.loads.loads.values():
+        for page in load.pages:
+            held[page] += 1
     users = list(held)
     for page in prefix.keys:
         held[page] += 1
@@ -428,6 +453,26 @@ def check_pages(scheduler: Scheduler) -> None:
     assert set(prefix.idle) == {page for page in prefix.keys if not users[page]}
     slots = [sequence.slot for sequence in scheduler.sequences.values() if sequence.slot >= 0]
     assert sorted(slots + scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
+    check_host(scheduler)
+
+
+def check_host(scheduler: Scheduler) -> None:
+    """Requests wait in the queue or for their pages; each key in host memory has a slot of its
+    own."""
+    loads = scheduler.loads
+    waiting = {sequence.request.id for sequence in scheduler.waiting}
+    assert not waiting & set(loads.loads)
+    coming = [key for load in loads.loads.values() for key in load.keys]
+    assert len(coming) == len(set(coming))
+    assert loads.coming == set(coming)
+    assert not loads.notes
+    tier = scheduler.prefix.host
+    assert set(scheduler.prefix.uncopied) <= set(scheduler.prefix.keys)
+    if tier is not None:
+        slots = list(tier.slots.values())
+        assert len(slots) == len(set(slots))
+        assert all(0 <= slot < tier.unused for slot in slots)
+        assert tier.unused <= tier.capacity
 
 
 def check_idle(scheduler: Scheduler) -> None:
@@ -437,6 +482,7 @@ def check_idle(scheduler: Scheduler) -> None:
     prefix = scheduler.prefix
     assert not scheduler.sequences
     assert not scheduler.waiting
+    assert not scheduler.loads
     assert not scheduler.num_running
     assert scheduler.live_tokens == 0
     check_pages(scheduler)

@@ -88,7 +88,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(**OPTIONS, num_speculative_tokens=2, steps_in_flight=2)
+    return LLM(**OPTIONS, num_speculative_tokens=2, steps_in_flight=2, kv_host_memory=0.01)
 
 
 Spot = tuple[str, str, bool, int]  # path to an object, its method, whether after it, which call
@@ -378,7 +378,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(ranks, "VERDICT_SECONDS", 0.2)
     monkeypatch.setattr(ranks.DistributedExecutor, "_start", lambda self: None)
     made: Any = ranks.DistributedExecutor(EngineConfig(str(BUNDLED), dp=4))
-    made.worker = SimpleNamespace(runner=OwnRank())
+    made.worker = SimpleNamespace(runner=OwnRank(), close=lambda: None)
     made.leaders = [made._leader(dp) for dp in range(4)]
     made.others = others
     yield made

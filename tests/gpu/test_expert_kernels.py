@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.bench.kernels import moe as moe_bench
+from rorqual.bench.kernels import quantized as quantized_bench
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -27,7 +28,7 @@ from tests.gpu.choice import rarely
 DEVICE = torch.device("cuda")
 CASES = {
     case.name: case
-    for case in (*bench.cases(), *moe_bench.cases())
+    for case in (*bench.cases(), *moe_bench.cases(), *quantized_bench.cases())
     if not case.name.endswith("T16384")
 }
 
@@ -60,7 +61,7 @@ def test_against_fp64(name: str) -> None:
     case = CASES[name]
     setup = case.setup(DEVICE)
     with bench.poisoned():
-        assert setup.error() < (1e-3 if case.kind == "fp8" else 1e-4)
+        assert setup.error() < (1e-3 if case.kind in ("fp8", "int8") else 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])

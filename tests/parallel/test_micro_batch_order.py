@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -74,3 +76,19 @@ def test_attention_of_one_part_is_submitted_before_anything_waits_for_the_other(
         "combine a",
         "combine b",
     ]
+
+
+def test_the_shared_expert_computes_while_sums_travel_back() -> None:
+    """Whatever the device: on a CPU nothing else would hide that trip in a step that is whole."""
+    calls: list[str] = []
+    layer = Stages(calls, False)
+    layer.ops = cast(Any, SimpleNamespace(side_stream=nullcontext))
+
+    def shared(x: Tensor, layout: Layout) -> Tensor:
+        calls.append("shared")
+        return x
+
+    layer.shared = cast(Any, SimpleNamespace(forward=shared))
+    work = MoEInFlight(torch.ones(1), SINGLE_LAYOUT, "a")
+    assert float(layer.combine(layer.run_experts(work))) == 1
+    assert calls == ["experts a", "shared", "combine a"]

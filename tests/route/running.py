@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.serve.running import ROOT, Running
 
 
-def start_router(*options: str) -> Running:
+def start_router(*options: str, environment: dict[str, str] | None = None) -> Running:
     """On a free port, once it answers."""
     handle, name = tempfile.mkstemp(prefix="rorqual-router-", suffix=".log")
     process = subprocess.Popen(
         [sys.executable, "-m", "rorqual", "route", "--port", "0", *options],
         stdout=handle,
         stderr=handle,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
         cwd=ROOT,
     )
     os.close(handle)

@@ -21,7 +21,10 @@ from pydantic import BaseModel
 
 from rorqual import errors, request
 from rorqual.config.option import options_of
+from rorqual.engine import config as engine_config
 from rorqual.engine.config import EngineConfig
+from rorqual.platforms.cpu import CpuPlatform
+from rorqual.platforms.cuda import CudaPlatform
 from rorqual.serve import errors as serve_errors
 from rorqual.serve import launch, limits
 from rorqual.serve.config import ServeConfig
@@ -43,6 +46,7 @@ from rorqual.serve.http.blocks import tagged
 from rorqual.serve.http.resume import replay
 from rorqual.serve.http.tracing import routes
 from rorqual.serve.limits import ServerLimits
+from rorqual.telemetry import limits as span_limits
 from rorqual.text import chat_template, grammar_process
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -92,6 +96,11 @@ def ended_kept() -> int:
 # the beginning of a row's first cell, and the numbers of its second
 ROWS: dict[str, list[Any]] = {
     "body |": [SERVER.body],
+    "pages copied to or from host memory": [
+        CudaPlatform.host_step_bytes,
+        CpuPlatform.host_step_bytes,
+    ],
+    "host memory of a rank": [engine_config.MOST_HOST_MEMORY * 2**30],
     "headers": [SERVER.headers],
     "time to send each request": [SERVER.patience],
     "time between requests": [UVICORN.timeout_keep_alive],
@@ -134,6 +143,7 @@ ROWS: dict[str, list[Any]] = {
         request.LONGEST_BAD_WORD,
     ],
     "kv_transfer_params": [request.MAX_TRANSFER, request.DEEPEST_TRANSFER],
+    "host memory through which": [ServeConfig.kv_staging_mb << 20],
     "id of a stream that goes on": [
         *map(int, re.findall(r"1,(\d+)", str(protocol.Resume.model_fields["id"].metadata))),
         replay.LONG_ANSWER,
@@ -181,6 +191,11 @@ ROWS: dict[str, list[Any]] = {
     "profiles in the folder": [routes.MOST_PROFILES],
     "characters of a profile's name": [routes.LONGEST_NAME],
     "time that /stop_profile waits": [routes.WRITE_SECONDS],
+    "spans that wait": [
+        span_limits.QUEUED,
+        span_limits.LONGEST_VALUE,
+        int(span_limits.FLUSH_SECONDS),
+    ],
     "requests in recent": [ended_kept(), engine_metrics.MOST_ENDED],
 }
 
@@ -193,7 +208,6 @@ NO_LIMITS = {
     "KEPT_BATCHES",  # told where routers are
     "LARGE_BODIES",  # told below the table
     "LATENCY_EVERY",
-    "LEASE_SECONDS",  # told where servers join a router
     "LOWEST",
     "PERCENTILES",
     "POLL_MS",

@@ -71,8 +71,11 @@ class NoExperts:
         self.config = SimpleNamespace(hidden_size=hidden)
         self.dtype = torch.bfloat16
         self.experts = tuple(experts)
-        self.layers = {0: None}
+        self.max_slots = len(self.experts)
         self.answer = torch.zeros(0, hidden, dtype=self.dtype)
+
+    def holdings(self) -> dict[int, tuple[int, ...]]:
+        return {0: self.experts}
 
     def compute(self, layer: int, ids: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         if self.answer.shape[0] < ids.shape[0]:

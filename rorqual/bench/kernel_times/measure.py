@@ -39,7 +39,7 @@ class RowTimer:
         return us
 
     def calls(self, row: TimedRow) -> Calls:
-        if row.family == "experts":
+        if row.family.startswith("experts"):
             return self._experts(row)
         return self._bmm(row) if row.family == "bmm" else self._product(row)
 
@@ -51,6 +51,8 @@ class RowTimer:
             return [partial(self.ops.linear, rows, weight) for weight in weights]
         if row.dtype == "int4":
             held, x = cases.int4_data(n, k, m, self.device)
+            for weight in held:
+                self.ops.prepare_weight(weight, row.name)
             return [partial(self.ops.linear, x, weight) for weight in held]
         plain, x = cases.small_data(n, k, m, self.device)
         return [partial(self.ops.linear, x, Weight(weight)) for weight in plain]
@@ -73,6 +75,7 @@ class RowTimer:
             new = partial(cases.random_weight, KINDS[row.dtype], self.device, local)
             held = (new(2 * inner, hidden), new(hidden, inner))
             self._held = (shape, ExpertWeights(*held, local_fraction=local / experts))
+            self.ops.prepare_experts(self._held[1], row.name)
         weights = self._held[1]
         calls: Calls = []
         for _ in range(8 if tokens <= 16 else 2):

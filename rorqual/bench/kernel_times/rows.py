@@ -78,8 +78,9 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
         yield from (TimedRow("bmm", dtype, (int(op.shape[0]), m)) for m in TOKENS if m <= 512)
     elif op.kind == "experts":
         _, _, _, hidden, inner, local = map(int, op.shape)
+        family = "experts_int4" if dtype == "int4" else "experts"
         for tokens in TOKENS:
-            yield TimedRow("experts", dtype, (hidden, inner, routed[0], local, routed[1], tokens))
+            yield TimedRow(family, dtype, (hidden, inner, routed[0], local, routed[1], tokens))
     elif op.kind == "attention":
         heads, groups = (int(size) for size in op.shape[:2])
         given = (heads,) if mla else (heads, groups)
@@ -107,7 +108,7 @@ def tables(measured: Mapping[TimedRow, float]) -> dict[str, Any]:
         elif row.family == "mla_prefill":
             heads, requests, tokens = row.key
             found.setdefault(row.family, []).append([requests * heads / 16, tokens, us])
-        elif row.family != "experts":
+        elif not row.family.startswith("experts"):
             found.setdefault(row.family, []).append([*row.key, us])
     found["gemm_shapes"] = {
         dtype: [[*shape, sorted(times)] for shape, times in shapes.items()]
@@ -119,7 +120,7 @@ def tables(measured: Mapping[TimedRow, float]) -> dict[str, Any]:
 def _experts(measured: Mapping[TimedRow, float]) -> list[dict[str, Any]]:
     entries: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row, us in measured.items():
-        if row.family == "experts":
+        if row.family.startswith("experts"):
             hidden, inner, experts, local, top_k, tokens = row.key
             names = ("dtype", "hidden", "inter", "experts", "local", "top_k")
             shape = (row.dtype, hidden, inner, experts, local, top_k)

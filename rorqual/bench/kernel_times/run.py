@@ -177,6 +177,7 @@ def _kept(out: Path, device: str, conditions: Mapping[str, str]) -> Kept:
         raise ConfigError(f"{out} is no file of calibrate --full: {error!r}") from None
     check_conditions(out, meta, device, conditions)
     present = digests.present()
-    kept = {row: us for row, us, digest in found if present[row.family] == digest}
+    known = {*rows()}
+    kept = {row: us for row, us, digest in found if row in known and present[row.family] == digest}
     steps_kept = {step: ms for step, ms, digest in whole if present[BETWEEN] == digest}
     return kept, steps_kept, meta["rates"] if kept or steps_kept else {}

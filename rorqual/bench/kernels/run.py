@@ -4,9 +4,9 @@ operations and the best peer's time.
 usage: PYTHONPATH=. python3 -m rorqual.bench.kernels.run [--check] [--tune] [--peer] [--only
 WORD,WORD] [--json FILE] [--limit SECONDS]
 
-How times, floors and errors are taken stands in attention.py, gemm_and_experts.py and
-sampling.py, which hold the cases with moe.py. --only takes comma-separated parts of
-case names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases
+How times, floors and errors are taken stands in attention.py, gemm_and_experts.py and sampling.py,
+which hold the cases with moe.py and quantized.py. --only takes comma-separated parts of case
+names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases
 instead, prints the best and keeps them for this GPU (rorqual/ops/triton/runtime/tuning.py). --peer
 runs vLLM's kernels, where it is installed, on the same data in the same process; otherwise the
 peer's column holds figures taken earlier on an H200.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rorqual.bench.kernels import attention, moe, sampling, tuning
+from rorqual.bench.kernels import attention, moe, quantized, quantized_tuning, sampling, tuning
 from rorqual.bench.kernels import gemm_and_experts as experts
 from rorqual.bench.kernels.vllm_kernels import check_installed
 from rorqual.ops.triton.runtime.launch import keep_compiled
@@ -63,9 +63,10 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     yield from attention.rows(device, check, tune, only, peer)
     if tune:
-        tuning.tune_all(device, only)
+        tuning.tune_all(device, only, quantized_tuning.searches)
         return
-    chosen = experts.selected(only, [*experts.cases(), *moe.cases(), *sampling.cases()])
+    among = (*experts.cases(), *quantized.cases(), *moe.cases(), *sampling.cases())
+    chosen = experts.selected(only, among)
     experts.precompile(chosen, device)
     for case in chosen:
         yield experts.row(case, device, check, peer)

@@ -474,9 +474,10 @@ def searches() -> Iterator[TuningSearch]:
             yield TuningSearch(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))
 
 
-def tune_all(device: torch.device, only: str) -> None:
+def tune_all(device: torch.device, only: str, more: Callable[[], Iterator[TuningSearch]]) -> None:
+    """more: searches beside those here."""
     words = [word for word in only.split(",") if word]
-    for search in searches():
+    for search in itertools.chain(searches(), more()):
         if not words or any(word in search.name + "$" for word in words):
             print(f"== {search.name}", flush=True)
             search.run(device)

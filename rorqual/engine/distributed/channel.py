@@ -38,6 +38,8 @@ class FrameKind(IntEnum):
     LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
     TRACE = 14  # JSON, tracing.py: what to record, or null; to rank 0: what came of it
     MOVE = 15  # JSON: balance.moves.Move; the answer balance.moves.Answer
+    SERVICE_START = 16  # rank_service.py: its name, a line's end, its configuration
+    SERVICE = 17  # what a service is told, or tells rank 0
 
 
 class FrameError(EngineError):
@@ -73,6 +75,12 @@ class Channel:
     def own(self) -> str:
         """This end's address."""
         return str(self.socket.getsockname()[0])
+
+    @property
+    def network_address(self) -> str | None:
+        """This end's address, where the other is on another host; else None."""
+        between_hosts = self.socket.family == socket.AF_INET and self.own != self.peer
+        return self.own if between_hosts else None
 
     def patience(self, seconds: float) -> None:
         """The other end counts as gone when nothing can be read, or sent, for so long."""

@@ -8,6 +8,7 @@ import struct
 from dataclasses import fields
 from typing import Any
 
+from rorqual.cache.host_tier import PageCopy
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
@@ -89,6 +90,8 @@ def _from_part(part: SchedulerOutput) -> list[Any]:
         rows,
         part.pages,
         part.num_speculative_tokens,
+        part.copies,
+        part.copies_first,
     ]
 
 
@@ -98,7 +101,7 @@ def _from_chunk(chunk: PrefillChunk) -> list[Any]:
 
 
 def _to_part(data: list[Any]) -> SchedulerOutput:
-    slots, bounds, chunks, rows, pages, num_speculative_tokens = data
+    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first = data
     new_requests = [
         NewRequest(
             slot,
@@ -117,7 +120,14 @@ def _to_part(data: list[Any]) -> SchedulerOutput:
         for slot, start, tokens, sample, following, *scores in chunks
     ]  # fmt: skip
     return SchedulerOutput(
-        slots, bounds, made, new_requests, [tuple(page) for page in pages], num_speculative_tokens
+        slots,
+        bounds,
+        made,
+        new_requests,
+        [tuple(page) for page in pages],
+        num_speculative_tokens,
+        [PageCopy(*copy) for copy in copies],
+        first,
     )
 
 

@@ -22,9 +22,10 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from types import FrameType
 from typing import NoReturn, cast
 
@@ -48,6 +49,7 @@ from rorqual.engine.execution.grammar import Grammars, SharedGrammars
 from rorqual.engine.execution.grammar_matcher import GrammarSender
 from rorqual.engine.execution.worker import Worker, read_model
 from rorqual.engine.executor import LaunchedStep
+from rorqual.engine.rank_service import RankService, ServicePlace, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
@@ -84,6 +86,7 @@ class DistributedExecutor:
         self.alone = False  # rank 0 is in what all must do together, or was and did not end it
         self.doing = "starting"
         self._grammars: SharedGrammars | None = None
+        self.service: RankService | None = None
         self.sender = GrammarSender(lambda data: self._send(FrameKind.GRAMMAR, data))
         self.launcher = make_launcher(config)
         try:
@@ -242,7 +245,8 @@ class DistributedExecutor:
             handle.channel.send(kind, data)
 
     def collect(self, step: LaunchedStep) -> list[StepResult]:
-        """Results of every data-parallel rank."""
+        """Results of every data-parallel rank. Raises ExpertsMissing for a step that all ranks give
+        up."""
         self._check()
         self.doing = f"waiting for step {step.number} on its own device"
         try:
@@ -292,7 +296,34 @@ class DistributedExecutor:
         self._check()
         return self.trace.results()
 
+    # ---- services
+
+    def start_service(
+        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+    ) -> RankService:
+        self._check()
+        # first here: what cannot be made on rank 0 is refused before others know of it
+        service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        self.service = service
+        for handle in self.handles:
+            handle.hear = partial(hear, handle.number)
+        with uninterrupted(), self._together(f"starting {name}"):
+            self._send(FrameKind.SERVICE_START, name.encode() + b"\n" + config)
+        return service
+
+    def tell_service(self, message: bytes) -> None:
+        self._check()
+        assert self.service is not None
+        with uninterrupted(), self._together("telling all ranks what lies beside the steps"):
+            self._send(FrameKind.SERVICE, message)
+            done = self.service.take(message)
+            if done is not None:
+                done()  # rank 0 has brought home its own part of every step it has results of
+
     # ---- life and death
+
+    def check(self) -> None:
+        self._check()
 
     def _check(self) -> None:
         if self.alone and not self.failed:
@@ -356,6 +387,8 @@ class DistributedExecutor:
         self.closed = True
         self.stopped.set()
         atexit.unregister(self.close)
+        if self.service is not None:
+            self.service.close()
         for handle in self.handles:
             try:
                 handle.channel.send(FrameKind.STOP)
@@ -373,6 +406,7 @@ class DistributedExecutor:
         if hasattr(self, "worker"):
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()
+            self.worker.close()
         if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():

@@ -8,6 +8,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class WorkerHandle:
         self.load: bytes | None = None  # the newest answer
         self.moved: bytes | None = None  # likewise
         self.trace: bytes | None = None  # what came of the newest trace
+        self.hear: Callable[[bytes], None] | None = None  # what its service tells
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.heard = time.monotonic()
@@ -75,6 +77,8 @@ class WorkerHandle:
             self.trace = data
         elif kind is FrameKind.MOVE:
             self.moved = data
+        elif kind is FrameKind.SERVICE and self.hear is not None:
+            self.hear(data)
         elif kind is FrameKind.FAILED:
             self.failure = data.decode(errors="replace")
 

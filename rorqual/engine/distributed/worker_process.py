@@ -38,8 +38,9 @@ from rorqual.engine.distributed.tracing import RankTrace
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
+from rorqual.engine.rank_service import RankService, ServicePlace, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
-from rorqual.errors import EngineError, RorqualError
+from rorqual.errors import EngineError, ExpertsMissing, RorqualError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import device_of, make_platform
@@ -107,6 +108,7 @@ class WorkerProcess:
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
         self.trace = RankTrace(self.worker, partial(channel.send, FrameKind.TRACE))
+        self.service: RankService | None = None
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
@@ -118,6 +120,8 @@ class WorkerProcess:
             kind, data = work.get()
             if kind is FrameKind.STOP:
                 self.trace.drop()
+                if self.service is not None:
+                    self.service.close()
                 return
             if kind is FrameKind.TRACE:
                 self.trace.take(data)
@@ -127,6 +131,10 @@ class WorkerProcess:
                 self._bring(partial(self._send_load, data, self.worker.fetch_load()))
             elif kind is FrameKind.MOVE:
                 self._move(Move.decode(data))
+            elif kind is FrameKind.SERVICE_START:
+                self._start_service(data)
+            elif kind is FrameKind.SERVICE:
+                self._tell_service(data)
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
@@ -152,7 +160,10 @@ class WorkerProcess:
         self.pending.popleft()()
 
     def _send_result(self, number: int, pending: PendingStep) -> None:
-        result = self.worker.runner.collect(pending)
+        try:
+            result = self.worker.runner.collect(pending)
+        except ExpertsMissing:  # rank 0 knows as well, and waits for no result
+            return
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
@@ -161,6 +172,18 @@ class WorkerProcess:
         mover = self.worker.mover
         assert mover is not None, "experts move where enable_eplb is on"
         mover.begin(move, lambda answer: self.channel.send(FrameKind.MOVE, answer.encode()))
+
+    def _start_service(self, data: bytes) -> None:
+        name, _, config = data.partition(b"\n")
+        tell = partial(self.channel.send, FrameKind.SERVICE)
+        place = ServicePlace(self.worker, self.channel.network_address, tell)
+        self.service = make_service(name.decode(), place, config)
+
+    def _tell_service(self, message: bytes) -> None:
+        assert self.service is not None, "it was started first"
+        done = self.service.take(message)
+        if done is not None:
+            self._bring(done)
 
     def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
         self.channel.send(FrameKind.LOAD, question + encode_load(load()))

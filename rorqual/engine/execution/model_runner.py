@@ -3,7 +3,7 @@ replays a captured step, and hands hidden states to the sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
 from rorqual.engine.execution.verifier import Verifier
+from rorqual.engine.micro_batches.policy import FixedParts, MicroBatchPolicy
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
@@ -31,13 +32,16 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepMetadata,
     StepResult,
 )
+from rorqual.errors import ExpertsMissing
 from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
+from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
+    from rorqual.cache.host_memory import HostMemory
     from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
     from rorqual.engine.npu.compiled import NpuCompiledForward
@@ -63,6 +67,10 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
+        self.agree: Callable[[], str] | None = None  # on whether a step is given up
+        self.micro_batches: MicroBatchPolicy = FixedParts()
+        self.host: HostMemory | None = None
+        self.turns: StepsInTurns | None = None
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -195,14 +203,38 @@ class ModelRunner:
             named = [*output.decode_slots, *(row.slot for row in output.new_requests)]
             self.shared.settle(named)
             self.rows.apply(output)
-            pending = self._launch(output, metadata)
+            self._start_copies(output)
+            # copies alone make a step too, and all ranks know that it has no tokens
+            pending = self._launch(output, metadata) if any(metadata.tokens) else PendingStep()
             self.shared.start(output.sampled_slots)
+            if self.host is not None:
+                self.host.settle()
+            if self.agree is not None:
+                pending.given_up = self.agree()
             return pending
+
+    def _start_copies(self, output: SchedulerOutput) -> None:
+        """Between the cache and host memory. The step waits for those of an earlier one that was
+        interrupted as it was launched: their pages may have been given to others."""
+        if self.host is None:
+            return
+        self.host.settle()
+        self.host.start(output.copies)
+        if output.copies_first:
+            self.host.settle()
 
     def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
         if self.graphs is not None and metadata.decodes:
             return self._replay(self.graphs, output, metadata)
-        batch = self._batch(output, metadata)
+        batch = self.batch(output, metadata)
+        if self.turns is not None:
+            pending = PendingStep()
+            forward = self.model.forward(batch.step, self._every_row(metadata))
+            pending.begun = self.turns.launch(
+                forward,
+                lambda hidden: pending.take(self.sampler.sample(output, batch, hidden, metadata)),
+            )
+            return pending
         hidden = self._forward(batch, metadata)
         if not self.model.mesh.last_stage:
             return PendingStep()
@@ -218,10 +250,10 @@ class ModelRunner:
             return PendingStep()
         if not metadata.host:
             return PendingStep(self.platform.fetch(result))
-        batch = self._batch(output, metadata)
+        batch = self.batch(output, metadata)
         return self.sampler.sample(output, batch, result.flatten(0, 1), metadata)
 
-    def _batch(self, output: SchedulerOutput, metadata: StepMetadata) -> BuiltBatch:
+    def batch(self, output: SchedulerOutput, metadata: StepMetadata) -> BuiltBatch:
         decode = prefill = None
         if output.decode_slots:
             slots = self.platform.to_device(torch.tensor(output.decode_slots))
@@ -250,12 +282,10 @@ class ModelRunner:
         rows = self.rows
         count = slots.shape[0]
         sizes = self.model.mesh.sizes
-        metadata = StepMetadata.padded(
-            count, sizes.dp, variant, num_speculative_tokens, sizes.micro_batches
-        )
-        decode = self.build.decode(slots, (self.max_len,) * count, num_speculative_tokens)
-        batch = self._built(decode, None, metadata)
-        hidden = self._forward(batch, metadata)
+        width = num_speculative_tokens + 1
+        parts = self.micro_batches.decode_parts(count, width, sizes.dp)
+        metadata = StepMetadata.padded(count, sizes.dp, variant, num_speculative_tokens, parts)
+        batch, hidden = self.decode_pass(slots, metadata)
         result = slots
         if self.model.mesh.last_stage and metadata.host:
             result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
@@ -264,6 +294,17 @@ class ModelRunner:
         self.model.mesh.pp.flush()  # a captured graph must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
+
+    def decode_pass(self, slots: Tensor, metadata: StepMetadata) -> tuple[BuiltBatch, Tensor]:
+        """The forward pass of `_decode_body`, fit for capture."""
+        count = slots.shape[0]
+        decode = self.build.decode(slots, (self.max_len,) * count, metadata.num_speculative_tokens)
+        batch = self._built(decode, None, metadata)
+        return batch, self._forward(batch, metadata)
+
+    def forward_pass(self, output: SchedulerOutput, metadata: StepMetadata) -> Tensor:
+        """The forward pass alone of a step that is not captured."""
+        return self._forward(self.batch(output, metadata), metadata)
 
     def _warm_mixed_steps(self, pieces: PiecewiseGraphs) -> None:
         """Compute what is launched between the pieces, for many a mixture: its kernels are compiled
@@ -290,7 +331,7 @@ class ModelRunner:
             chunks=[PrefillChunk(rows.padding, length - tokens, [0] * tokens, sample=False)],
         )
         metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
-        pieces.attend(self._batch(output, metadata).step)
+        pieces.attend(self.batch(output, metadata).step)
         rows.length[rows.padding :].zero_()
 
     def _piecewise_body(
@@ -315,9 +356,22 @@ class ModelRunner:
         fits = self.pieces and not metadata.decodes and not step.parts
         if self.pieces and fits and self.pieces.fits(step.num_tokens):
             return self.pieces.run(step)
-        every_row = metadata.decodes or self.sampler.reads_hidden or metadata.scores
-        return self.model.compute(step, every_row)
+        return self.model.compute(step, self._every_row(metadata))
+
+    def _every_row(self, metadata: StepMetadata) -> bool:
+        return metadata.decodes or self.sampler.reads_hidden or metadata.scores
+
+    def abandon(self) -> None:
+        """See Worker."""
+        if self.turns is not None:
+            self.turns.abandon()
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a launched step's tokens."""
+        """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks give
+        up."""
+        if self.turns is not None and pending.begun is not None:
+            with torch.inference_mode(), self.platform.stream():
+                self.turns.finish(pending.begun)
+        if pending.given_up:
+            raise ExpertsMissing(pending.given_up)
         return self.sampler.collect(pending)

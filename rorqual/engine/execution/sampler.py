@@ -27,17 +27,26 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepResult,
 )
 from rorqual.models.transformer import Transformer
+from rorqual.parallel.remote.steps_in_turns import BegunStep
 
 
 @dataclass
 class PendingStep:
     """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
     stages that draw none, and where no request of this rank drew. host: what is left to do with
-    them there. scores: log probabilities of prompts."""
+    them there. scores: log probabilities of prompts. given_up: why all ranks give it up; what it
+    drew means nothing then. begun: the step, where it ends beside the next one."""
 
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
     scores: PromptScores | None = None
+    given_up: str = ""
+    begun: BegunStep | None = None
+
+    def take(self, drawn: PendingStep) -> None:
+        self.tokens = drawn.tokens
+        self.host = drawn.host
+        self.scores = drawn.scores
 
 
 @dataclass

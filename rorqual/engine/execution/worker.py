@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rorqual.cache.host_memory import HostMemory
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import (
     DTYPE_BYTES,
@@ -37,6 +38,11 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.host_room import check_host_memory
+from rorqual.engine.micro_batches.measure import Limits, measure
+from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy
+from rorqual.engine.micro_batches.report import lines
+from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.errors import CapacityError, ConfigError
@@ -53,8 +59,10 @@ from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
 from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.steps_in_turns import StepsInTurns
+from rorqual.parallel.remote.wire import ranges
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -130,6 +138,7 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
+        check_host_memory(config, platform, mesh)
         self.slot_maps = self._slot_maps()
         self.simulated = simulated_loads(config, self.model_config)
         if config.expert_balance == "forced" and mesh.rank == 0:
@@ -151,7 +160,8 @@ class Worker:
             else 0
         )
         self.experts = self._experts()
-        self.lanes = RemoteLanes(config.micro_batches)
+        self.lanes = RemoteLanes(self.calls_at_once)
+        self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
@@ -163,6 +173,7 @@ class Worker:
         self.mover = self._mover()
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
+        self.host_pages, self.host_step_pages = self._host_pages()
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
@@ -177,6 +188,15 @@ class Worker:
             self._piecewise_tokens(),
         )
         self.runner.mover = self.mover
+        if self.alternates:
+            self.runner.turns = StepsInTurns()
+        self.runner.agree = None if self.misses is None else self._agree_on_experts
+        self.step_times: StepTimes | None = None
+        self.runner.micro_batches = self._micro_batches()
+        if self.host_pages:
+            self.runner.host = self._phase(
+                "host memory", lambda: HostMemory(pool, platform, self.host_pages)
+            )
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
@@ -184,6 +204,23 @@ class Worker:
         if config.precompile_kernels:
             self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
         self._phase("graphs", lambda: self.runner.capture(*steps))
+
+    def _micro_batches(self) -> MicroBatchPolicy:
+        """How many parts steps are cut into. Collective where that is measured."""
+        parts = self.config.micro_batches
+        if isinstance(parts, int):
+            return FixedParts(parts)
+        width = self.config.num_speculative_tokens + 1
+        captured = self.runner.graphs is not None
+        limits = Limits(
+            self.config.max_num_seqs, width, self.batched_tokens, self.max_model_len, captured
+        )
+        times = self._phase("micro-batches", lambda: measure(self.runner, limits))
+        self.step_times = times
+        if self.mesh.rank == 0:
+            for line in lines(times):
+                log.info("%s", line)
+        return MeasuredParts(times)
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -316,6 +353,16 @@ class Worker:
             for layer, slots in found.items()
         }
 
+    @property
+    def alternates(self) -> bool:
+        """Whether two steps take turns in this process."""
+        return self.config.parallel.pp == 1 and (self.config.parallel.pipeline_turns or 1) > 1
+
+    @property
+    def calls_at_once(self) -> int:
+        """At one expert server."""
+        return 2 if self.alternates else self.config.parallel.most_micro_batches
+
     def _experts(self) -> ExpertServers | None:
         config = self.config
         remote = config.remote_experts()
@@ -329,9 +376,14 @@ class Worker:
             expert_fingerprint(config.model, model, dtype, seed),
             self.expert_layers,
             model.moe.num_experts,
-            config.micro_batches,
+            self.calls_at_once,
             max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
         )
+
+    def abandon(self) -> None:
+        """Steps in flight are nobody's: what is not computed yet never will be."""
+        self.runner.abandon()
+        self.lanes.clear()
 
     def close(self) -> None:
         """End the links to expert servers."""
@@ -342,11 +394,21 @@ class Worker:
         config = self.config
         if self.experts is None:
             return None
-        # One rank alone can try again later. Several wait together, in the middle of a step.
-        wait = 0.0 if self.mesh.is_single else config.expert_wait
-        return RemoteExchange(
-            self.experts, self.lanes, layer, self.platform.device, config.fp8_dispatch, wait
-        )
+        device = self.platform.device
+        fp8 = config.fp8_dispatch
+        return RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
+
+    def _agree_on_experts(self) -> str:
+        """At the end of a step: which ranks found no holder of an expert, and so that all of them
+        give it up; nothing where none did. Collective."""
+        assert self.misses is not None
+        own = self.misses.take()
+        missed = torch.zeros(self.mesh.stage.size, device=self.platform.device)
+        missed[self.mesh.stage.rank] = own is not None
+        ranks = self.mesh.stage.all_reduce(missed).nonzero().flatten().tolist()
+        if not ranks:
+            return ""
+        return str(own) if own else f"rank {ranges(ranks)} found no holder of an expert"
 
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
@@ -484,10 +546,11 @@ class Worker:
 
     # ---- the cache
 
-    def _spec(self) -> KVSpec:
-        """Of this rank's heads and layers; prediction modules live on the last stage."""
+    @property
+    def whole_spec(self) -> KVSpec:
+        """Of all heads and layers, on whatever rank."""
         page = self.config.page_size or self.platform.default_page_size
-        whole = kv_spec(
+        return kv_spec(
             self.model_config,
             page,
             self.config.kv_cache_dtype,
@@ -496,11 +559,17 @@ class Worker:
             activations=self.dtype,
             split_latent=self.model.ops.splits_latents,
         )
+
+    @property
+    def cache_layers(self) -> range:
+        """Whose caches this rank holds; prediction modules live on the last stage, behind the
+        model's layers."""
         held = self.model.held
-        return whole.shard(
-            self.mesh.sizes.tp,
-            range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage),
-        )
+        return range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage)
+
+    def _spec(self) -> KVSpec:
+        """Of this rank's heads and layers."""
+        return self.whole_spec.shard(self.mesh.sizes.tp, self.cache_layers)
 
     def _num_pages(self) -> int:
         """Pages for max_num_seqs requests of full length, or as many as the memory set aside
@@ -553,6 +622,30 @@ class Worker:
             return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
         total = self.platform.total_memory()
         return int(free - (1 - self.config.memory_utilization) * total)
+
+    def _host_pages(self) -> tuple[int, int]:
+        """Pages that host memory holds, and that a step copies each way."""
+        host = int(self.config.kv_host_memory * 2**30)
+        if not host:
+            return 0, 1
+        size = self.spec.bytes_per_page
+        if self.platform.name == "cpu":  # the cache itself comes from the same memory
+            check_host_memory(self.config, self.platform, self.mesh, self.num_pages * size)
+        pages = self._agree(host // size)
+        if not pages:
+            raise ConfigError(
+                f"kv_host_memory={self.config.kv_host_memory} holds no page, which takes {size} "
+                "bytes on this rank"
+            )
+        step = self._agree(max(1, self.platform.host_step_bytes // size))
+        if self.mesh.rank == 0:
+            log.info(
+                "host memory holds %d pages (%d tokens) that the cache gives up, %.2f GiB a rank",
+                pages,
+                pages * self.spec.page_size,
+                pages * size / 2**30,
+            )
+        return pages, step
 
     def _agree(self, pages: int) -> int:
         """One block table serves all ranks, so the rank with the least room decides."""

@@ -15,6 +15,7 @@ from functools import reduce
 from operator import add
 
 from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.micro_batches.policy import FixedParts, MicroBatchPolicy
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
@@ -101,10 +102,14 @@ class PrefixCaches:
 
 
 class DataParallelScheduler:
-    """Schedulers of `ranks` data-parallel ranks behind the interface of one."""
+    """Schedulers of `ranks` data-parallel ranks behind the interface of one. micro_batches: says
+    into how many parts a step is cut."""
 
-    def __init__(self, config: SchedulerConfig, ranks: int):
+    def __init__(
+        self, config: SchedulerConfig, ranks: int, micro_batches: MicroBatchPolicy | None = None
+    ):
         self.config = config
+        self.micro_batches: MicroBatchPolicy = micro_batches or FixedParts()
         self.schedulers = [Scheduler(config) for _ in range(ranks)]
         self.assigned_rank: dict[str, Scheduler] = {}
         self.prefix = PrefixCaches(self.schedulers)
@@ -133,29 +138,39 @@ class DataParallelScheduler:
 
     # ---- requests in and out
 
-    def add(self, request: Request) -> FinishReason | None:
-        """Queue a request on the rank where it costs least: live tokens there, and tokens of its
-        own that are not cached there. Not None: see Scheduler."""
+    def add(self, request: Request, rank: int | None = None) -> FinishReason | None:
+        """Queue a request on this rank, or if left out on the cheapest. Not None: see Scheduler."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
-        assigned_rank = self.schedulers[0]
-        if len(self.schedulers) > 1:
-            tokens = request.tokens
-            assigned_rank = min(
-                self.schedulers,
-                key=lambda rank: rank.live_tokens - self._cached(rank, request, tokens),
-            )
+        assigned_rank = self.schedulers[self.cheapest(request) if rank is None else rank]
         over = assigned_rank.add(request)
         if over is None:
             self.assigned_rank[request.id] = assigned_rank
         return over
 
-    def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
-        if not rank.prefix.pages or request.params.prompt_logprobs is not None:
+    def cheapest(self, request: Request, coming: tuple[int, ...] = ()) -> int:
+        """The rank where a request costs least: live tokens there, and tokens of its own that are
+        not cached there. coming: tokens by rank of requests that were promised to it and are not
+        queued yet."""
+        if len(self.schedulers) == 1:
             return 0
-        pages, _ = rank.prefix.match(tokens, request.cache_salt)
-        rank.prefix.release(pages)
-        return len(pages) * self.config.page_size
+        tokens = request.tokens
+
+        def cost(rank: int) -> int:
+            scheduler = self.schedulers[rank]
+            live = scheduler.live_tokens + (coming[rank] if coming else 0)
+            return live - self._cached(scheduler, request, tokens)
+
+        return min(range(len(self.schedulers)), key=cost)
+
+    def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
+        prefix = rank.prefix
+        if not (prefix.pages or prefix.host) or request.params.prompt_logprobs is not None:
+            return 0
+        pages, key = prefix.match(tokens, request.cache_salt)
+        prefix.release(pages)
+        pages_in_host = len(prefix.in_host(tokens, len(pages), key))
+        return (len(pages) + pages_in_host) * self.config.page_size
 
     def abort(self, request_id: str) -> Sequence | None:
         assigned_rank = self.assigned_rank.pop(request_id, None)
@@ -209,7 +224,7 @@ class DataParallelScheduler:
                 outputs,
                 sampling_variant_of(asked),
                 host,
-                micro_batches=self.config.micro_batches,
+                micro_batches=self.micro_batches.parts(outputs),
             ),
             parts,
         )

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.scheduling.host_loads import HostLoads
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
     PrefillChunk,
@@ -51,7 +53,8 @@ class SchedulerConfig:
     num_speculative_tokens drafts are verified for each request in a step. lookahead: see
     PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
     pipeline_turns: decoding requests take turns, that many steps to a round, so that the stages
-    of a pipeline work on different ones. micro_batches: parts of a step."""
+    of a pipeline work on different ones. host_pages: that host memory holds of the prefix cache; a
+    step copies at most host_step_pages each way."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -65,7 +68,8 @@ class SchedulerConfig:
     lookahead: int = 0
     send_tokens: bool = False
     pipeline_turns: int = 1
-    micro_batches: int = 1
+    host_pages: int = 0
+    host_step_pages: int = 1
 
     def __post_init__(self) -> None:
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
@@ -118,6 +122,9 @@ class Scheduler:
         self.prefix = PrefixCache(
             self.allocator, config.page_size, config.prefix_caching, config.lookahead
         )
+        if config.host_pages:
+            self.prefix.host = HostTier(config.host_pages, config.host_step_pages)
+        self.loads = HostLoads(self.prefix)
         # of the next step: a controller may lower it
         self.num_speculative_tokens = config.num_speculative_tokens
         self.prompt_budget = config.max_num_batched_tokens  # of prompts alone; likewise
@@ -207,7 +214,9 @@ class Scheduler:
         said = len(sequence.tokens) - sequence.prompt_len
         if said:
             self.usual_output += (said - self.usual_output) * NEWEST_SHARE
-        if sequence.slot < 0:
+        if sequence in self.loads:
+            self.loads.drop(sequence)
+        elif sequence.slot < 0:
             self.waiting.remove(sequence)
         elif reason is not FinishReason.ABORT and sequence.request.goes_on_elsewhere:
             self._keep_tail(sequence)
@@ -216,11 +225,12 @@ class Scheduler:
     def _keep_tail(self, sequence: Sequence) -> None:
         """The end of the prompt, less than a page, for the engine that answers."""
         prompt = sequence.tokens[: sequence.prompt_len]
-        full = self.prefix.full_pages(len(prompt))
+        prefix = self.prefix
+        full = prefix.full_pages(len(prompt))
         if sequence.num_hashed_pages == full and sequence.collected >= len(prompt) - 1:
-            key = self.prefix.tail(prompt, sequence.key)
+            key = prefix.tail(prompt, sequence.key)
             if key is not None:
-                self.prefix.insert_tail(key, sequence.pages[full])
+                prefix.insert_tail(key, sequence.pages[full])
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back slot and pages. Steps in flight may still write there; they run before any
@@ -239,6 +249,7 @@ class Scheduler:
         sequence.collected = 0
         sequence.num_hashed_pages = 0
         sequence.next_hash = 0
+        sequence.host_asked = False
 
     @property
     def has_work(self) -> bool:
@@ -252,8 +263,12 @@ class Scheduler:
         pages = self.allocator.capacity
         prefix = self.prefix
         used = pages - prefix.available
-        counts = (prefix.queries, prefix.hits, self.num_preemptions)
-        return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
+        counts = [prefix.queries, prefix.hits, self.num_preemptions]
+        if (host := prefix.host) is not None:
+            counts += [host.capacity, len(host.slots), host.queries, host.hits]
+            counts += [host.pages_out, host.pages_in]
+        waiting = len(self.waiting) + len(self.loads)
+        return Usage(self.num_running, waiting, pages, used, len(prefix.idle), *counts)
 
     # ---- scheduling
 
@@ -272,25 +287,30 @@ class Scheduler:
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
+        self.loads.begin()
         if self.waiting:
             self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
+        self._queue_again(self.loads.advance())
         most = self.config.max_num_batched_tokens - output.num_tokens
         budget = min(most, self.prompt_budget)
         for sequence in list(self.prefilling.values()):
             if budget > 0:
                 budget -= self._schedule_chunk(output, sequence, budget, sampled, computed)
-        while budget > 0 and self.waiting and self.free_slots:
+        while budget > 0 and self.waiting and len(self.free_slots) > len(self.loads):
+            head = self.waiting.head
             admitted = self._admit(output, budget)
             if admitted is None:
-                break
-            if admitted.request.id in self.decoding:
+                if head not in self.loads:
+                    break
+            elif admitted.request.id in self.decoding:
                 budget -= self._schedule_first_token(output, admitted, sampled)
             else:
                 budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-        if not output.decode_slots and not output.chunks:
+        self._plan_copies(output)
+        if not output.decode_slots and not output.chunks and not output.copies:
             return None
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
@@ -298,6 +318,20 @@ class Scheduler:
         if self.config.pipeline_turns > 1:
             self.in_flight.append(step)
         return step
+
+    def _queue_again(self, found: list[Sequence]) -> None:
+        """Who was at the head of the queue when its pages were sent for is there again."""
+        for sequence in reversed(found):
+            self.waiting.append_left(sequence)
+
+    def _plan_copies(self, output: SchedulerOutput) -> None:
+        host = self.prefix.host
+        if host is not None:
+            if output.decode_slots or output.chunks:
+                self.prefix.copy_ahead(self._pages_for(sum(len(c.tokens) for c in output.chunks)))
+            output.copies = host.copies
+            output.copies_first = host.first
+        self.loads.end()
 
     def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
         """A token, and drafts, for every decoding request that is not yet at its target. This
@@ -380,6 +414,8 @@ class Scheduler:
             ):
                 if self.prefix.available:
                     output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                elif self.loads:
+                    self._queue_again(self.loads.drop_all())
                 else:
                     self._preempt(self._youngest())
         if self.num_preemptions > before:
@@ -388,6 +424,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> int:
         page = self.prefix.take()
+        if self.prefix.host is not None:
+            self.prefix.host.given(page)
         sequence.pages.append(page)
         sequence.capacity += self.config.page_size
         return page
@@ -467,13 +505,16 @@ class Scheduler:
         written = known + (2 * drafts if decodes else drafts)
         need = self._pages_for(max(known, min(written, sequence.max_total_len - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
-        if need + spare > self.prefix.available and self.num_running:
+        if need + spare > self.prefix.available and (self.num_running or self.loads):
             self.prefix.release(pages)
             wanted = self.prefix.following(reusable, len(pages), key)
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
+        if self.loads.start(sequence, pages, key):
+            self.waiting.pop_head()
+            return None
         self.waiting.pop_head()
         cached = len(pages) * self.config.page_size
         if decodes:
@@ -655,6 +696,9 @@ class Scheduler:
         self.prefix.queries = counts.queries
         self.prefix.hits = counts.hits
         self.prefix.events = counts.events
+        if counts.host is not None:
+            self.prefix.host = counts.host.anew()
+        self.loads = HostLoads(self.prefix)
         if counts.events is not None:
             counts.events.cleared()
         self.sequences = {sequence.request.id: sequence for sequence in live}

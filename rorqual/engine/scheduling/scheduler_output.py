@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
 
+from rorqual.cache.host_tier import PageCopy
 from rorqual.request import SamplingParams
 
 
@@ -62,7 +63,8 @@ class SchedulerOutput:
 
     `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have
     after the step; `new_requests` and `pages` (slot, index in block table, page) are applied to the
-    device rows before the step.
+    device rows before the step. `copies` between device and host memory are done in their order,
+    before the step if `copies_first`, else beside it; a step may have nothing else.
     """
 
     decode_slots: list[int] = field(default_factory=list)
@@ -71,6 +73,8 @@ class SchedulerOutput:
     new_requests: list[NewRequest] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     num_speculative_tokens: int = 0
+    copies: list[PageCopy] = field(default_factory=list)
+    copies_first: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -33,7 +33,8 @@ class Sequence:
     and found right, by their place behind the newest token. client_account, user_account: charged
     for what is computed; made by the waiting queue. reserved: tokens charged beforehand.
     num_scored: tokens of the prompt behind its first whose log probabilities launched steps give;
-    prompt_logprobs: those that are here; score_end: how many are wanted.
+    prompt_logprobs: those that are here; score_end: how many are wanted. host_asked: it has been
+    looked for in host memory since it last began to wait.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Sequence:
         "collected",
         "drafted",
         "finish",
+        "host_asked",
         "key",
         "max_extra_tokens",
         "max_total_len",
@@ -96,6 +98,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
         self.num_cached_prompt: int | None = None
+        self.host_asked = False
 
     def restart(self) -> None:
         """It holds nothing and nothing of it is in flight: only its tokens are left."""
@@ -105,6 +108,7 @@ class Sequence:
         self.num_hashed_pages = self.max_extra_tokens = self.next_hash = self.reserved = 0
         self.num_scored = len(self.prompt_logprobs)
         self.key = b""
+        self.host_asked = False
 
     @property
     def outputs(self) -> list[int]:
@@ -146,8 +150,9 @@ class PendingLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and
-    prefix_hits in tokens)."""
+    """A moment's load: requests, cache pages, and counts since the start (queries and hits in
+    tokens). host_pages: that host memory can hold, host_pages_held: that it does; the last two
+    count pages copied out and in."""
 
     running: int
     waiting: int
@@ -157,6 +162,12 @@ class Usage:
     prefix_queries: int
     prefix_hits: int
     preemptions: int
+    host_pages: int = 0
+    host_pages_held: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    host_pages_out: int = 0
+    host_pages_in: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(

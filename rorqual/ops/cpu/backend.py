@@ -367,7 +367,14 @@ class CpuOps(Ops):
         parts = zip(x.split(MANY_ROWS), ids.split(MANY_ROWS), weights.split(MANY_ROWS), strict=True)
         return _joined([quantized.experts(native, *part, w) for part in parts])
 
-    # ---- sampling
+    # ---- random numbers and sampling
+
+    def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
+        fits = view.dtype in STORAGE and view.stride(1) == 1
+        if self.native and fits:
+            self.native.draw_normal(view, key, std, first, width)
+        else:
+            super().draw_normal(view, key, std, first, width)
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         native = self.native if seeds.is_contiguous() and positions.is_contiguous() else None

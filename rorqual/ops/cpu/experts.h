@@ -35,15 +35,49 @@ const Grouped &group_picks(const int64_t *ids, int64_t n, int64_t slots) {
     return found;
 }
 
-// Some columns of silu(gate) * up of one expert's rows, spread, to g. Rows of the matrix: gates first, then ups.
+// Rows `first` and on of a matrix of rows of k, times rows of x as `units` or products read them: where one expert has many rows and
+// another few, each takes what suits it.
 template <class T>
-void expert_gates(const T *gate_up, const float *in, int64_t count, int64_t hidden, int64_t size, int64_t from, int64_t width, float *g,
-                  int64_t ldg) {
+void expert_dots(bool units, const T *w, int64_t rows, const float *in, int64_t ldx, int64_t count, int64_t k, float *y, int64_t ldy) {
+    if (units)
+        unit_dots(w, k, rows, (const bf16 *)in, 2 * ldx, count, k, y, ldy);
+    else
+        dots(w, k, rows, in, ldx, count, k, y, ldy);
+}
+
+// Some columns of silu(gate) * up of one expert's rows to g, as the next product reads them. Rows of the matrix: gates first, then ups.
+template <class T>
+void expert_gates(bool units, const T *gate_up, const float *in, int64_t ldx, int64_t count, int64_t hidden, int64_t size, int64_t from,
+                  int64_t width, float *g, int64_t ldg) {
     float *h = scratch(10, count * 2 * width), *made = scratch(11, count * width);
     for (int64_t half = 0; half < 2; half++)
-        dots(gate_up + (half * size + from) * hidden, hidden, width, in, apart(hidden), count, hidden, h + half * width, 2 * width);
+        expert_dots(units, gate_up + (half * size + from) * hidden, width, in, ldx, count, hidden, h + half * width, 2 * width);
     swiglu_rows(h, count, width, made);
-    for (int64_t i = 0; i < count; i++) spread<T>(made + i * width, width, g + i * ldg + from);
+    for (int64_t i = 0; i < count; i++) {
+        if (!units) {
+            spread<T>(made + i * width, width, g + i * ldg + from);
+            continue;
+        }
+        bf16 *row = (bf16 *)(g + i * ldg);
+        narrow_all(made + i * width, width, row + from);
+        if (from + width == size) std::fill(row + size, row + edged(2 * size) / 2, bf16{0});
+    }
+}
+
+// The rows of one expert's tokens, as products read them (`spread_rows`) or as units do.
+template <class T>
+const float *expert_rows(bool units, const T *x, const float *spread_rows, const int64_t *order, Group e, int64_t top_k, int64_t hidden,
+                         int64_t ldx) {
+    if (!units && e.count == 1) return spread_rows + order[e.first] / top_k * ldx;
+    float *own = scratch(9, e.count * ldx);
+    for (int64_t i = 0; i < e.count; i++) {
+        int64_t token = order[e.first + i] / top_k;
+        if (units)
+            unit_row(x + token * hidden, hidden, (bf16 *)(own + i * ldx), edged(2 * hidden) / 2);
+        else
+            std::copy(spread_rows + token * ldx, spread_rows + token * ldx + padded(hidden), own + i * ldx);
+    }
+    return own;
 }
 
 // Each token's picks, whose results [n * top_k, hidden] are in `out`, with their weights.
@@ -78,16 +112,9 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     share(used * blocks, 2 * work, [=](int64_t unit) {
         Group e = groups[unit / blocks];
         int64_t from = unit % blocks * width;
-        const float *rows = in + order[e.first] / top_k * ldx;
-        if (e.count > 1) {
-            float *own = scratch(9, e.count * ldx);
-            for (int64_t i = 0; i < e.count; i++) {
-                const float *row = in + order[e.first + i] / top_k * ldx;
-                std::copy(row, row + padded(hidden), own + i * ldx);
-            }
-            rows = own;
-        }
-        expert_gates(gate_up + e.slot * 2 * size * hidden, rows, e.count, hidden, size, from, std::min(width, size - from),
+        bool units = on_unit(gate_up, e.count);
+        const float *rows = expert_rows(units, x, in, order, e, top_k, hidden, ldx);
+        expert_gates(units, gate_up + e.slot * 2 * size * hidden, rows, ldx, e.count, hidden, size, from, std::min(width, size - from),
                      g + e.first * ldg, ldg);
     });
     int64_t height = block_rows(used * hidden), bands = (hidden + height - 1) / height;
@@ -95,7 +122,8 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
         Group e = groups[unit / bands];
         int64_t from = unit % bands * height, rows = std::min(height, hidden - from);
         float *made = scratch(10, e.count * rows);
-        dots(down + (e.slot * hidden + from) * size, size, rows, g + e.first * ldg, ldg, e.count, size, made, rows);
+        const T *some = down + (e.slot * hidden + from) * size;
+        expert_dots(on_unit(down, e.count), some, rows, g + e.first * ldg, ldg, e.count, size, made, rows);
         for (int64_t i = 0; i < e.count; i++) std::copy(made + i * rows, made + (i + 1) * rows, out + order[e.first + i] * hidden + from);
     });
     sum_picks(ids, weights, out, y, n, top_k, hidden);

@@ -19,6 +19,17 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __AVX512BF16__
+#include <cpuid.h>
+#endif
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
 
 namespace {
 
@@ -182,7 +193,10 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
     body(0, count);
 }
 
+#include "vectors.h"
 #include "products.h"
+#include "units.h"
+#include "gemm.h"
 
 template <class T>
 float dot(const float *a, const T *b, int64_t d) {
@@ -488,6 +502,9 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
 
 extern "C" {
 
+// An instruction without which no other function here can be called; null where the processor has all of them.
+const char *rq_lacking() { return lacking(); }
+
 // How many threads a call may use, the caller's included.
 void rq_threads(int threads) { max_threads = threads; }
 
@@ -580,6 +597,17 @@ constexpr int64_t TOKEN_WORK = 16;  // multiply-adds that a token of the vocabul
 
 void rq_uniform(const int64_t *seeds, const int64_t *positions, int64_t stream, double *out, int64_t n) {
     for (int64_t i = 0; i < n; i++) out[i] = uniform(uint64_t(seeds[i]), uint64_t(positions[i]), uint64_t(stream));
+}
+
+// out [rows, columns], rows `stride` apart; the element in row r and column c is number first + r * width + c.
+void rq_draw_normal(int wide, void *out, int64_t stride, int64_t rows, int64_t columns, int64_t key, double factor, int64_t first, int64_t width) {
+    split(rows, 1, rows * columns * TOKEN_WORK, [=](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            uint64_t number = uint64_t(first) + uint64_t(r) * uint64_t(width);
+            PICK(draw_normal_row(uint64_t(key), float(factor), number, columns, FW(out) + r * stride),
+                 draw_normal_row(uint64_t(key), float(factor), number, columns, BW(out) + r * stride))
+        }
+    });
 }
 
 void rq_distribution(const float *logits, int64_t stride, int64_t m, int64_t v, const double *settings, int cuts, double *summary, double *parts,

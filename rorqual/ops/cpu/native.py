@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,15 +18,33 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import cache_folder, compiler
+from rorqual.ops import rng
 from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = ("products.h", "attention.h", "experts.h", "quantized.h", "sampling.h")
-PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
+HEADERS = (
+    "vectors.h",
+    "vectors/avx512.h",
+    "vectors/avx2.h",
+    "vectors/neon.h",
+    "vectors/plain.h",
+    "products.h",
+    "units.h",
+    "vectors/units_avx512.h",
+    "vectors/units_neon.h",
+    "gemm.h",
+    "attention.h",
+    "experts.h",
+    "quantized.h",
+    "sampling.h",
+)
+PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
+# Of compilers for aarch64 all know -mcpu, not all -march.
+THIS_PROCESSOR = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = (
     "-O3",
-    "-march=native",
+    THIS_PROCESSOR,
     "-std=c++17",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -63,6 +82,7 @@ _P = ctypes.c_void_p
 _D = ctypes.c_double
 _N = ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rq_lacking": (),
     "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
     "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
@@ -77,12 +97,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_linear_packed": (_I, _P, _P, _P, _P, _N),
     "rq_experts_packed": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
+    "rq_draw_normal": (_I, _P, _N, _N, _N, _N, _D, _N, _N),
     "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
     "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
-_RESULTS: dict[str, Any] = {"rq_experts": _N, "rq_experts_packed": _N}  # the others return nothing
+# the others return nothing
+_RESULTS: dict[str, Any] = {
+    "rq_lacking": ctypes.c_char_p,
+    "rq_experts": _N,
+    "rq_experts_packed": _N,
+}
 
 
 @functools.cache
@@ -110,6 +136,14 @@ def library(processor: str = "native", more: tuple[str, ...] = ()) -> ctypes.CDL
         function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
+    lacking = loaded.rq_lacking()
+    if lacking:
+        log.warning(
+            "the C++ compiler believes that this processor has %s, and it has not: decoding uses "
+            "torch calls alone",
+            lacking.decode(),
+        )
+        return None
     return loaded
 
 
@@ -367,6 +401,13 @@ class Native:
         out = torch.empty(positions.shape, dtype=torch.float64)
         self.lib.rq_uniform(*_pointers(seeds, positions), stream, out.data_ptr(), out.numel())
         return out
+
+    def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
+        """rng.draw_normal of a view [rows, columns] whose columns lie side by side."""
+        rows, columns = view.shape
+        factor = std / rng.FIELDS_DEVIATION
+        at = (view.data_ptr(), view.stride(0), rows, columns)
+        self.lib.rq_draw_normal(_wide(view), *at, key, factor, first, width)
 
     def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         m, v = logits.shape

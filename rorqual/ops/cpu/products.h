@@ -4,38 +4,6 @@
 // Contractions run along the rows of both. A vector of pairs of bf16 is two of floats by a shift and by a mask, its even and its odd
 // columns; x is spread the same way once (`spread`), so that no lane has to move.
 
-#if defined(__AVX512F__)
-constexpr int SPAN = 16;  // floats of a register
-constexpr int TILE = 6;   // rows of x in registers against four of the matrix
-#elif defined(__AVX__)
-constexpr int SPAN = 8;
-constexpr int TILE = 2;
-#else
-constexpr int SPAN = 4;
-constexpr int TILE = 4;
-#endif
-// Accumulators stay in registers only where the loops over them are gone.
-#ifdef __clang__
-#define UNROLLED _Pragma("clang loop unroll(full)")
-#else
-#define UNROLLED _Pragma("GCC unroll 16")
-#endif
-#define INLINE inline __attribute__((always_inline))
-constexpr int PAIR = 2 * SPAN;
-
-typedef float sf __attribute__((vector_size(SPAN * 4)));
-typedef uint32_t su __attribute__((vector_size(SPAN * 4)));
-
-inline int64_t padded(int64_t k) { return (k + PAIR - 1) / PAIR * PAIR; }
-
-inline sf get(const float *p) {
-    sf v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-inline void put(sf v, float *p) { memcpy(p, &v, sizeof v); }
-
 // The even (0) or odd (1) columns of PAIR bf16; of floats the first or second half.
 template <int HALF>
 inline sf half_of(const bf16 *p) {
@@ -54,10 +22,6 @@ inline sf half_of(const float *p) {
 
 // Floats from one row of scratch to the next: never a whole page, at which rows would push each other out of the first cache.
 inline int64_t apart(int64_t k) { return padded(k) % 1024 ? padded(k) : padded(k) + 2 * SPAN; }
-
-// Where column j of a row stands after `spread` for weights of a type.
-inline int64_t place(int64_t j, const bf16 *) { return j / PAIR * PAIR + j % 2 * SPAN + j % PAIR / 2; }
-inline int64_t place(int64_t j, const float *) { return j; }
 
 // A row of x in the order in which weights of type W are read, zeros up to padded(k).
 template <class W>
@@ -99,18 +63,6 @@ INLINE void add_half(sf (&acc)[R][N], const W *w, int64_t ldw, const float *x, i
     }
 }
 
-inline v4 fold4(sf v) {  // a register to four sums
-#if defined(__AVX512F__)
-    return fold(v);
-#elif defined(__AVX__)
-    v4 half[2];
-    memcpy(half, &v, sizeof v);
-    return half[0] + half[1];
-#else
-    return v;
-#endif
-}
-
 inline void put4(v4 four, float *into, bool more) {
     v4 before = {};
     if (more) memcpy(&before, into, sizeof before);
@@ -118,41 +70,18 @@ inline void put4(v4 four, float *into, bool more) {
     memcpy(into, &four, sizeof four);
 }
 
-// The sums of four rows' accumulators, from r on, with up to four rows of x, from n on: 16 sums take as many steps as two would alone.
+// The sums of four rows' accumulators, from r on, with up to four rows of x, from n on.
 template <int R, int N>
 INLINE void put_sums(sf (&acc)[R][N], int r, int n, float *y, int64_t ldy, bool more) {
-#if defined(__AVX512F__)
-    __m512 each[4] = {};  // a quarter of a register a row of the matrix
-    UNROLLED for (int i = 0; i < 4; i++) {
-        if (n + i >= N) continue;
-        __m512 p = (__m512)acc[r][n + i], q = (__m512)acc[r + 1][n + i], s = (__m512)acc[r + 2][n + i], t = (__m512)acc[r + 3][n + i];
-        __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee));
-        __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(s, t, 0x44), _mm512_shuffle_f32x4(s, t, 0xee));
-        each[i] = _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
-    }
-    __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(each[0], each[1]), _mm512_unpackhi_ps(each[0], each[1]));
-    __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(each[2], each[3]), _mm512_unpackhi_ps(each[2], each[3]));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-    __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    all = _mm512_permutexvar_ps(turned, all);
-    v4 four[4];
-    memcpy(four, &all, sizeof four);
+    int count = std::min(4, N - n);
+    sf some[4][4] = {};
     UNROLLED for (int i = 0; i < 4; i++)
-        if (n + i < N) put4(four[i], y + i * ldy, more);
-#else
-    UNROLLED for (int i = 0; i < 4; i++) {
-        if (n + i >= N) continue;
-        v4 a = fold4(acc[r][n + i]), b = fold4(acc[r + 1][n + i]), c = fold4(acc[r + 2][n + i]), d = fold4(acc[r + 3][n + i]);
-        v4 first = {a[0], b[0], c[0], d[0]}, second = {a[1], b[1], c[1], d[1]};
-        v4 third = {a[2], b[2], c[2], d[2]}, fourth = {a[3], b[3], c[3], d[3]};
-        put4((first + third) + (second + fourth), y + i * ldy, more);
-    }
-#endif
-}
-
-inline float sum_of(sf v) {
-    v4 x = fold4(v);
-    return (x[0] + x[2]) + (x[1] + x[3]);
+        UNROLLED for (int j = 0; j < 4; j++)
+            if (j < count) some[i][j] = acc[r + i][n + j];
+    v4 four[4];
+    sums_by_row(some, count, four);
+    UNROLLED for (int i = 0; i < 4; i++)
+        if (i < count) put4(four[i], y + i * ldy, more);
 }
 
 // y [N, R] (added to where `more`) = x [N, k] spread, times w [R, k] transposed. `ahead`: elements to what is read next.
@@ -204,75 +133,6 @@ constexpr int64_t BAND = 32;    // rows of the matrix at once: they stay in the 
 constexpr int64_t HELD = 256;   // rows of x at once: they too
 
 constexpr int64_t PACKED = 28;  // rows of x from which a matrix is turned for them
-
-#if defined(__AVX512F__)
-constexpr int ACROSS = 14;  // rows of x in registers against a panel
-#elif defined(__AVX__)
-constexpr int ACROSS = 6;
-#else
-constexpr int ACROSS = 8;
-#endif
-
-// Many rows of x pay for turning a band of the matrix first: a lane is then an output, nothing is widened twice or summed across lanes.
-// A panel holds PAIR rows column by column, columns in the order of `spread`, zeros where the matrix ends.
-template <class W>
-void turn_words(const W *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
-    for (int64_t r = first; r < first + SPAN; r++) {
-        for (int64_t i = 0; i < padded(k); i++) panel[i * PAIR + r] = 0;
-        for (int64_t i = 0; r < rows && i < k; i++) panel[place(i, w) * PAIR + r] = widen(w[r * ldw + i]);
-    }
-}
-
-#if defined(__AVX512F__)
-inline void turn_16(__m512i (&v)[16]) {  // 16 words of 16 rows
-    __m512i t[16];
-    UNROLLED for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    UNROLLED for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    UNROLLED for (int j = 0; j < 4; j++) {  // v[4 i + j] holds word 4 q + j of rows 4 i to 4 i + 3 in quarter q
-        __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd);
-        __m512i c = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
-        t[j] = _mm512_shuffle_i32x4(a, c, 0x88);
-        t[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
-        t[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        t[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-    UNROLLED for (int i = 0; i < 16; i++) v[i] = t[i];
-}
-
-inline void turn_words(const float *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
-    for (int64_t i = 0; i < padded(k); i += SPAN) {
-        __mmask16 within = k - i >= SPAN ? 0xffff : k > i ? (1u << (k - i)) - 1 : 0;
-        __m512i v[16];
-        UNROLLED for (int r = 0; r < 16; r++)
-            v[r] = first + r < rows ? _mm512_maskz_loadu_epi32(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
-        turn_16(v);
-        UNROLLED for (int j = 0; j < 16; j++) _mm512_storeu_si512(panel + (i + j) * PAIR + first, v[j]);
-    }
-}
-
-inline void turn_words(const bf16 *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
-    const __m512i odd = _mm512_set1_epi32(int(0xffff0000u));
-    for (int64_t i = 0; i < k; i += PAIR) {
-        __mmask32 within = k - i >= PAIR ? 0xffffffffu : (1u << (k - i)) - 1;
-        __m512i v[16];
-        UNROLLED for (int r = 0; r < 16; r++)
-            v[r] = first + r < rows ? _mm512_maskz_loadu_epi16(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
-        turn_16(v);
-        UNROLLED for (int j = 0; j < 16; j++) {
-            _mm512_storeu_si512(panel + (i + j) * PAIR + first, _mm512_slli_epi32(v[j], 16));
-            _mm512_storeu_si512(panel + (i + SPAN + j) * PAIR + first, _mm512_and_si512(v[j], odd));
-        }
-    }
-}
-#endif
 
 template <int N>
 void panel_tile(const float *panel, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
@@ -430,39 +290,3 @@ void gathered(const float *x, int64_t k, float *out) {
 // Results as they are kept, `ldy` apart.
 inline void keep(const float *from, int64_t n, float *y) { std::copy(from, from + n, y); }
 inline void keep(const float *from, int64_t n, bf16 *y) { narrow_all(from, n, y); }
-
-// All rows of x [n, k] as products read them.
-template <class W, class X>
-float *spread_all(const X *x, int64_t n, int64_t k, int which) {
-    int64_t ldx = apart(k);
-    float *in = scratch(which, n * ldx);
-    split(n, 1, n * k, [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) spread<W>(x + i * k, k, in + i * ldx);
-    });
-    return in;
-}
-
-// y [n, rows] = x [n, k] w^T + bias of any shape, x plain.
-template <class W, class X, class Y>
-void gemm(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, Y *y, const W *bias = nullptr) {
-    int64_t block = block_rows(rows);
-    const float *in = spread_all<W>(x, n, k, 8);
-    share((rows + block - 1) / block, n * rows * k, [=](int64_t i) {
-        int64_t first = i * block, high = std::min(block, rows - first), ldy = apart(high);
-        float *out = scratch(10, n * ldy);
-        dots(w + first * k, k, high, in, apart(k), n, k, out, ldy);
-        for (int64_t t = 0; t < n; t++) {
-            for (int64_t r = 0; bias && r < high; r++) out[t * ldy + r] += widen(bias[first + r]);
-            keep(out + t * ldy, high, y + t * rows + first);
-        }
-    });
-}
-
-// The same by one thread.
-template <class W, class X>
-void gemm_alone(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
-    int64_t ldx = apart(k);
-    float *in = scratch(8, n * ldx);
-    for (int64_t i = 0; i < n; i++) spread<W>(x + i * k, k, in + i * ldx);
-    dots(w, k, rows, in, ldx, n, k, y, rows);
-}

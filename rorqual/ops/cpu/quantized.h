@@ -1,80 +1,7 @@
 // Products with weights of eight and four bits on the CPU, included by kernels.cpp. A format prepares rows of x once and multiplies them
 // with some rows of its matrix; `times` and `expert_times` are the same for all of them.
-//
-// Integers: a register of bytes is WORDS of four columns each; a word of sums is theirs.
 
-constexpr int WORDS = SPAN;
-constexpr int BYTES = 4 * SPAN;
 constexpr int64_t NIBBLES = 32;  // columns of a block of four-bit weights
-
-typedef int32_t si __attribute__((vector_size(SPAN * 4)));
-typedef int8_t sb __attribute__((vector_size(BYTES)));
-typedef uint8_t ub __attribute__((vector_size(BYTES)));
-
-template <class V, class P>
-inline V fetch(const P *p) {
-    V v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-// Words of a times x and of b times y, a and b below 16 (so that no four products overflow 16 bits).
-inline si small_products(ub a, sb x, ub b, sb y) {
-#if defined(__AVX512VNNI__)
-    return (si)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)x), (__m512i)b, (__m512i)y);
-#elif defined(__AVX512BW__)
-    __m512i both = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)x), _mm512_maddubs_epi16((__m512i)b, (__m512i)y));
-    return (si)_mm512_madd_epi16(both, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-    __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)x), _mm256_maddubs_epi16((__m256i)b, (__m256i)y));
-    return (si)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
-#else
-    si sums = {};
-    for (int i = 0; i < BYTES; i++) sums[i / 4] += int32_t(a[i]) * x[i] + int32_t(b[i]) * y[i];
-    return sums;
-#endif
-}
-
-// sums + words of a times b.
-inline si add_signed(si sums, sb a, sb b) {
-#if defined(__AVX512VNNI__)
-    // bytes with a sign on one side alone: x - 128 is what a flipped upper bit makes of an unsigned x
-    __m512i up = _mm512_xor_si512((__m512i)a, _mm512_set1_epi8(char(0x80)));
-    __m512i found = _mm512_dpbusd_epi32((__m512i)sums, up, (__m512i)b);
-    return (si)_mm512_sub_epi32(found, _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(char(0x80)), (__m512i)b));
-#elif defined(__AVX512BW__)
-    __m512i low = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16((__m512i)a, 8), 8), _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
-    __m512i high = _mm512_madd_epi16(_mm512_srai_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
-    return sums + (si)_mm512_add_epi32(low, high);
-#elif defined(__AVX2__)
-    __m256i low = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)a, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8));
-    __m256i high = _mm256_madd_epi16(_mm256_srai_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
-    return sums + (si)_mm256_add_epi32(low, high);
-#else
-    for (int i = 0; i < BYTES; i++) sums[i / 4] += int32_t(a[i]) * b[i];
-    return sums;
-#endif
-}
-
-// Half a register of bytes to words, as floats: of their lower halves, or of their upper ones, sixteen times as large.
-INLINE void widen_nibbles(const uint8_t *p, sf *low, sf *high) {
-#if defined(__AVX512F__)
-    // of an index the permutation takes four bits: one step for the mask and the conversion
-    const __m512 ones = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i word = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    *low = (sf)_mm512_permutexvar_ps(word, ones);
-    *high = (sf)_mm512_permutexvar_ps(_mm512_srli_epi32(word, 4), _mm512_mul_ps(ones, _mm512_set1_ps(16)));
-#elif defined(__AVX2__)
-    __m256i word = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-    *low = (sf)_mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(15)));
-    *high = (sf)_mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(0xf0)));
-#else
-    for (int i = 0; i < SPAN; i++) {
-        (*low)[i] = float(p[i] & 15);
-        (*high)[i] = float(p[i] & 0xf0);
-    }
-#endif
-}
 
 // Rows of x are rounded before the product as config/quant.py names it. A scale covers a token or ACROSS_SCALE columns; UE8M0: a power
 // of two.
@@ -142,20 +69,14 @@ float round_row(const float *x, int64_t k, B *out) {
 }
 
 // W8A8: data [rows, k] int8, a scale for each row and `group` columns. A row of x is its scale and, a line further, its bytes; where
-// no instruction multiplies bytes with a sign, its even and its odd bytes as words, a register of either in turn.
+// no instruction multiplies bytes with a sign (HALVES), its even and its odd bytes as words, a register of either in turn.
 struct Int8 {
-#if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512BW__)
-    static constexpr bool HALVES = true;
-#else
-    static constexpr bool HALVES = false;
-#endif
-    static constexpr int MOST = SPAN == 16 ? 4 : 2;  // rows at once that registers have room for
     const int8_t *data;
     const float *scales;
     int64_t k, group;
 
     Int8 at(int64_t expert, int64_t rows) const { return {data + expert * rows * k, scales + expert * rows * (k / group), k, group}; }
-    int64_t whole() const { return (k + BYTES - 1) / BYTES * BYTES; }
+    int64_t whole() const { return edged(k); }  // bytes of a row of x, a register's and a unit's edge
     int64_t apart_in() const { return 16 + padded(whole() / (HALVES ? 2 : 4)); }
 
     void prepare(const float *x, float *out) const {
@@ -178,32 +99,8 @@ struct Int8 {
     // The products of a register of bytes, `mine`, with columns i and on of every row of x.
     template <int R, int N>
     static INLINE void add(si (&sums)[R][N], const sb (&mine)[R], const float *in, int64_t ld, int64_t i) {
-#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
-        __m512i even[R], odd[R];
-        UNROLLED for (int r = 0; r < R; r++) {
-            even[r] = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)mine[r], 8), 8);
-            odd[r] = _mm512_srai_epi16((__m512i)mine[r], 8);
-        }
-        UNROLLED for (int n = 0; n < N; n++) {
-            const int16_t *x = (const int16_t *)(in + n * ld + 16) + i;
-            __m512i first = _mm512_loadu_si512(x), second = _mm512_loadu_si512(x + BYTES / 2);
-            UNROLLED for (int r = 0; r < R; r++)
-                sums[r][n] += (si)_mm512_add_epi32(_mm512_madd_epi16(even[r], first), _mm512_madd_epi16(odd[r], second));
-        }
-#elif defined(__AVX2__) && !defined(__AVX512BW__)
-        UNROLLED for (int r = 0; r < R; r++) {
-            __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)mine[r], 8), 8), odd = _mm256_srai_epi16((__m256i)mine[r], 8);
-            UNROLLED for (int n = 0; n < N; n++) {
-                const int16_t *x = (const int16_t *)(in + n * ld + 16) + i;
-                __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)(x + BYTES / 2));
-                sums[r][n] += (si)_mm256_add_epi32(_mm256_madd_epi16(even, first), _mm256_madd_epi16(odd, second));
-            }
-        }
-#else
         UNROLLED for (int n = 0; n < N; n++)
-            UNROLLED for (int r = 0; r < R; r++)
-                sums[r][n] = add_signed(sums[r][n], mine[r], fetch<sb>((const int8_t *)(in + n * ld + 16) + i));
-#endif
+            UNROLLED for (int r = 0; r < R; r++) sums[r][n] = add_bytes(sums[r][n], mine[r], in + n * ld + 16, i);
     }
 
     // A group begins on a register's edge, or is the only one.
@@ -248,12 +145,40 @@ struct Int8 {
         for (; i < n; i++) tile<R, 1>(first, in + i * ld, ld, y + i * ldy, ldy);
     }
 
+    // PANEL rows at most, on a unit that multiplies bytes.
+    void unit_band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, char *panel, float *y, int64_t ldy) const {
+        int64_t length = whole(), groups = k / group;
+        int32_t sums[CHUNK * PANEL];
+        float total[CHUNK * PANEL];
+        turn_panel((const char *)(data + first * k), k, rows, k, panel);
+        for (int64_t i = 0; i < n; i += CHUNK) {
+            int64_t count = std::min(CHUNK, n - i);
+            std::fill(total, total + count * PANEL, 0.f);
+            for (int64_t g = 0; g < groups; g++) {
+                int64_t bytes = groups == 1 ? length : group;
+                panel_product<int8_t>(panel, length, g * group, bytes, (const char *)(in + i * ld + 16), ld * 4, count, sums);
+                for (int64_t t = 0; t < count; t++)
+                    for (int64_t r = 0; r < rows; r++)
+                        total[t * PANEL + r] += float(sums[t * PANEL + r]) * scales[(first + r) * groups + g];
+            }
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t r = 0; r < rows; r++) y[(i + t) * ldy + r] = total[t * PANEL + r] * in[(i + t) * ld];
+        }
+    }
+
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        if (on_unit(data, n)) {
+            UnitScope scope;
+            (void)scope;
+            char *panel = (char *)scratch(12, PANEL * whole() / 4);
+            for (int64_t r = 0; r < rows; r += PANEL) unit_band(first + r, std::min(PANEL, rows - r), in, ld, n, panel, y + r, ldy);
+            return;
+        }
         for (int64_t some = 0; some < n; some += HELD) {
             const float *x = in + some * ld;
             float *into = y + some * ldy;
             int64_t r = 0, count = std::min(HELD, n - some);
-            for (; r + MOST <= rows; r += MOST) some_rows<MOST>(first + r, x, ld, count, into + r, ldy);
+            for (; r + AT_ONCE <= rows; r += AT_ONCE) some_rows<AT_ONCE>(first + r, x, ld, count, into + r, ldy);
             for (; r < rows; r++) some_rows<1>(first + r, x, ld, count, into + r, ldy);
         }
     }
@@ -424,7 +349,6 @@ template <int PLANES>
 struct Int4Bytes : Int4 {
     static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;        // blocks whose nibbles fill a register
     static constexpr int64_t STRIDE = ACROSS_BLOCKS * NIBBLES;  // columns of it
-    static constexpr int MOST = SPAN == 16 ? 4 : 2;             // rows of x at once that registers have room for
 
     Int4Bytes at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
     int64_t registers() const { return (k + STRIDE - 1) / STRIDE; }
@@ -463,12 +387,8 @@ struct Int4Bytes : Int4 {
     // Of each word of the register from column i on, in group g.
     INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
         if (group % STRIDE == 0 || in_row == 1) return sf{} + each[g];
-#if defined(__AVX512F__)
-        int64_t left = groups() - g;
-        __m512 some = _mm512_maskz_loadu_ps(left >= 4 ? 15 : (1 << left) - 1, each + g);
-        const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-        if (group == NIBBLES) return (sf)_mm512_permutexvar_ps(fours, some);
-        if (group == 2 * NIBBLES) return (sf)_mm512_permutexvar_ps(_mm512_srli_epi32(fours, 1), some);
+#if defined(__AVX512BW__)
+        if (group <= 2 * NIBBLES) return each_block(each + g, group / NIBBLES, groups() - g);
 #endif
         sf out;
         for (int b = 0; b < ACROSS_BLOCKS; b++)
@@ -515,16 +435,6 @@ struct Int4Bytes : Int4 {
                 UNROLLED for (int n = 0; n < N; n++) y[n * ldy + r] = sum_of(total[r][n]);
     }
 
-    static INLINE ub nibbles_above(ub v) {
-#if defined(__AVX512BW__)
-        return (ub)_mm512_and_si512(_mm512_srli_epi16((__m512i)v, 4), _mm512_set1_epi8(15));
-#elif defined(__AVX2__)
-        return (ub)_mm256_and_si256(_mm256_srli_epi16((__m256i)v, 4), _mm256_set1_epi8(15));
-#else
-        return v >> 4;
-#endif
-    }
-
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         for (int64_t from = 0; from < rows; from += BAND) band(first + from, std::min(BAND, rows - from), in, ld, n, y + from, ldy);
     }
@@ -539,7 +449,7 @@ struct Int4Bytes : Int4 {
             int64_t i = 0, row = first + r;
             const float *own = scale + r * in_row, *none = zero + r * in_row;
             bool four = r + 4 <= rows;
-            for (; four && i + MOST <= n; i += MOST) tile<4, MOST>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i + AT_ONCE <= n; i += AT_ONCE) tile<4, AT_ONCE>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
             for (; four && i < n; i++) tile<4, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
             for (; !four && i < n; i++) tile<1, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
             r += four ? 4 : 1;

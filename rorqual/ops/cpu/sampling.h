@@ -322,3 +322,19 @@ inline double uniform(uint64_t seed, uint64_t position, uint64_t stream) {
     uint64_t bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9);
     return double(bits >> 11) * 0x1p-53;
 }
+
+// n elements of a draw that is nearly normal, from number `first` on, as rng.draw_normal has them.
+template <class T>
+void draw_normal_row(uint64_t key, float factor, uint64_t first, int64_t n, T *out) {
+    constexpr int64_t SOME = 256;
+    float made[SOME];
+    for (int64_t from = 0; from < n; from += SOME) {
+        int64_t count = std::min(SOME, n - from);
+        for (int64_t i = 0; i < count; i++) {
+            uint64_t bits = hash_bits(first + uint64_t(from + i), key);
+            int32_t fields = int32_t((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+            made[i] = float(fields - 2 * 0xffff) * factor;
+        }
+        narrow_all(made, count, out + from);
+    }
+}

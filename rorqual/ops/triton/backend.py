@@ -10,7 +10,8 @@ such a fallback cannot be captured in a graph. No other entry does.
 | linear, mlp, experts         | fp8 blocks are not 128x128, or columns no multiple of 128         |
 |                              | (experts: rows as well); a GPU before sm_89                      |
 |                              | int4 with rounded activations, desc_act, or groups that are no    |
-|                              | multiple of 32 columns or do not divide them; int8                |
+|                              | multiple of 32 columns or do not divide them; int8; e4m3 with a   |
+|                              | scale a row (quantized/backend.py has kernels for most of these)  |
 | rope                         | the rotated size is no power of two                               |
 | mla_prologue                 | no latent plane, or latent or rope size is no power of two        |
 | mla_down, mla_up             | latent or rope size is no power of two; mla_up without a query    |

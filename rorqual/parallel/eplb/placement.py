@@ -74,13 +74,13 @@ def speeds_of(speeds: Sequence[float] | None, ranks: int) -> Floats:
 
 
 def _global(weight: Floats, slots: int, ranks: int, speeds: Floats) -> Ints:
-    logical, counts = _replicated(weight, slots, ranks)
+    logical, counts = replicated(weight, slots, ranks)
     share = np.take_along_axis(weight / counts, logical, 1)
     order = _packed(share, logical, ranks, speeds)
     return np.take_along_axis(logical, order, 1)
 
 
-def _replicated(weight: Floats, slots: int, most: int) -> tuple[Ints, Ints]:
+def replicated(weight: Floats, slots: int, most: int) -> tuple[Ints, Ints]:
     """(logical expert of each slot, copies of each expert): one slot each, and every other slot
     one more copy of what is then the most loaded."""
     layers, experts = weight.shape

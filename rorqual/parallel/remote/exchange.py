@@ -21,22 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.errors import ExpertsMissing
 from rorqual.ops.reference import ExpertWeights, quantize_activation
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
+from rorqual.parallel.remote.control import DataLink, ServerLink, said
 from rorqual.parallel.remote.link import LinkError
-from rorqual.parallel.remote.servers import DataLink, ExpertServers, Holders, ServerLink, said
-from rorqual.parallel.remote.wire import CallHead, ReplyHead, RowFormat
+from rorqual.parallel.remote.servers import ExpertServers, Holders
+from rorqual.parallel.remote.wire import CallHead, CallOutcome, ReplyHead, RowFormat
 
 LOOK_MS = 20  # between two looks at whether a server still lives
 CALL_SECONDS = 120.0  # after which a server that lives, and does not answer a call, is left out
-PAUSE = 0.05
+MOST_MOVED = 16
 
 
 @dataclass(eq=False)
 class ExpertCall:
     """Rows on their way to a server and back. rows: which, None for all. ids: [rows, K], -1 where
-    another server's. reply: the partial sums, once `done`."""
+    another server's. reply: the partial sums, once `done`. moved: the server no longer holds some
+    of these experts."""
 
     link: ServerLink
     data: DataLink
@@ -50,6 +53,7 @@ class ExpertCall:
     came: int = 0
     error: bytearray | None = None
     done: bool = False
+    moved: bool = False
 
     @property
     def incoming(self) -> memoryview:
@@ -65,7 +69,8 @@ class ExpertCall:
 
 @dataclass(eq=False)
 class RemoteTicket:
-    """x: as it was dispatched. parts, ids, weights: of all rows, in the host's memory."""
+    """x: as it was dispatched. parts, ids, weights: of all rows, in the host's memory. moved: calls
+    that came to a server after it had dropped an expert."""
 
     x: Tensor
     parts: list[Tensor]
@@ -74,6 +79,24 @@ class RemoteTicket:
     lane: int
     calls: list[ExpertCall] = field(default_factory=list)
     replies: list[ExpertCall] = field(default_factory=list)
+    moved: int = 0
+
+
+class MissedExperts:
+    """Of a rank that others compute beside: it must not leave a step alone in which no server holds
+    what it needs. It goes on with zeros, and the ranks agree at the end that the step is given up.
+    error: of the step under way."""
+
+    error: ExpertsMissing | None = None
+
+    def note(self, error: ExpertsMissing) -> None:
+        if self.error is None:
+            self.error = error.with_traceback(None)
+
+    def take(self) -> ExpertsMissing | None:
+        error = self.error
+        self.error = None
+        return error
 
 
 class RemoteLanes:
@@ -92,6 +115,10 @@ class RemoteLanes:
     def hold(self, lane: int, ticket: RemoteTicket) -> None:
         self.holders[lane] = weakref.ref(ticket)
 
+    def clear(self) -> None:
+        """Steps are given up: whoever still holds their tickets, in an error's traceback, say."""
+        self.holders = [None] * len(self.holders)
+
     def free(self, ticket: RemoteTicket) -> None:
         holder = self.holders[ticket.lane]
         if holder is not None and holder() is ticket:
@@ -99,8 +126,8 @@ class RemoteLanes:
 
 
 class RemoteExchange:
-    """Of one layer. servers and lanes are shared by all. wait: seconds that a step waits for a
-    holder; 0 raises ExpertsMissing at once, for who can try again later."""
+    """Of one layer. servers, lanes and misses are shared by all. misses: where other ranks compute
+    beside this one; without it ExpertsMissing is raised where no server holds an expert."""
 
     capturable = False
 
@@ -111,13 +138,13 @@ class RemoteExchange:
         layer: int,
         device: torch.device,
         fp8: bool = False,
-        wait: float = 0.0,
+        misses: MissedExperts | None = None,
     ):
         self.servers = servers
         self.lanes = lanes
         self.layer = layer
         self.fp8 = fp8
-        self.wait = wait
+        self.misses = misses
         self.load = torch.zeros(servers.num_experts, dtype=torch.int64, device=device)
         self.record_load = False
 
@@ -146,9 +173,9 @@ class RemoteExchange:
         ticket = RemoteTicket(
             x, self._payload(x), ids.to("cpu", torch.int64), weights.to("cpu", torch.float32), lane
         )
-        if x.shape[0]:
+        if x.shape[0] and not self._given_up():
             self.lanes.hold(lane, ticket)
-            self._assign(ticket, ticket.ids)
+            self._try(ticket, ticket.ids)
         return ticket
 
     def run_experts(self, ticket: RemoteTicket, dense: Tensor | None = None) -> None:
@@ -163,9 +190,33 @@ class RemoteExchange:
             ticket.replies += [call for call in ticket.calls if call.done]
             ticket.calls = []
             for call in lost:
-                self._assign(ticket, _spread(call, ticket.ids))
+                self._count_moved(ticket, call)
+                self._try(ticket, _spread(call, ticket.ids))
         self.lanes.free(ticket)
-        return _summed(ticket.replies, x)
+        return torch.zeros_like(x) if self._given_up() else _summed(ticket.replies, x)
+
+    def _given_up(self) -> bool:
+        """Whether this step is."""
+        return self.misses is not None and self.misses.error is not None
+
+    def _try(self, ticket: RemoteTicket, ids: Tensor) -> None:
+        try:
+            self._assign(ticket, ids)
+        except ExpertsMissing as error:
+            if self.misses is None:
+                raise
+            self.misses.note(error)
+
+    def _count_moved(self, ticket: RemoteTicket, call: ExpertCall) -> None:
+        """A server drops an expert once it has heard that it is called by newer holdings, so a few
+        calls at most may be on their way by older ones."""
+        if not call.moved:
+            return
+        ticket.moved += 1
+        if ticket.moved > MOST_MOVED:
+            self.servers.drop(call.link, "it does not hold what it says")
+        else:
+            self.servers.ask_anew(call.link)
 
     def _payload(self, x: Tensor) -> list[Tensor]:
         if not self.fp8:
@@ -200,16 +251,12 @@ class RemoteExchange:
             )
 
     def _holders(self, ids: Tensor) -> Holders:
-        """Who holds the experts of this layer now, once some server holds each of `ids`."""
-        deadline = time.monotonic() + self.wait
-        while True:
-            holders = self.servers.holders(self.layer)
-            missing = [] if holders.alone else holders.missing(ids[ids >= 0])
-            if not missing:
-                return holders
-            if time.monotonic() >= deadline:
-                raise self.servers.missing(self.layer, missing)
-            time.sleep(PAUSE)
+        """Who holds the experts of this layer now. Raises ExpertsMissing."""
+        holders = self.servers.holders(self.layer)
+        missing = [] if holders.alone else holders.missing(ids[ids >= 0])
+        if missing:
+            raise self.servers.missing(self.layer, missing)
+        return holders
 
     def _call(
         self, ticket: RemoteTicket, link: ServerLink, rows: Tensor | None, ids: Tensor
@@ -276,7 +323,7 @@ class RemoteExchange:
                 late = time.perf_counter() - call.sent > CALL_SECONDS
                 if late and not call.done:
                     self.servers.drop(call.link, f"a call took longer than {CALL_SECONDS:g} s")
-                if call.done or not call.link.alive:
+                if call.done or call.moved or not call.link.alive:
                     poll.unregister(number)
                     del waiting[number]
                     if not call.done:
@@ -285,7 +332,7 @@ class RemoteExchange:
 
     def _read(self, call: ExpertCall) -> None:
         """What has come of a reply. Raises OSError, LinkError."""
-        while not call.done:
+        while not (call.done or call.moved):
             try:
                 count = call.data.sock.recv_into(call.incoming)
             except BlockingIOError:
@@ -296,15 +343,21 @@ class RemoteExchange:
             if call.came == len(call.head):
                 self._check(call)
             if not len(call.incoming):
-                if call.error is not None:
-                    raise LinkError(f"it says: {call.error.decode(errors='replace')}")
-                call.done = True
-                call.data.pending = False
-                self.servers.observe(call.link, time.perf_counter() - call.sent)
+                self._ended(call)
+
+    def _ended(self, call: ExpertCall) -> None:
+        call.data.pending = False
+        if call.error is None:
+            call.done = True
+            self.servers.observe(call.link, time.perf_counter() - call.sent)
+        elif ReplyHead.unpack(call.head).outcome == CallOutcome.MOVED:
+            call.moved = True
+        else:
+            raise LinkError(f"it says: {call.error.decode(errors='replace')}")
 
     def _check(self, call: ExpertCall) -> None:
         head = ReplyHead.unpack(call.head)
-        if head.failed:
+        if head.outcome and head.sequence == call.sequence:
             call.error = bytearray(head.rows)
             return
         if (head.sequence, head.rows) != (call.sequence, call.reply.shape[0]):

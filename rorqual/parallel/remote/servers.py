@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.remote.config import RemoteConfig
+from rorqual.parallel.remote.control import Address, ControlLink, DataLink, ServerLink, said
 from rorqual.parallel.remote.link import (
     GREETING_SECONDS,
     Fingerprint,
@@ -29,11 +29,9 @@ from rorqual.parallel.remote.link import (
     introduce,
     receive,
     send,
-    shut,
 )
 from rorqual.parallel.remote.wire import (
     MOST_HOLDINGS,
-    PING,
     PURPOSE,
     ExpertMessage,
     Holdings,
@@ -42,8 +40,6 @@ from rorqual.parallel.remote.wire import (
 )
 
 log = logging.getLogger("rorqual.engine")
-Address = tuple[str, int]
-PINGS = 8  # in the time after which silence counts
 RETRY = (0.05, 1.0)  # seconds between two tries to connect: the first, and the most
 CONNECT_SECONDS = 5.0
 SOCKET_BYTES = 4 * 2**20
@@ -53,39 +49,7 @@ DAMPING = 0.25  # of a correction of shares
 SMOOTH = 0.2  # weight of the newest call in a server's mean
 RESHARE_SECONDS = 0.25
 RESHARE_CHANGE = 0.1
-
-
-@dataclass
-class DataLink:
-    """One of a server's data links. sequence: of its last call. pending: a reply is yet to come."""
-
-    sock: socket.socket
-    sequence: int = 0
-    pending: bool = False
-
-
-@dataclass(eq=False)
-class ServerLink:
-    """A server that answered. alive: no sign of its end so far. seconds: a call takes, smoothed; 0
-    before the first. share: what it gets of the rows that others could take too, at most 1."""
-
-    address: Address
-    holdings: Holdings
-    control: socket.socket
-    data: list[DataLink]
-    alive: bool = True
-    seconds: float = 0.0
-    share: float = 1.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.address[0]}:{self.address[1]}"
-
-    def close(self) -> None:
-        self.alive = False
-        for sock in (self.control, *(data.sock for data in self.data)):
-            shut(sock)
-            sock.close()
+ANEW_SECONDS = 0.05  # for newer holdings to come
 
 
 @dataclass(frozen=True)
@@ -276,6 +240,15 @@ class ExpertServers:
         if not self.closing.is_set():
             log.warning("experts of %s are left out: %s", link.name, reason)
 
+    def ask_anew(self, link: ServerLink) -> None:
+        """A server does not hold what its holdings say: wait a little for newer ones."""
+        link.woken.set()
+        version = link.holdings.version
+        with self.changed:
+            self.changed.wait_for(
+                lambda: link.holdings.version != version or not link.alive, ANEW_SECONDS
+            )
+
     def stats(self) -> list[ServerStats]:
         found = []
         for server in self.known:
@@ -314,8 +287,15 @@ class ExpertServers:
                 continue
             pause = RETRY[0]
             self._add(server, link)
-            reason = self._watch(link)
+            reason = ControlLink(link, self.config.timeout, self.num_experts, self._renew).watch()
             self.drop(link, reason)
+
+    def _renew(self, link: ServerLink, holdings: Holdings) -> None:
+        """Call a server by other holdings from the next call on."""
+        with self.changed:
+            link.holdings = holdings
+            self.links = (*self.links,)  # another tuple, so tables are made anew
+            self.changed.notify_all()
 
     def _failed(self, server: KnownServer, error: Exception) -> None:
         text = "does not answer" if isinstance(error, TimeoutError) else said(error)
@@ -372,45 +352,3 @@ class ExpertServers:
         for sock in data:
             sock.setblocking(False)
         return ServerLink(address, holdings, control, [DataLink(sock) for sock in data])
-
-    def _watch(self, link: ServerLink) -> str:
-        """Until it is silent or gone: why."""
-        tick = self.config.timeout / PINGS
-        link.control.settimeout(tick)
-        number = 0
-        try:
-            while link.alive:
-                number += 1
-                send(link.control, ExpertMessage.PING, PING.pack(number))
-                if not self._answered(link, number, tick):
-                    return f"silent for {self.config.timeout:g} s"
-                if self.closing.wait(tick):
-                    return "closing"
-        except (OSError, LinkError) as error:
-            return said(error)
-        return "its link ended"
-
-    def _answered(self, link: ServerLink, number: int, tick: float) -> bool:
-        """Whether a PONG comes in time. What this process slept through does not count."""
-        silent = 0.0
-        data = b""
-        want = PING.pack(number)
-        size = 5 + len(want)
-        while silent < self.config.timeout and link.alive:
-            before = time.monotonic()
-            with suppress(TimeoutError):
-                found = link.control.recv(size - len(data))
-                if not found:
-                    raise LinkError("its process ended")
-                data += found
-            if len(data) == size:
-                if data[5:] != want or data[0] != ExpertMessage.PONG:
-                    raise LinkError("a sign of life came that is none")
-                return True
-            silent += min(time.monotonic() - before, 2 * tick)
-        return not link.alive
-
-
-def said(error: Exception) -> str:
-    """Without the system's number."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -7,16 +7,21 @@ with
 
 On the control link:
 
-    server -> HOLDINGS   JSON: {"max_rows", "layers": {number of a layer: experts "0-63,70"}}
-    caller -> PING       8 bytes
-    server -> PONG       the same
+    server -> HOLDINGS   JSON: {"version", "max_rows", "max_slots", "finished", "failure",
+                         "layers": {number of a layer: experts "0-63,70"}}
+    caller -> PING       a number, and the version of the holdings by which it calls
+    server -> PONG       the number, and the version that is true now; HOLDINGS follow where it
+                         is another
+    caller -> ORDER      JSON: {"number", "layers": {layer: ["drop" experts, "load" experts]}}
+    server -> ORDERED    a sentence where it refuses, else nothing
 
 On a data link one call is under way at most:
 
     caller -> CALL, then ids [rows, picks] int32 (-1: another server's), weights [rows, picks] fp32,
               rows [rows, hidden]; in e4m3 with fp32 scales [rows, hidden / 128] behind
     server -> REPLY, then the weighted sums [rows, hidden] in the model's dtype; or an error of
-              `rows` bytes, after which it ends the link
+              `rows` bytes, after which it ends the link; or as many bytes that say which expert it
+              does not hold (any more), after which the link goes on
 
 Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
 are in network order, in tensors little-endian."""
@@ -29,6 +34,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from rorqual.parallel.remote.link import LinkError
 
@@ -37,8 +43,12 @@ MOST_LANES = 8
 MOST_PICKS = 64
 MOST_ERROR = 1000  # bytes
 MOST_HOLDINGS = 2**20
-PING = struct.Struct("!Q")
+MOST_ORDER = 2**20
+MOST_FAILURE = 1000  # bytes
+PING = struct.Struct("!QQ")
 SCALE_COLUMNS = 128
+NONE = "none"
+HOLDING_NUMBERS = ("max_rows", "max_slots", "version", "finished")
 
 
 class ExpertMessage(IntEnum):
@@ -48,6 +58,16 @@ class ExpertMessage(IntEnum):
     HOLDINGS = 6
     PING = 7
     PONG = 8
+    ORDER = 9
+    ORDERED = 10
+
+
+class CallOutcome(IntEnum):
+    """Of a call."""
+
+    DONE = 0
+    FAILED = 1
+    MOVED = 2
 
 
 class RowFormat(IntEnum):
@@ -101,18 +121,18 @@ class CallHead:
 
 @dataclass(frozen=True)
 class ReplyHead:
-    """rows: of the answer, or bytes of an error where `failed`. busy: microseconds it took."""
+    """rows: of the answer, or bytes of an error. busy: microseconds it took."""
 
     sequence: int
     rows: int
     busy: int
-    failed: int
+    outcome: int
 
     FORM = struct.Struct("!4sIIIB3x")
     MAGIC = b"sums"
 
     def pack(self) -> bytes:
-        return self.FORM.pack(self.MAGIC, self.sequence, self.rows, self.busy, self.failed)
+        return self.FORM.pack(self.MAGIC, self.sequence, self.rows, self.busy, self.outcome)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> ReplyHead:
@@ -121,7 +141,9 @@ class ReplyHead:
         head = cls(*numbers)
         if magic != cls.MAGIC:
             raise LinkError("what came is no reply")
-        if head.failed and head.rows > MOST_ERROR:
+        if head.outcome not in CallOutcome.__members__.values():
+            raise LinkError(f"a reply of outcome {head.outcome} came")
+        if head.outcome and head.rows > MOST_ERROR:
             raise LinkError(f"an error of {head.rows} bytes came; accepted: at most {MOST_ERROR}")
         return head
 
@@ -132,7 +154,7 @@ def join(lane: int | None) -> bytes:
 
 def read_join(data: bytes) -> int | None:
     """The lane, or None for a control link. Raises LinkError."""
-    found = _object(data)
+    found = json_object(data)
     lane = found.get("lane", "")
     if lane is not None and (type(lane) is not int or not 0 <= lane < MOST_LANES):
         raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
@@ -141,46 +163,59 @@ def read_join(data: bytes) -> int | None:
 
 @dataclass(frozen=True)
 class Holdings:
-    """max_rows: of a call. layers: the experts held of each."""
+    """max_rows: of a call. layers: the experts held of each. max_slots: of a layer that there is
+    memory for. version: counts changes, from 1. finished: number of the newest order that has been
+    carried out, or given up for the reason `failure`."""
 
     max_rows: int
     layers: dict[int, tuple[int, ...]]
+    max_slots: int = 0
+    version: int = 1
+    finished: int = 0
+    failure: str = ""
 
     def pack(self) -> bytes:
         layers = {str(layer): ranges(experts) for layer, experts in self.layers.items()}
-        return json.dumps({"max_rows": self.max_rows, "layers": layers}).encode()
+        numbers = {name: getattr(self, name) for name in HOLDING_NUMBERS}
+        failure = self.failure.encode()[:MOST_FAILURE].decode(errors="ignore")
+        return json.dumps({**numbers, "failure": failure, "layers": layers}).encode()
 
     @classmethod
     def unpack(cls, data: bytes, num_experts: int) -> Holdings:
         """Raises LinkError."""
-        found = _object(data)
-        rows = found.get("max_rows")
+        found = json_object(data)
+        numbers = [found.get(name) for name in HOLDING_NUMBERS]
         layers = found.get("layers")
-        if type(rows) is not int or rows < 1 or not isinstance(layers, dict):
+        failure = found.get("failure")
+        right = all(type(number) is int and number >= 0 for number in numbers)
+        if not right or not numbers[0] or not isinstance(layers, dict):
+            raise LinkError("holdings came that are none")
+        if not isinstance(failure, str):
             raise LinkError("holdings came that are none")
         try:
             made = {int(layer): read_ranges(text, num_experts) for layer, text in layers.items()}
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise LinkError(f"holdings came that are none: {error}") from None
-        return cls(rows, made)
+        values: dict[str, Any] = dict(zip(HOLDING_NUMBERS, numbers, strict=True))
+        return cls(layers=made, failure=failure[:MOST_FAILURE], **values)
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as "0-63,70"."""
+    """Sorted numbers as "0-63,70"; none as "none"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or NONE
 
 
 def read_ranges(text: str, count: int) -> tuple[int, ...]:
-    """Numbers below `count` from "0-63,70", or all from "all". Raises ValueError, with the end of
-    a sentence."""
-    if text == "all":
-        return tuple(range(count))
+    """Numbers below `count` from "0-63,70", all from "all", none from "none". Raises ValueError,
+    with the end of a sentence."""
+    if text in ("all", NONE):
+        return tuple(range(count)) if text == "all" else ()
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
@@ -194,7 +229,7 @@ def read_ranges(text: str, count: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _object(data: bytes) -> dict[str, object]:
+def json_object(data: bytes) -> dict[str, object]:
     try:
         found = json.loads(data)
     except ValueError:

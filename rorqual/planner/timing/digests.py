@@ -27,16 +27,19 @@ from rorqual.errors import ConfigError
 PACKAGE = Path(__file__).resolve().parents[2]
 KERNELS = "rorqual.ops.triton."
 BACKEND = "ops/triton/backend.py"
+QUANTIZED_BACKEND = "ops/triton/quantized/backend.py"
 
 
 @dataclass(frozen=True)
 class Family:
     """modules: where the kernels begin. chosen_by: functions of the backend that launch them or
-    another kernel instead. tuned: names in the tuning files."""
+    another kernel instead; quantized_by: those of the quantized backend. tuned: names in the tuning
+    files."""
 
     modules: tuple[str, ...]
     chosen_by: tuple[str, ...]
     tuned: tuple[str, ...] = ()
+    quantized_by: tuple[str, ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -44,12 +47,23 @@ FAMILIES: Mapping[str, Family] = {
         ("gemm/gemv.py", "gemm/skinny_gemm.py"), ("linear",), ("linear_small", "linear_skinny")
     ),
     "gemm_fp8": Family(("gemm/fp8_gemm.py",), ("linear", "_fits_fp8"), ("linear_fp8",)),
-    "gemm_int4": Family(("gemm/int4_gemm.py", "gemm/int4.py"), ("linear",), ("linear_int4",)),
+    "gemm_int4": Family(
+        ("quantized/linear.py", "gemm/int4_gemm.py", "gemm/int4.py"),
+        ("linear",),
+        ("linear_quantized", "linear_int4"),
+        ("linear", "prepare_weight"),
+    ),
     "bmm": Family(("gemm/per_head_gemm.py",), ("heads_matmul",)),
     "experts": Family(
         ("moe/grouped_gemm.py", "moe/small_batch.py"),
         ("experts", "routed_experts", "experts_deferred", "_fits_experts"),
         ("experts", "experts_direct"),
+    ),
+    "experts_int4": Family(
+        ("quantized/experts.py", "moe/grouped_gemm.py", "moe/small_batch.py"),
+        ("experts", "routed_experts", "experts_deferred", "_fits_experts"),
+        ("experts_quantized", "experts", "experts_direct"),
+        ("experts", "experts_deferred", "prepare_experts"),
     ),
     "mla_decode": Family(
         ("attention/mla_decode.py",), ("latent_attention", "_mla_decode"), ("mla_decode",)
@@ -103,8 +117,9 @@ def family_digest(name: str, package: Path = PACKAGE) -> str:
     for path in _closure(package, family.modules):
         found.update(f"{path.relative_to(package).as_posix()}\n".encode())
         found.update(_source(path).words.encode())
-    for words in _chosen(package, family.chosen_by):
-        found.update(words.encode())
+    for backend, names in ((BACKEND, family.chosen_by), (QUANTIZED_BACKEND, family.quantized_by)):
+        for words in _chosen(package, backend, names):
+            found.update(words.encode())
     found.update(json.dumps(_rules(package, family.tuned), sort_keys=True).encode())
     return found.hexdigest()[:16]
 
@@ -168,12 +183,12 @@ def _imported(tree: ast.Module) -> Iterator[str]:
     return (name.removeprefix(KERNELS) for name in names if name.startswith(KERNELS))
 
 
-def _chosen(package: Path, names: Iterable[str]) -> Iterator[str]:
-    functions = _source(package / BACKEND).functions
+def _chosen(package: Path, backend: str, names: Iterable[str]) -> Iterator[str]:
+    functions = _source(package / backend).functions if names else {}
     for name in names:
         if name not in functions:
             raise ConfigError(
-                f"{BACKEND} has no function {name}; planner/timing/digests.py names it as what "
+                f"{backend} has no function {name}; planner/timing/digests.py names it as what "
                 "chooses kernels"
             )
         yield functions[name]

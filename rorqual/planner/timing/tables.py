@@ -204,6 +204,8 @@ class KernelTables:
         """As digests.FAMILIES calls it."""
         if op.kind == "attention":
             return self._attention_name(op, mla)
+        if op.kind == "experts":
+            return "experts_int4" if held_dtype(op).startswith("int4") else op.kind
         return f"gemm_{self._dtype(op)}" if op.kind == "gemm" else op.kind
 
     def seconds(self, op: RankOp, mla: bool) -> float:

@@ -17,6 +17,7 @@ import zmq.asyncio
 from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.engines.phases import note_phase
 from rorqual.serve.errors import engine_died, experts_missing, pages_lost
 
 log = logging.getLogger("rorqual.serve")
@@ -102,7 +103,7 @@ class EngineClient:
         self.live[request.id] = OpenSequence(job, choice, tokens, request.client)
         self.load += tokens
         self.usage.change(request.client, 1, tokens)
-        self._send(messages.Add(request, every_step))
+        self._send(messages.Add(request, every_step, job.span.recording))
 
     def cancel(self, ids: list[str]) -> None:
         """Forget these and tell the engine; ids that have ended are passed over."""
@@ -165,6 +166,10 @@ class EngineClient:
             self.info = message
             self.start_seconds = time.monotonic() - self.made
             self.ready.set()
+        elif isinstance(message, messages.RequestPhase):
+            entry = self.live.get(message.id)
+            if entry is not None:
+                note_phase(entry.job.span, entry.choice, message)
         elif isinstance(message, messages.TraceDone):
             self._traced(message)
         else:

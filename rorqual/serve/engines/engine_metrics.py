@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import astuple
 
 from rorqual.engine.engine import Engine
-from rorqual.engine.scheduling.sequence import Sequence
+from rorqual.engine.scheduling.sequence import Sequence, Usage
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
@@ -56,16 +56,26 @@ class EngineMeter:
         if len(self.ended) < MOST_ENDED:
             self.ended.append(times)
 
+    def _host_cache(self, usage: Usage) -> list[int]:
+        if not usage.host_pages:
+            return []
+        size = self.engine.worker.spec.bytes_per_page
+        copied = (usage.host_pages_out * size, usage.host_pages_in * size)
+        held = (usage.host_pages, usage.host_pages_held)
+        return [*held, usage.host_queries, usage.host_hits, *copied]
+
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].add(value)
 
-    def snapshot(self, now: float, transfers: list[int]) -> Snapshot:
+    def snapshot(
+        self, now: float, transfers: list[int], traffic: dict[str, list[float]]
+    ) -> Snapshot:
         usage = self.engine.scheduler.usage()
         stats = self.engine.stats
         ended = self.ended
         self.ended = []
         load = self.engine.expert_load()
-        moved = self.engine.executor.balance
+        moved = self.engine.balance
         servers = self.engine.worker.experts
         return Snapshot(
             at=now,
@@ -93,5 +103,7 @@ class EngineMeter:
             if moved
             else [],
             transfers=transfers,
+            traffic=traffic,
+            host_cache=self._host_cache(usage),
             expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
         )

@@ -31,10 +31,11 @@ from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
-from rorqual.request import Request
+from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.kv_events import KVEventPublisher
+from rorqual.serve.engines.phase_teller import PhaseTeller
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.text.child_process import die_with_parent
@@ -69,16 +70,20 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 class LiveRequest:
     """A request the caller still wants. `held` keeps its compiled grammar.
 
-    `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0
-    until then.
+    `queued`: when the engine took it; `started`: when it was admitted; `first` and `last`: when its
+    first and its newest token left; 0 until then. `answered`: the caller has all it will get, while
+    its prompt is still being computed for another engine.
     """
 
     sequence: Sequence
     every_step: bool
+    traced: bool = False
+    queued: float = 0.0
     held: Any = None
     started: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    answered: bool = False
     # kept for the end where the caller waits for it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -102,6 +107,7 @@ class EngineProcess:
         self.link = link
         self.grammars = grammars
         self.meter = EngineMeter(engine)
+        self.phases = PhaseTeller(link)
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
         self.preparing: dict[str, messages.Add] = {}
@@ -138,6 +144,7 @@ class EngineProcess:
         while not self.prepared.empty():
             add, error, _held = self.prepared.get()
             if self.preparing.pop(add.request.id, None) is not None:
+                self.phases.grammar(add)
                 self._refuse(add.request, error) if error else self._add(add)
 
     def _take(self, message: messages.ToEngine) -> None:
@@ -159,6 +166,7 @@ class EngineProcess:
     def cancel(self, name: str) -> None:
         self.preparing.pop(name, None)
         if self.arriving.pop(name, None) is not None and self.transfers:
+            self.phases.arrivals.pop(name, None)
             self.transfers.cancel(name)
         self.unstarted.pop(name, None)
         if self.live.pop(name, None) is not None:
@@ -202,34 +210,40 @@ class EngineProcess:
                 self._refuse(request, error)
                 return
             if self.transfers.fetch(request):
+                self.phases.fetching(add, self.transfers)
                 self.arriving[request.id] = (add, held)
                 return
         self._queue(add, held)
 
     def _queue_arrived(self, transfers: KVTransfers) -> None:
         """Of requests whose prompts were computed elsewhere: those whose pages are here."""
-        for request, error in transfers.arrived():
+        for request, error, dp_rank in transfers.arrived():
             add, held = self.arriving.pop(request.id)
+            self.phases.fetched(add, error)
             if error:
                 log.warning("request %s: %s", request.id, error)
             if error and transfers.config.on_failure == "fail":
                 self.link.send(messages.Refused(request.id, error, pages_lost=True))
             else:
-                self._queue(add, held)
+                self._queue(add, held, dp_rank)
 
-    def _queue(self, add: messages.Add, held: Any) -> None:
-        """held: what keeps the compiled grammar until the request is live."""
+    def _queue(self, add: messages.Add, held: Any, dp_rank: int | None = None) -> None:
+        """held: what keeps the compiled grammar until the request is live. dp_rank: which
+        data-parallel rank has its pages."""
         request = add.request
         try:
-            over = self.engine.add(request)
+            over = self.engine.add(request, dp_rank)
         except RequestError as error:
             self._refuse(request, error)
             return
         if over is not None:
             self.link.send(messages.StepOutputs([messages.Output(request.id, [], over.value)]))
             return
-        live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
+        sequence = self.engine.scheduler.sequences[request.id]
+        live = LiveRequest(sequence, add.every_step, add.traced, time.monotonic(), held)
         self.live[request.id] = self.unstarted[request.id] = live
+        if self.transfers:
+            self.transfers.begin(request)
 
     def _refuse(self, request: Request, error: Exception) -> None:
         self.link.send(messages.Refused(request.id, str(error), isinstance(error, BusyError)))
@@ -251,6 +265,8 @@ class EngineProcess:
         ]:
             self.unstarted.pop(name).started = before
         outputs = self._outputs(outs, before, now)
+        if self.transfers:
+            outputs += self._answer_early(self.transfers)
         if outputs:
             self.link.send(messages.StepOutputs(outputs))
         if now >= self.next_snapshot:
@@ -259,8 +275,9 @@ class EngineProcess:
     def _end_all(self, reason: str) -> None:
         """No server has held an expert for too long."""
         log.error("%d requests end: %s", len(self.live), reason)
-        for name in list(self.live):
-            self.link.send(messages.Refused(name, reason, experts_missing=True))
+        for name, live in list(self.live.items()):
+            if not live.answered:
+                self.link.send(messages.Refused(name, reason, experts_missing=True))
             self.cancel(name)
 
     def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
@@ -274,18 +291,32 @@ class EngineProcess:
             if live is None:
                 continue
             tokens[name] = tokens.get(name, 0) + 1
-            if live.every_step:
+            if live.every_step and not live.answered:
                 self._extend(found, name, out, first=not live.first)
             elif out.logprobs is not None:
                 live.logprobs.append(out.logprobs)
             if out.finish is not None:
-                found[name] = found.get(name) or _whole(name, out, live.logprobs)
-                if self.transfers:
-                    found[name].transfer = self.transfers.offer(out.sequence)
+                if not live.answered:
+                    found[name] = found.get(name) or _whole(name, out, live.logprobs)
+                    if self.transfers:
+                        found[name].transfer = self.transfers.offer(out.sequence)
                 self._end(name, live, out, tokens.pop(name), before, now)
         for name, count in tokens.items():
             self._count(self.live[name], count, now)
         return list(found.values())
+
+    def _answer_early(self, transfers: KVTransfers) -> list[messages.Output]:
+        """Requests whose pages may be fetched while they are computed: nobody waits for their
+        token."""
+        found = []
+        for name, params in transfers.advance():
+            live = self.live[name]
+            live.answered = True
+            cached = live.sequence.num_cached_prompt or 0
+            output = messages.Output(name, [], FinishReason.LENGTH.value, cached=cached)
+            output.transfer = params
+            found.append(output)
+        return found
 
     def _extend(
         self, found: dict[str, messages.Output], name: str, out: TokenOut, first: bool
@@ -309,6 +340,8 @@ class EngineProcess:
         else:
             live.first = now
             self.meter.first_token(live.sequence, now)
+            if live.traced:
+                self.phases.began(live.sequence, live.queued, live.started or live.queued, now)
         live.last = now
 
     def _end(
@@ -316,6 +349,8 @@ class EngineProcess:
     ) -> None:
         self._count(live, tokens, now)
         assert out.finish is not None
+        if live.traced:
+            self.phases.ended(out, live.first, now)
         self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
         self.unstarted.pop(name, None)
         del self.live[name]
@@ -325,7 +360,8 @@ class EngineProcess:
         if self.transfers:
             self.transfers.settle()
         figures = self.transfers.figures() if self.transfers else []
-        self.link.send(self.meter.snapshot(now, figures))
+        traffic = self.transfers.traffic() if self.transfers else {}
+        self.link.send(self.meter.snapshot(now, figures, traffic))
         if self.tracing:
             self._tell_trace()
 

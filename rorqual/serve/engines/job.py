@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rorqual.serve.errors import ApiError, engine_busy, too_slow
 from rorqual.serve.messages import Output
+from rorqual.telemetry.spans import NO_SPAN, RequestSpan
 
 
 class Canceller(Protocol):
@@ -39,6 +40,7 @@ class EngineJob:
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
+        self.span: RequestSpan = NO_SPAN
         # Asked first while the task waits in `take`, and so has nothing under way: deals with an
         # output at once and says so, or leaves it to the task.
         self.sink: Callable[[int, Output], bool] | None = None

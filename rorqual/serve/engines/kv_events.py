@@ -17,13 +17,20 @@ from queue import SimpleQueue
 import msgspec
 import zmq
 
-from rorqual.cache.events import CacheEvent, PageRemoved, PageStored
+from rorqual.cache.events import (
+    CacheEvent,
+    HostPageRemoved,
+    HostPageStored,
+    PageRemoved,
+    PageStored,
+)
 from rorqual.errors import ConfigError
 from rorqual.serve.kv_events_config import KVEventsConfig
 
 KEPT_BATCHES = 10_000  # that can be replayed
 UNSENT = 10_000  # batches kept for a slow reader, who then misses some
 MEDIUM = "GPU"
+HOST_MEDIUM = "CPU"
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 100
 SHORTEST_REQUEST = 8  # bytes
@@ -62,7 +69,8 @@ def block_hash(key: bytes) -> int:
 
 
 def told(events: Sequence[CacheEvent]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """In vLLM's form: pages of one chain that follow one another are one event."""
+    """In vLLM's form: pages of one chain that follow one another are one event. What host memory
+    holds has another medium, and is told without tokens: they were when the device stored it."""
     found: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     last: bytes | None = None
     for event in events:
@@ -81,14 +89,34 @@ def told(events: Sequence[CacheEvent]) -> list[BlockStored | BlockRemoved | AllB
             last = event.key
             continue
         last = None
-        if isinstance(event, PageRemoved):
-            if found and isinstance(found[-1], BlockRemoved):
-                found[-1].block_hashes.append(block_hash(event.key))
-            else:
-                found.append(BlockRemoved([block_hash(event.key)], MEDIUM))
+        if isinstance(event, HostPageStored):
+            _append(
+                found, BlockStored([], None, [], event.page_size, None, HOST_MEDIUM, None), event
+            )
+        elif isinstance(event, PageRemoved | HostPageRemoved):
+            medium = MEDIUM if isinstance(event, PageRemoved) else HOST_MEDIUM
+            _append(found, BlockRemoved([], medium), event)
         else:
             found.append(AllBlocksCleared())
     return found
+
+
+def _append(
+    found: list[BlockStored | BlockRemoved | AllBlocksCleared],
+    fresh: BlockStored | BlockRemoved,
+    event: PageRemoved | HostPageStored | HostPageRemoved,
+) -> None:
+    """To the last one, if that is as `fresh` but for its blocks."""
+    last = found[-1] if found else None
+    if (
+        isinstance(last, BlockStored | BlockRemoved)
+        and type(last) is type(fresh)
+        and last.medium == fresh.medium
+    ):
+        fresh = last
+    else:
+        found.append(fresh)
+    fresh.block_hashes.append(block_hash(event.key))
 
 
 class KVEventPublisher:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,11 @@ class EnginePool:
 
     def _transfer(self, index: int) -> TransferConfig | None:
         given = self.transfer
-        return replace(given, port=given.port + index) if given and given.port else given
+        if given is None or not given.port:
+            return given
+        options = self.options[index]
+        ranks = prod(options.get(name, 1) for name in ("tp", "dp", "pp"))
+        return replace(given, port=given.port + index * ranks)
 
     async def _gone(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
         """Return when the process has ended. One that works on requests and says nothing for

@@ -42,12 +42,14 @@ from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.responses.protocol import ResponsesRequest
 from rorqual.serve.http.responses.translate import responses_call
 from rorqual.serve.http.resume.marked import ResumableChatCall, ResumableTextCall, resumable
+from rorqual.serve.http.spans.middleware import TracedRequests
 from rorqual.serve.http.sse import encode
 from rorqual.serve.http.tracing.routes import add_tracing
 from rorqual.serve.http.unknown_fields import UnknownFields
 from rorqual.serve.http.validation import invalid_body, is_json, not_json
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.messages import Snapshot
+from rorqual.telemetry.spans import RequestTracer
 
 LONGEST_RETRY = 60  # seconds
 
@@ -129,7 +131,12 @@ class Api:
         return min(LONGEST_RETRY, max(1, math.ceil(statistics.median(recent)))) if recent else 1
 
 
-def create_app(api: Api, key: str | None, profile_dir: Path | None = None) -> FastAPI:
+def create_app(
+    api: Api,
+    key: str | None,
+    profile_dir: Path | None = None,
+    tracer: RequestTracer | None = None,
+) -> FastAPI:
     app = FastAPI(title="Rorqual", version=api.version, redirect_slashes=False)
     _completions(app, api)
     _other_apis(app, api)
@@ -140,6 +147,8 @@ def create_app(api: Api, key: str | None, profile_dir: Path | None = None) -> Fa
     if profile_dir is not None:
         add_tracing(app, api.fleet, profile_dir)
     _errors(app, api)
+    if tracer is not None and tracer.active:
+        app.add_middleware(TracedRequests, tracer=tracer)
     app.add_middleware(
         Authenticator, guard=guard, limits=api.limits, counts=api.counts, memory=api.memory
     )

@@ -11,6 +11,7 @@ from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.messages import RequestTimes, Snapshot
 
 WINDOW = 60.0  # seconds that "recent" means
+HOST_CACHE = ("pages", "held", "queries", "hits", "bytes_out", "bytes_in")
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -77,6 +78,7 @@ def _engine(client: EngineClient) -> dict[str, Any]:
         "output_tokens": found.output_tokens,
         "kv": kv,
         "prefix": {"queries": found.prefix_queries, "hits": found.prefix_hits},
+        "host_cache": dict(zip(HOST_CACHE, found.host_cache, strict=False)),
         "preemptions": found.preemptions,
         "finished": found.finished,
         "speculation": {"drafted": found.drafted, "accepted": found.accepted},

@@ -19,11 +19,14 @@ from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, Disconnected, timed_out
 from rorqual.serve.http.anthropic.errors import error_body
 from rorqual.serve.http.calls import Call
+from rorqual.serve.http.spans.answers import note_answer, note_request
 from rorqual.serve.messages import Output
+from rorqual.telemetry.spans import NO_SPAN
 
 log = logging.getLogger("rorqual.serve")
 
 DIRECT = "rorqual.send"  # in the scope: what DirectSend was given to send by
+SPAN = "rorqual.span"  # of the request, where spans are told
 ABORT = "rorqual.abort"  # the scope's entry for cutting the connection; see connection.py
 GRACE = 5.0  # seconds after its deadline for a stream to deliver its last words
 JSON = [(b"content-type", b"application/json")]
@@ -59,6 +62,8 @@ class StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self.job
         timeout = self.fleet.limits.timeout
+        job.span = scope.get(SPAN, NO_SPAN)
+        note_request(job.span, self.call)
         if self.call.stream:
             job.abort_connection = scope.get(ABORT)
         watcher = asyncio.create_task(_watch(receive, job))
@@ -72,6 +77,7 @@ class StreamResponse(Response):
                 await self._whole(send)
         except Disconnected:
             self.counts["disconnected"] += 1
+            job.span.fail("disconnected", "the client has gone")
         except ApiError as error:
             await self._fail(error, send)
         except Exception as error:
@@ -83,6 +89,7 @@ class StreamResponse(Response):
             watcher.cancel()
             deadline.cancel()
             job.close()
+            note_answer(job.span, self.call)
             job.error = None  # its traceback holds the job, and so the prompt
             self.running.discard(job)
 
@@ -162,6 +169,8 @@ class StreamResponse(Response):
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         self.counts[f"failed_{error.status}"] += 1
+        if error.status >= 500:
+            self.job.span.fail(error.code or str(error.status), error.message)
         with suppress(Exception):
             if self.started:
                 await send(

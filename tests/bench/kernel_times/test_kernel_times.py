@@ -193,7 +193,7 @@ def test_a_part_of_the_rows_learns_nothing(tmp_path: Path) -> None:
     assert held == count
     data = json.loads(out.read_text())
     assert "between" not in data
-    assert set(data["meta"]["kernels"]) == {"experts"}
+    assert set(data["meta"]["kernels"]) == {"experts", "experts_int4"}
     assert len(data["steps"]) == 4  # 256 requests do not fit
 
 
@@ -302,7 +302,7 @@ def test_the_list_needs_no_gpu() -> None:
     assert found.exit_code == 0
     names = found.output.split("\n")[:-1]
     assert len(names) == len(set(names)) == len(wanted.rows()) + len(steps(learnt=True))
-    assert "experts int4 2048x768x128x128x8x64" in names
+    assert "experts_int4 int4 2048x768x128x128x8x64" in names
 
 
 # ---- what a row calls

@@ -233,6 +233,15 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(first), Channel(second)
 
 
+def test_an_address_is_named_between_hosts_alone() -> None:
+    assert pair()[0].network_address is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as here:
+            assert Channel(here).network_address is None, "both are on this host"
+        with socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as far:
+            assert Channel(far).network_address == "127.0.0.2"
+
+
 def test_a_frame_too_large_or_of_no_kind_is_an_error() -> None:
     for header, named in (
         (struct.pack("!BI", FrameKind.RESULT, (1 << 30) + 1), "accepted: at most 1073741824"),
@@ -251,7 +260,7 @@ def test_a_member_that_sends_one_is_named() -> None:
     theirs.socket.sendall(HEADER.pack(99, 0))
     member.listen()
     assert member.gone(60) is None
-    assert member.failed() == "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 15"
+    assert member.failed() == "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 17"
 
 
 def test_a_member_that_leaves_or_falls_silent_is_named() -> None:

@@ -128,6 +128,17 @@ def test_requests_go_where_fewest_tokens_live() -> None:
     assert abs(scheduler.schedulers[0].live_tokens - scheduler.schedulers[1].live_tokens) <= 30
 
 
+def test_a_request_whose_rank_is_known_goes_there() -> None:
+    scheduler = DataParallelScheduler(config(), 2)
+    scheduler.add(request("long", 12, 4, 0), 1)
+    assert scheduler.assigned_rank["long"] is scheduler.schedulers[1]
+    asked = request("next", 8, 4, 1)
+    assert scheduler.cheapest(asked) == 0
+    assert scheduler.cheapest(asked, (30, 0)) == 1, "what was promised to a rank counts"
+    scheduler.add(asked, 1)
+    assert scheduler.assigned_rank["next"] is scheduler.schedulers[1]
+
+
 def test_a_request_goes_where_its_prefix_is() -> None:
     scheduler = DataParallelScheduler(config(), 2)
     loop = GroupLoop(scheduler, 1)
@@ -144,6 +155,28 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert scheduler.assigned_rank["again"] is scheduler.schedulers[holder]
     scheduler.add(request("fresh", 40, 2, 3))
     assert scheduler.assigned_rank["fresh"] is other
+
+
+def test_a_request_goes_where_its_prefix_is_in_host_memory() -> None:
+    scheduler = DataParallelScheduler(config(host_pages=50, host_step_pages=20), 2)
+    loop = GroupLoop(scheduler, 1)
+    scheduler.add(request("other", 4, 20, 2))
+    first = request("first", 40, 8, 1)
+    scheduler.add(first)
+    holder = scheduler.assigned_rank["first"]
+    loop.drain()
+    while holder.prefix.idle:
+        holder.prefix.evict()
+    assert not holder.prefix.pages
+    holder.add(request("busy", 30, 2, 2))
+    again = Request("again", (*first.prompt, 1, 2), SamplingParams(max_tokens=2))
+    scheduler.add(again)
+    assert scheduler.assigned_rank["again"] is holder
+    loop.drain()
+    assert holder.prefix.host is not None
+    assert holder.prefix.host.pages_in == 10
+    usage = scheduler.usage()
+    assert (usage.host_pages, usage.host_pages_in) == (100, 10)
 
 
 @pytest.mark.parametrize("seed", range(4))

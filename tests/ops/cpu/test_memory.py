@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rorqual.config.model import compiler
 from rorqual.ops.cpu import native
@@ -18,9 +19,18 @@ FLAGS = [flag for flag in native.FLAGS if flag not in LEFT_OUT]
 SANITIZER = ["-O0", "-g1", "-fsanitize=address", f"-I{native.SOURCE.parent}"]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+# AMX reads tiles of 16 rows, whether there are so many or not
+FORMS = ["native", pytest.param("amx.h", marks=pytest.mark.longest)]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = compiler()
+    more = []
+    if request.param != "native":
+        if not torch.cpu._is_avx512_supported():
+            pytest.skip("AMX is emulated in AVX-512")
+        more = ["-include", str(Path(__file__).with_name(request.param))]
     if command is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("memory")
@@ -31,7 +41,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the compiler has no address sanitizer")
     source = Path(__file__).with_name("memory.cpp")
     made = folder / "memory"
-    subprocess.run([command, *FLAGS, *SANITIZER, str(source), "-o", str(made)], check=True)
+    subprocess.run([command, *FLAGS, *SANITIZER, *more, str(source), "-o", str(made)], check=True)
     return made
 
 

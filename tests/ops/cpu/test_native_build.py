@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from rorqual.ops.cpu import native
+from tests.ops.cpu import remote
 
 # Both compilers answer `-dM -E` with the macros that say which instructions they may use, and both
 # write a library; only g++ describes its target for `-Q --help=target`.
@@ -62,3 +67,59 @@ def test_without_a_name_of_the_processor_nothing_is_built(tmp_path: Path, kind: 
     compiler.chmod(0o755)
     with pytest.raises(subprocess.CalledProcessError):
         native._build(str(compiler))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_a_processor_without_what_was_compiled_in_is_told_so() -> None:
+    remote.need_tools()
+    program = remote.build("max")
+    for processor, missing in (("cortex-a72", True), ("max", False)):
+        command = [remote.EMULATOR, "-cpu", processor, str(program)]
+        run = subprocess.run(command, input="", capture_output=True, text=True)
+        assert ("has no DOTPROD" in run.stderr) == missing
+        assert run.returncode == (4 if missing else 0)
+
+
+@pytest.mark.parametrize("word", [None, b"DOTPROD"])
+def test_a_library_that_this_processor_cannot_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, word: bytes | None
+) -> None:
+    loaded = mock.MagicMock()
+    loaded.rq_lacking.return_value = word
+    monkeypatch.setattr(native, "compiler", lambda: "g++")
+    monkeypatch.setattr(native, "_build", lambda command, flags: Path("kernels.so"))
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: loaded)
+    assert (native.library.__wrapped__() is None) == (word is not None)
+    assert [b"DOTPROD".decode() in text for text in caplog.messages] == [True] * (word is not None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_emulated_bf16_is_what_the_processor_does() -> None:
+    """Bit by bit, numbers too small for fp32's exponents among them."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("a processor without AVX512-BF16")
+    header = Path(__file__).with_name("bf16.h")
+    forms = [native.library.__wrapped__("native", more) for more in ((), ("-include", str(header)))]
+    for scale in (1.0, 1e-18, 1e-20):
+        x = (torch.randn(40, 300) * scale).bfloat16()
+        w = (torch.randn(50, 300) * scale).bfloat16()
+        found = [native.Native(form).linear(x, w, None) for form in forms if form]
+        assert len(found) == 2
+        assert torch.equal(*found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_amx_is_compiled_as_its_instructions(tmp_path: Path) -> None:
+    """Not run: no machine with AMX was to be had."""
+    compiler, disassembler = native.compiler(), shutil.which("objdump")
+    if compiler is None or disassembler is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64, or no objdump")
+    flags = [flag.replace("native", "sapphirerapids") for flag in native.FLAGS]
+    made = tmp_path / "kernels.so"
+    subprocess.run([compiler, *flags, str(native.SOURCE), "-o", str(made)], check=True)
+    run = subprocess.run([disassembler, "-d", str(made)], capture_output=True, text=True)
+    for word in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbssd", "tilestored", "tilerelease"):
+        assert word in run.stdout, word

@@ -1,10 +1,8 @@
 """The compiled CPU kernels on shapes of every remainder, beside the definitions: with vectors of
-this processor, of AVX2, and of four floats as NEON has them. Memory that a kernel should write is
-NaN before, and so are cached entries that nobody may read."""
+this processor, of AVX2, of four floats, and of NEON in an emulator. Memory that a kernel should
+write is NaN before, and so are cached entries that nobody may read."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,33 +10,14 @@ from torch import Tensor
 
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.cpu.native import Native, library
+from rorqual.ops.cpu.native import Native
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
-OLDER = pytest.mark.exhaustive
-PROCESSORS = ["native", pytest.param("haswell", marks=OLDER), pytest.param("x86-64", marks=OLDER)]
+pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PAGE = 16
-
-
-@pytest.fixture(scope="module", params=PROCESSORS)
-def native(request: pytest.FixtureRequest) -> Native:
-    kernels = library(request.param)
-    if kernels is None:
-        pytest.skip(f"no compiler for {request.param}")
-    return Native(kernels)
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def draw(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -218,3 +197,33 @@ def test_prompt_attention(
     out = q.new_empty(queries, heads, width)
     native.causal(q, k, v, out, 0.2)
     check(out, reference.causal_attention(q.float(), k, v, 0.2), dtype)
+
+
+# (hidden, columns of an expert): DeepSeek-V2-Lite and Qwen3-30B-A3B
+WIDTHS = pytest.mark.parametrize(("hidden", "size"), [(2048, 1408), (2048, 768)])
+
+
+@pytest.mark.exhaustive
+@WIDTHS
+@DTYPES
+def test_experts_of_published_models(
+    native: Native, dtype: torch.dtype, hidden: int, size: int
+) -> None:
+    """One expert with so many rows as units take, one with few."""
+    gate_up = draw(dtype, 2, 2 * size, hidden, scale=hidden**-0.5)
+    down = draw(dtype, 2, hidden, size, scale=size**-0.5)
+    x = draw(dtype, 31, hidden)
+    ids = torch.tensor([[0, -1]] * 30 + [[0, 1]])
+    weights = torch.rand(31, 2)
+    got = native.experts(x, ids, weights, ExpertWeights(Weight(gate_up), Weight(down)))
+    wide = ExpertWeights(Weight(gate_up.float()), Weight(down.float()))
+    check(got, reference.experts(x.float(), ids, weights, wide), dtype)
+
+
+@pytest.mark.exhaustive
+@DTYPES
+def test_attention_of_published_models(native: Native, dtype: torch.dtype) -> None:
+    """DeepSeek-V2-Lite's latent over 700 entries, and Qwen3-30B-A3B's heads."""
+    test_absorbed_attention(native, dtype, MLAConfig(16, None, 512, 128, 64, 128))
+    test_decode_attention(native, dtype, 32, 4, 128, 1)
+    test_prompt_attention(native, dtype, 50, 90, 16, 16, 192, 128)

@@ -1,11 +1,9 @@
-"""Products with weights of eight and four bits on the CPU, beside the reference's: with vectors of
-this processor, of AVX2, of four floats as NEON has them, and in the form for AVX512-VNNI."""
+"""Products with weights of eight and four bits on the CPU, beside the reference's, in the forms of
+every processor (conftest.py)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,16 +13,12 @@ from rorqual.config.quant import ACTIVATIONS
 from rorqual.ops import reference
 from rorqual.ops.cpu import backend, quantized
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.cpu.native import Native, library
+from rorqual.ops.cpu.native import Native
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8, pack_int4
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 OLDER = pytest.mark.exhaustive
-PROCESSORS = [
-    "native",
-    *(pytest.param(name, marks=OLDER) for name in ("haswell", "x86-64", "vnni, emulated")),
-]
-VNNI = Path(__file__).with_name("vnni.h")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # (bits, columns of a group: 0 for all of a row, whether zero points are kept, activation)
 FORMATS = [
@@ -44,27 +38,11 @@ Kind = tuple[int, int, bool, str]
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2}
 
 
-@pytest.fixture(scope="module", params=PROCESSORS)
-def ops(request: pytest.FixtureRequest) -> CpuOps:
-    name = request.param
-    emulated = name == "vnni, emulated"
-    if emulated and not torch.cpu._is_avx512_supported():
-        pytest.skip("VNNI is emulated in AVX-512")
-    kernels = library("native", ("-include", str(VNNI))) if emulated else library(name)
-    if kernels is None:
-        pytest.skip(f"no compiler for {name}")
+@pytest.fixture(scope="module")
+def ops(native: Native) -> CpuOps:
     found = CpuOps(native=False)
-    found.native = Native(kernels)
+    found.native = native
     return found
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def drawn(kind: Kind, *shape: int, dtype: torch.dtype = torch.float32) -> Weight:
@@ -137,7 +115,8 @@ def test_any_even_number_of_columns(ops: CpuOps, columns: int, group: int) -> No
     for activation in ("wide", "int8_token"):
         weight = drawn((4, min(group, columns), True, activation), 9, columns)
         check_linear(ops, weight, torch.float32, (1, 5, 33), 3e-5)
-    check_linear(ops, drawn((8, 0, False, "int8_token"), 9, columns), torch.float32, (1, 5), 3e-5)
+    counts = (1, 5, 33)
+    check_linear(ops, drawn((8, 0, False, "int8_token"), 9, columns), torch.float32, counts, 3e-5)
 
 
 def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:

@@ -18,4 +18,5 @@ static inline __m512i emulated_dpbusd(__m512i sums, __m512i a, __m512i b) {
 #ifndef __AVX512VNNI__
 #define __AVX512VNNI__ 1
 #endif
+#define EMULATED_VNNI 1
 #define _mm512_dpbusd_epi32 emulated_dpbusd

@@ -21,6 +21,7 @@ import zmq
 
 from rorqual import LLM, SamplingParams
 from rorqual.cache.events import CacheCleared, PageRemoved, PageStored
+from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache, root_key
 from rorqual.errors import ConfigError
@@ -93,6 +94,48 @@ def test_events_tell_what_the_cache_holds(lookahead: int) -> None:
             assert text[:4] == (7,) * 4
             assert number in held
     assert any(key not in events.told for key in cache.pages) or not cache.pages
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_events_tell_what_each_tier_holds(lookahead: int) -> None:
+    """By medium, and a page that both hold is told of twice."""
+    draw = random.Random(lookahead)
+    cache = PrefixCache(PageAllocator(24), 4, lookahead=lookahead)
+    tier = cache.host = HostTier(30, 3)
+    events = cache.record()
+    held: dict[str | None, set[int]] = {"GPU": set(), "CPU": set()}
+    seen: set[str] = set()
+    for turn in range(400):
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(8, 30))]
+        tier.begin()
+        pages, key = cache.match(tokens, draw.choice(["", "", "tenant"]))
+        for place in range(len(pages), (len(tokens) - lookahead) // 4):
+            page = cache.take()
+            pages.append(page)
+            key = cache.insert(key, cache.covered(tokens, place), page)
+        cache.release(pages)
+        cache.copy_ahead(2)
+        tier.end()
+        if turn % 50 == 49:
+            cache.clear()
+        for event in told(events.drain()):
+            assert not isinstance(event, AllBlocksCleared)
+            blocks = held[event.medium]
+            for number in event.block_hashes:
+                assert (number in blocks) == isinstance(event, BlockRemoved)
+            if isinstance(event, BlockRemoved):
+                blocks.difference_update(event.block_hashes)
+                seen.add(f"{event.medium} removed")
+                continue
+            blocks.update(event.block_hashes)
+            assert (event.block_size, event.lora_id, event.lora_name) == (4, None, None)
+            if event.medium == "CPU":
+                assert (event.token_ids, event.parent_block_hash) == ([], None)
+        salted = (set(cache.pages) | set(tier.slots)) - events.told - events.told_host
+        assert held["GPU"] == {block_hash(key) for key in cache.pages if key in events.told}
+        assert held["CPU"] == {block_hash(key) for key in tier.slots if key in events.told_host}
+        assert not salted & events.told_host
+    assert seen == {"GPU removed", "CPU removed"}
 
 
 def test_salted_prompts_are_not_told_of() -> None:

@@ -91,6 +91,28 @@ def told(names: str | None = None, speculates: int = 0, **figures: Any) -> Sampl
         fleet.kill()
 
 
+def test_host_memory_is_told_where_there_is_some() -> None:
+    """[pages, held, queries, hits, bytes out and in]; in vLLM's names what is looked for behind the
+    device's cache."""
+    figures = {"host_cache": [900, 30, 640, 512, 4096, 2048]}
+    label = (("engine", "0"),)
+    found = told(**figures)
+    for name, value in (
+        ("host_cache_pages", 900),
+        ("host_cache_pages_held", 30),
+        ("host_cache_queries_total", 640),
+        ("host_cache_hits_total", 512),
+        ("host_cache_bytes_out_total", 4096),
+        ("host_cache_bytes_in_total", 2048),
+    ):
+        assert found[f"rorqual:{name}"] == {label: value}
+    theirs = {name: list(values.values()) for name, values in told("vllm", **figures).items()}
+    assert theirs["vllm:external_prefix_cache_queries_total"] == [640]
+    assert theirs["vllm:external_prefix_cache_hits_total"] == [512]
+    for names in (None, "vllm"):
+        assert not [name for name in told(names) if "host_cache" in name or "external" in name]
+
+
 def prefixes(found: Samples) -> set[str]:
     return {name.split(":")[0] for name in found}
 

@@ -74,6 +74,7 @@ class EngineCollector(Collector):
             for client in clients:
                 counter.add_metric(self._values(client), read(client.snapshot))
             yield counter
+        yield from self._host_cache(clients)
         yield self._finished(clients)
         for what in self.by_position:
             yield self._positions(what, clients)
@@ -88,6 +89,18 @@ class EngineCollector(Collector):
 
     def _values(self, client: EngineClient, *more: str) -> list[str]:
         return [*self.common.values(), str(client.index), *more]
+
+    def _host_cache(self, clients: list[EngineClient]) -> Iterator[Metric]:
+        """Where there is such a tier."""
+        told = [client for client in clients if client.snapshot.host_cache]
+        for place, name in enumerate(self.names.host_cache if told else ()):
+            if name is None:
+                continue
+            kind = CounterMetricFamily if name[2] else GaugeMetricFamily
+            family = kind(self._name(name[0]), name[1], labels=self.labels)
+            for client in told:
+                family.add_metric(self._values(client), client.snapshot.host_cache[place])
+            yield family
 
     def _finished(self, clients: list[EngineClient]) -> Metric:
         family = self._counter("request_success", "Requests by how they ended.", "finished_reason")
@@ -143,6 +156,12 @@ TRANSFERS = (
     ("kv_transfer_offers_refused", "Answers whose pages were not kept: too many were.", True),
     ("kv_transfer_pages_held", "Pages kept for other engines.", False),
     ("kv_transfer_requests_waiting", "Requests whose pages are on their way.", False),
+)
+TRAFFIC = (
+    ("kv_transfer_bytes_received", "Bytes of pages fetched from other engines."),
+    ("kv_transfer_bytes_sent", "Bytes of pages that other engines fetched."),
+    ("kv_transfer_seconds", "Seconds that fetches took, several at once counted apart."),
+    ("kv_transfer_errors", "Fetches that brought not all pages."),
 )
 
 
@@ -202,6 +221,13 @@ class OwnCollector(Collector):
                 if client.snapshot.transfers:
                     family.add_metric([str(client.index)], client.snapshot.transfers[place])
             yield family
+        for place, (name, text) in enumerate(TRAFFIC):
+            labels = ["engine", "transport"]
+            counter = CounterMetricFamily(f"rorqual:{name}", text, labels=labels)
+            for client in self.fleet.clients:
+                for transport, values in client.snapshot.traffic.items():
+                    counter.add_metric([str(client.index), transport], values[place])
+            yield counter
 
     def _expert_servers(self) -> Iterator[Metric]:
         for place, (name, text) in enumerate(EXPERT_SERVERS):

@@ -42,6 +42,19 @@ SPECULATION: Figures = {
     "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: sum(s.drafted)),
     "spec_decode_num_accepted_tokens": ("Drafted tokens accepted.", lambda s: sum(s.accepted)),
 }
+# In the order of Snapshot.host_cache; the last field: whether it is a counter.
+HOST_CACHE = (
+    ("host_cache_pages", "Cache pages that host memory can hold.", False),
+    ("host_cache_pages_held", "Cache pages that host memory holds.", False),
+    (
+        "host_cache_queries",
+        "Prompt tokens looked for in host memory: those that the device's cache had not.",
+        True,
+    ),
+    ("host_cache_hits", "Prompt tokens copied from there.", True),
+    ("host_cache_bytes_out", "Bytes that a rank copied to host memory.", True),
+    ("host_cache_bytes_in", "Bytes that a rank copied back.", True),
+)
 HISTOGRAMS = {
     "time_to_first_token_seconds": "Arrival to first token.",
     "request_time_per_output_token_seconds": "Mean time of a request's tokens after the first.",
@@ -59,12 +72,13 @@ HISTOGRAMS = {
 @dataclass(frozen=True)
 class MetricNames:
     """finished: reasons that are told from the start, though no request has ended so. by_position:
-    what is told for each place in a draft."""
+    what is told for each place in a draft. host_cache: of Snapshot.host_cache."""
 
     prefix: str
     counters: Figures
     finished: tuple[str, ...] = ()
     by_position: tuple[str, ...] = ("accepted",)
+    host_cache: tuple[tuple[str, str, bool] | None, ...] = ()
 
 
 RORQUAL = MetricNames(
@@ -75,6 +89,7 @@ RORQUAL = MetricNames(
         "engine_steps": ("Steps launched.", lambda s: s.steps),
     },
     by_position=("draft", "accepted"),
+    host_cache=HOST_CACHE,
 )
 VLLM = MetricNames(
     "vllm",
@@ -86,4 +101,13 @@ VLLM = MetricNames(
         **_COUNTERS,
     },
     finished=("stop", "length", "abort"),
+    # a tier behind the device's cache is external there, and its size and bytes are not told
+    host_cache=(
+        None,
+        None,
+        ("external_prefix_cache_queries", *HOST_CACHE[2][1:]),
+        ("external_prefix_cache_hits", *HOST_CACHE[3][1:]),
+        None,
+        None,
+    ),
 )

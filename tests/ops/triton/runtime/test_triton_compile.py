@@ -49,6 +49,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
+    from rorqual.ops.triton.quantized import experts as quantized_experts
+    from rorqual.ops.triton.quantized import linear as quantized_linear
     from rorqual.ops.triton.rowwise import embedding, norm
     from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
@@ -135,6 +137,38 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             f"int4 linear T{tokens}",
             lambda t=tokens, f=four: int4_gemm.linear(x(t, 2048), f(5120, 2048)),
+        )
+
+    def lying(kind: str, activation: str, *shape: int) -> Weight:
+        """As operands.supported wants them: int4 in groups, the others with a scale a row or, with
+        rows scaled in groups, a block."""
+        if kind == "int4":
+            return replace(int4(*shape), activation=activation, turned=True)
+        blocks = activation.endswith("group")
+        places = (-(-shape[-2] // 128), shape[-1] // 128) if blocks else (shape[-2], 1)
+        data = x(*shape, dtype=torch.int8 if kind == "int8" else FP8)
+        scale = x(*shape[:-2], *places, dtype=torch.float32)
+        return Weight(data, scale, (128, 128) if blocks else (1, shape[-1]), activation=activation)
+
+    for kind, activation in (
+        ("int4", "wide"),
+        ("int4", "int8_token"),
+        ("int8", "int8_token"),
+        ("int8", "int8_group"),
+        *((("int4", "fp8_token"), ("fp8", "fp8_token")) if v3 else ()),
+    ):
+        held = partial(lying, kind, activation)
+        name = f"{kind} {activation}"
+        # the few tokens of a step by experts, the many of a prompt by a linear layer
+        yield (
+            f"quantized experts {name}",
+            lambda h=held: quantized_experts.experts(
+                x(64, 2048), *picks(64, 8), experts(h, 128, 2048, 768)
+            ),
+        )
+        yield (
+            f"quantized linear {name}",
+            lambda h=held: quantized_linear.linear(x(1024, 2048), h(5120, 2048)),
         )
     for tokens in (1, 64):
         yield (
@@ -398,6 +432,9 @@ def test_kernels_compile(capability: int) -> None:
             "_down_kernel",
             "_linear_kernel",
             "_int4_kernel",
+            "_quantized_linear_kernel",
+            "_quantized_gate_up_kernel",
+            "_quantized_down_kernel",
             "_gate_kernel",
         ):
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"

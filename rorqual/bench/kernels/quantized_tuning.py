@@ -1,0 +1,120 @@
+"""Searches of tiles for the kernels of int8, int4 and e4m3 weights, for tuning.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.bench.kernels import gemm_and_experts as base
+from rorqual.bench.kernels import quantized as cases
+from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
+from rorqual.bench.kernels.quantized import QuantizedFormat
+from rorqual.bench.kernels.tuning import TuningSearch, keep, row_candidates, timed
+from rorqual.ops.reference import ExpertWeights
+from rorqual.ops.triton.moe.align import moe_align_block_size
+from rorqual.ops.triton.quantized import experts, operands
+from rorqual.ops.triton.quantized.experts import QuantizedExpertsPlan, QuantizedTile
+from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear, plan_for
+from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.launch import next_power
+
+
+def linear_candidates(tokens: int, int4: bool) -> Iterator[QuantizedLinearPlan]:
+    heights = sorted({max(16, min(256, next_power(tokens) // part)) for part in (1, 2)})
+    options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 5, 6), (1, 2, 4, 8))
+    for m, n, warps, stages, split in options:
+        width = 0.5 if int4 else 1
+        room = (n * width + m * (2 if int4 else 1)) * 128 * stages
+        few = tokens <= 256 or split == 1
+        if room < 220_000 and m * n / (32 * warps) <= 128 and n >= 16 * warps and few:
+            yield QuantizedLinearPlan(m, n, warps, stages, split)
+
+
+def tune_linear(
+    form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
+) -> None:
+    held, _, given = cases.linear_data(form, rows, columns, tokens, device)
+
+    def calls(plan: QuantizedLinearPlan) -> list[Call]:
+        return [partial(linear, given, weight, plan=plan) for weight in held]
+
+    used = plan_for(held[0], tokens)
+    options = [used, *linear_candidates(tokens, form.numbers == "int4")]
+    results = timed(f"linear {form.name} {rows}x{columns} M{tokens}", options, calls)
+    named = {"kind": operands.kind_of(held[0]), "rows": rows, "columns": columns}
+    named["tokens"] = tuning.near(tokens)
+    keep("linear_quantized", named, results, calls, used, 1e-4, device)
+
+
+def tile_candidates(rows: int, int4: bool) -> Iterator[QuantizedTile]:
+    for n, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4, 5, 6)):
+        room = (n * (0.5 if int4 else 1) + rows * (2 if int4 else 1)) * 128 * stages
+        if room < 220_000 and rows * n / (32 * warps) <= 128 and n >= 16 * warps:
+            yield QuantizedTile(n, warps, stages)
+
+
+def tune_experts(
+    form: QuantizedFormat, shape: ExpertShape, tokens: int, device: torch.device
+) -> None:
+    """The best tiles of both products for each number of rows, then the whole layer with these."""
+    w = cases.expert_weights(form, shape, device)
+    picked = base.draws(shape, tokens, device)
+    picks = tokens * shape.top_k
+    used = experts.plan_for(w.down, picks)
+    plans = [used]
+    for rows in row_candidates(picks, shape.slots):
+        sorted_ids = [(x, moe_align_block_size(ids, shape.slots, rows)) for x, ids, _ in picked]
+
+        def first(tile: QuantizedTile, pairs: Any = sorted_ids) -> list[Call]:
+            return [
+                partial(experts.gate_up_product, x, w.gate_up, blocks, shape.top_k, tile)
+                for x, blocks in pairs
+            ]
+
+        options = list(tile_candidates(rows, form.numbers == "int4"))
+        up = timed(f"rows {rows} up", options, first)
+        if not up:
+            continue
+        hidden = [call() for call in first(up[0][1])]
+
+        def second(tile: QuantizedTile, pairs: Any = sorted_ids, made: Any = hidden) -> list[Call]:
+            return [
+                partial(experts.down_product, h, w.down, blocks, tile)
+                for h, (_, blocks) in zip(made, pairs, strict=True)
+            ]
+
+        down = timed(f"rows {rows} down", options, second)
+        if down:
+            plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))
+
+    def whole(plan: QuantizedExpertsPlan) -> list[Call]:
+        return [partial(_layer, draw, w, plan) for draw in picked]
+
+    named: Mapping[str, Any] = {
+        "kind": operands.kind_of(w.down), "slots": shape.slots, "hidden": shape.hidden,
+        "inner": shape.inner, "mean": tuning.near(picks / shape.slots),
+    }  # fmt: skip
+    results = timed("whole layer", plans, whole)
+    keep("experts_quantized", named, results, whole, used, 1e-3, device)
+
+
+def _layer(draw: Draw, w: ExpertWeights, plan: QuantizedExpertsPlan) -> Tensor:
+    x, ids, weights = draw
+    direct = ids.numel() <= experts.DIRECT_PICKS
+    blocks = None if direct else experts.sorted_picks(ids, w, plan)
+    return experts.combine(experts.products(x, w, plan, blocks, ids), ids, weights)
+
+
+def searches() -> Iterator[TuningSearch]:
+    for form, shape, model, tokens in cases.EXPERTS:
+        for t in tokens:
+            run = partial(tune_experts, form, shape, t)
+            yield TuningSearch(f"experts {form.name}{model} T{t}", run)
+    for form, (n, k), m in itertools.product(cases.FORMATS, cases.LINEARS, cases.TOKENS):
+        run = partial(tune_linear, form, n, k, m)
+        yield TuningSearch(f"linear {form.name} {n}x{k} M{m}", run)

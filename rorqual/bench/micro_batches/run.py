@@ -1,0 +1,263 @@
+"""`rorqual bench micro-batches`: tokens/s of steps in fixed numbers of parts and as
+`micro_batches="auto"` decides, in one engine, taking turns, beside what overlap permits."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.bench.provenance import client_facts
+from rorqual.config.parallel import AUTO, MOST_AUTO_PARTS
+from rorqual.engine.engine import Engine
+from rorqual.engine.micro_batches.policy import (
+    FixedParts,
+    MeasuredParts,
+    MicroBatchPolicy,
+    layer_of,
+    rest_of,
+)
+from rorqual.engine.micro_batches.report import lines
+from rorqual.engine.micro_batches.step_times import StepTimes
+from rorqual.errors import ConfigError
+from rorqual.request import Request, SamplingParams
+
+BLOCK_SECONDS = 0.5  # of one number of parts before the next, at least
+CONTEXT = 64  # cached tokens when decoding begins
+DECODE, PROMPTS = "decode", "prompts"
+
+
+@dataclass(frozen=True)
+class BenchSizes:
+    """Of a data-parallel rank. prompts: tokens of a step, of `requests` requests; batches: of
+    requests that decode."""
+
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    requests: int = 10
+    repeats: int = 5
+
+
+@dataclass
+class Cell:
+    """One size. rates: tokens/s of all ranks, of each repeat, by what was asked for. decided: the
+    parts that auto took. permitted: what hiding all of the wire behind computing, or the other way
+    round, would gain at most over not hiding any, by the times that auto measured."""
+
+    phase: str
+    tokens: int
+    requests: int
+    permitted: float
+    wire_share: float
+    decided: int = 1
+    rates: dict[str, list[float]] = field(default_factory=dict)
+
+    def rate(self, name: str) -> float:
+        return statistics.median(self.rates[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """Median of the ratios within a repeat."""
+        pairs = zip(self.rates[name], self.rates[other], strict=True)
+        return statistics.median(one / two for one, two in pairs)
+
+    def spread(self, name: str) -> float:
+        """Half of what lies between the quartiles of the ratios to one part, relative."""
+        pairs = zip(self.rates[name], self.rates["1"], strict=True)
+        ratios = [one / two for one, two in pairs]
+        if len(ratios) < 2:
+            return 0.0
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return (high - low) / 2 / middle
+
+    @property
+    def best_fixed(self) -> str:
+        fixed = [name for name in self.rates if name != AUTO]
+        return max(fixed, key=lambda name: self.ratio(name, "1"))
+
+
+def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[Cell]:
+    """The engine was made with micro_batches="auto"; its measurement decides."""
+    times = engine.worker.step_times
+    if times is None:
+        raise ConfigError(f"micro_batches={engine.config.micro_batches!r}; accepted here: auto")
+    if engine.worker.runner.graphs is not None:
+        raise ConfigError(
+            "captured steps keep their parts; accepted for this benchmark: exe_mode eager"
+        )
+    for line in lines(times):
+        told(line)
+    policies: dict[str, MicroBatchPolicy] = {
+        str(count): FixedParts(count) for count in range(1, MOST_AUTO_PARTS + 1)
+    }
+    policies[AUTO] = MeasuredParts(times)
+    found = []
+    for cell in _cells(engine, sizes, times):
+        measure = _prompts if cell.phase == PROMPTS else _decode
+        measure(engine, cell, policies, sizes.repeats)
+        found.append(cell)
+        told(f"{cell.phase} {cell.tokens}: auto took {cell.decided}")
+    return found
+
+
+def _cells(engine: Engine, sizes: BenchSizes, times: StepTimes) -> Iterator[Cell]:
+    most = engine.worker.batched_tokens
+    for tokens in sizes.prompts:
+        if not sizes.requests <= tokens <= most:
+            raise ConfigError(
+                f"{tokens} tokens of {sizes.requests} prompts; accepted: {sizes.requests} to {most}"
+            )
+        yield Cell(PROMPTS, tokens, sizes.requests, *permitted(times, False, tokens))
+    for batch in sizes.batches:
+        if batch > engine.config.max_num_seqs:
+            raise ConfigError(f"batch {batch} exceeds max_num_seqs={engine.config.max_num_seqs}")
+        yield Cell(DECODE, batch, batch, *permitted(times, True, batch))
+
+
+def permitted(times: StepTimes, decodes: bool, tokens: int) -> tuple[float, float]:
+    """((a + b) / max(a, b) - 1 of a whole pass, b / a): a computes, b travels."""
+    phase = times.decode if decodes else times.prompts
+    if not phase.sizes:
+        return 0.0, 0.0
+    stages = layer_of(times, decodes, (tokens, 0) if decodes else (0, tokens))
+    near = min(phase.sizes, key=lambda size: abs(size.tokens - tokens))
+    rest = max(0.0, rest_of(times.layers, phase, near)) * tokens / near.tokens
+    compute = times.layers * sum(stage.compute for stage in stages) + rest
+    wire = times.layers * sum(stage.wire for stage in stages)
+    return (compute + wire) / max(compute, wire) - 1, wire / compute
+
+
+# ---- the two kinds of steps
+
+
+def _prompts(
+    engine: Engine, cell: Cell, policies: dict[str, MicroBatchPolicy], repeats: int
+) -> None:
+    ranks = engine.config.dp
+    each, over = divmod(cell.tokens, cell.requests)
+    lengths = [each + (i < over) for i in range(cell.requests)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+    def once(number: int) -> float:
+        seconds, steps = 0.0, 0
+        while seconds < BLOCK_SECONDS:
+            drawn = _draw(engine, ranks * cell.tokens, 100 * number + steps)
+            for place, length in enumerate(length for length in lengths for _ in range(ranks)):
+                tokens, drawn = drawn[:length], drawn[length:]
+                engine.add(Request(f"prompt-{place}", tuple(tokens), params))
+            start = time.perf_counter()
+            while engine.has_work:
+                engine.step()
+            seconds += time.perf_counter() - start
+            steps += 1
+        return steps * ranks * cell.tokens / seconds
+
+    _alternate(engine, cell, policies, repeats, once)
+
+
+def _decode(
+    engine: Engine, cell: Cell, policies: dict[str, MicroBatchPolicy], repeats: int
+) -> None:
+    ranks = engine.config.dp
+    count = ranks * cell.requests
+    context = min(CONTEXT, engine.max_model_len // 4)
+    drawn = _draw(engine, count * context, 0)
+    prompts = [drawn[i * context : (i + 1) * context] for i in range(count)]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=engine.max_model_len - context,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+    def once(number: int) -> float:
+        tokens = 0
+        start = time.perf_counter()
+        while (seconds := time.perf_counter() - start) < BLOCK_SECONDS:
+            tokens += len(engine.step())
+        return tokens / seconds
+
+    engine.scheduler.micro_batches = FixedParts()
+    with steady_state_steps(engine, prompts, params):
+        _alternate(engine, cell, policies, repeats, once)
+        if len(engine.scheduler.decoding) != count:
+            raise ConfigError(
+                "a request ended while it was timed; accepted: a longer max_model_len"
+            )
+
+
+def _alternate(
+    engine: Engine,
+    cell: Cell,
+    policies: dict[str, MicroBatchPolicy],
+    repeats: int,
+    once: Callable[[int], float],
+) -> None:
+    """One unmeasured round, then `repeats` of all in turn, every second one backwards."""
+    for repeat in range(-1, repeats):
+        for name, policy in list(policies.items())[:: -1 if repeat % 2 else 1]:
+            engine.scheduler.micro_batches = policy
+            before = engine.stats.steps_by_parts.copy()
+            rate = once(repeat)
+            if name == AUTO:
+                took = engine.stats.steps_by_parts - before
+                cell.decided = max(took, key=lambda parts: took[parts])
+            if repeat >= 0:
+                cell.rates.setdefault(name, []).append(rate)
+
+
+def _draw(engine: Engine, count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed + 1000)
+    drawn = torch.randint(engine.model_config.vocab_size, (count,), generator=generator)
+    found: list[int] = drawn.tolist()
+    return found
+
+
+# ---- what is told
+
+
+def print_table(cells: Sequence[Cell]) -> None:
+    fixed = [str(count) for count in range(1, MOST_AUTO_PARTS + 1)]
+    table = Table(
+        title="tokens/s of all ranks, medians; x: median of the ratios to 1 part within a repeat, "
+        "± half between its quartiles"
+    )
+    heads = ["phase", "tokens a rank", "wire / compute", *fixed, AUTO]
+    more = ["auto took", "auto x", "auto / best fixed", "permitted x", "share"]
+    for head in (*heads, *more):
+        table.add_column(head, justify="right")
+    for cell in cells:
+        table.add_row(*_row(cell, fixed))
+    Console(width=180).print(table)
+
+
+def _row(cell: Cell, fixed: Sequence[str]) -> list[str]:
+    gain = cell.ratio(AUTO, "1") - 1
+    share = f"{gain / cell.permitted:.0%}" if cell.permitted > 0.01 else "-"
+    return [
+        cell.phase,
+        str(cell.tokens),
+        f"{cell.wire_share:.2f}",
+        *(f"{cell.rate(name):,.0f} (x{cell.ratio(name, '1'):.2f})" for name in fixed),
+        f"{cell.rate(AUTO):,.0f}",
+        str(cell.decided),
+        f"{gain + 1:.2f} ± {cell.spread(AUTO):.2f}",
+        f"{cell.ratio(AUTO, cell.best_fixed):.2f} ({cell.best_fixed})",
+        f"{cell.permitted + 1:.2f}",
+        share,
+    ]
+
+
+def as_json(cells: Sequence[Cell], times: StepTimes) -> str:
+    data = {
+        "cells": [asdict(cell) for cell in cells],
+        "measured": json.loads(times.as_json()),
+        "meta": client_facts(("torch",)),
+    }
+    return json.dumps(data, indent=1)

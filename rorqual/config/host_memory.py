@@ -1,0 +1,48 @@
+"""How much memory the host has left, and whether that is enough. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rorqual.errors import ConfigError
+
+
+def meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo lacks {key}")
+
+
+def _cgroup_free() -> float:
+    """Bytes left under a container's limit, infinite where there is none."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return float("inf")
+    return float("inf") if limit == "max" else float(limit) - float(used)
+
+
+def available_host_memory() -> int:
+    """Bytes."""
+    return int(min(meminfo("MemAvailable"), _cgroup_free()))
+
+
+def check_room(wanted: float, ranks: int, beside: int = 0, free: int | None = None) -> None:
+    """wanted: GiB of kv_host_memory for each of so many ranks of a host; beside: bytes that each
+    of them takes as well; free: what the host has, None for this one. Raises ConfigError."""
+    if free is None:
+        free = available_host_memory()
+    if ranks * (int(wanted * 2**30) + beside) <= free:
+        return
+    several = f" for each of {ranks} ranks" if ranks > 1 else ""
+    more = f" beside a cache of {beside / 2**30:.2f}" if beside else ""
+    raise ConfigError(
+        f"kv_host_memory={wanted} GiB{several}{more}: the host has {free / 2**30:.2f} GiB free"
+    )
+
+
+def host_number() -> int:
+    """The same for all processes of a running machine, and hardly for any other's."""
+    return int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15], 16)

@@ -1,0 +1,240 @@
+"""Prompts that were computed elsewhere and are answered here: rank 0 has every rank of one
+data-parallel rank fetch its part of their pages, and takes in what all of them have got."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rorqual.cache.page_parts import PagePart
+from rorqual.cache.prefix import page_keys
+from rorqual.config.parallel import ParallelConfig
+from rorqual.disagg.page_sources import (
+    Address,
+    CacheShape,
+    SenderLayout,
+    WantedPages,
+    page_sizes_differ,
+    wanted_pages,
+)
+from rorqual.disagg.rank_messages import (
+    FetchOver,
+    FetchPages,
+    PagesFetched,
+    PagesPlaced,
+    ToRank,
+)
+from rorqual.engine.cached_pages import CachedPages
+from rorqual.request import Request
+
+PLACED_BYTES = 16 * 2**20  # on a rank, taken into the cache between two steps
+
+
+@dataclass(frozen=True)
+class RemotePrompt:
+    """Where a prompt's pages are. address: of rank 0 there. secret: of its links."""
+
+    address: Address
+    secret: bytes
+    lease: bytes
+    layout: SenderLayout
+
+
+class Arrived(NamedTuple):
+    """A request that may be queued now, on the data-parallel rank that has its pages; error: why
+    not all of these came."""
+
+    request: Request
+    error: str
+    dp_rank: int
+
+
+@dataclass
+class ArrivingPrompt:
+    """What of a prompt is on its way to a data-parallel rank. requests: those that wait for it, by
+    id; the choices of one call share theirs. found: by rank, how many of the other engine's pages
+    came to it. placed: pages of this engine that are in its cache."""
+
+    number: int
+    prompt: tuple[int, ...]
+    salt: str
+    remote: RemotePrompt
+    dp_rank: int
+    pages: WantedPages
+    requests: dict[str, Request] = field(default_factory=dict)
+    found: dict[int, int] = field(default_factory=dict)
+    error: str = ""
+    placed: int = 0
+    seconds: float = 0.0  # of the slowest rank's fetch
+
+    @property
+    def wanted(self) -> int:
+        return self.pages.last_page - self.pages.first_page
+
+    @property
+    def came(self) -> int:
+        """Pages of this engine of which every rank has its part."""
+        return self.pages.filled(min(self.found.values()))
+
+
+class PromptArrivals:
+    """tell: all ranks, in the order of the steps. finish: tells the other engine that its pages
+    have been read. page_bytes: of a page, on this rank."""
+
+    def __init__(
+        self,
+        cache: CachedPages,
+        tell: Callable[[ToRank], None],
+        finish: Callable[[RemotePrompt], None],
+        sizes: ParallelConfig,
+        shape: CacheShape,
+        page_bytes: int,
+    ):
+        self.cache = cache
+        self.tell = tell
+        self.finish = finish
+        self.sizes = sizes
+        self.shape = shape
+        self.page_bytes = page_bytes
+        self.numbers = itertools.count(1)
+        self.by_number: dict[int, ArrivingPrompt] = {}
+        self.waiting: dict[str, ArrivingPrompt] = {}
+        self.placing: list[ArrivingPrompt] = []
+        self.fetched = 0  # requests
+        self.failed = 0  # of these: not all pages came
+        self.pages_in = 0
+
+    # ---- on their way
+
+    def start(self, request: Request, remote: RemotePrompt) -> bool:
+        """Whether pages of the request are on their way now."""
+        prompt, salt = tuple(request.prompt), request.cache_salt
+        same = (a for a in self.waiting.values() if a.remote.lease == remote.lease)
+        arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
+        if arrival is None:
+            arrival = self._begin(request, remote)
+            if arrival is None:
+                return False
+        arrival.requests[request.id] = request
+        self.waiting[request.id] = arrival
+        return True
+
+    def _begin(self, request: Request, remote: RemotePrompt) -> ArrivingPrompt | None:
+        prompt, salt = tuple(request.prompt), request.cache_salt
+        dp_rank = self.cache.engine.scheduler.cheapest(request, self._coming())
+        prefix = self.cache.prefix(dp_rank)
+        own, theirs = prefix.page_size, remote.layout.page_size
+        number = next(self.numbers)
+        cached = self.cache.count(dp_rank, prompt, salt)
+        pages = wanted_pages(own, theirs, len(prompt), prefix.lookahead, cached)
+        if pages is None:
+            return None
+        arrival = ArrivingPrompt(number, prompt, salt, remote, dp_rank, pages)
+        self.by_number[number] = arrival
+        arrival.error = page_sizes_differ(own, theirs)
+        if arrival.error:
+            arrival.found[0] = 0
+            self.placing.append(arrival)
+        else:
+            keys = page_keys(prompt, salt, theirs, prefix.lookahead)
+            self._fetch(arrival, keys[pages.their_first : pages.their_last])
+        return arrival
+
+    def _coming(self) -> tuple[int, ...]:
+        """Tokens on their way, by data-parallel rank."""
+        found = [0] * self.sizes.dp
+        for arrival in self.waiting.values():
+            found[arrival.dp_rank] += len(arrival.prompt)
+        return tuple(found)
+
+    def _fetch(self, arrival: ArrivingPrompt, keys: list[bytes]) -> None:
+        layout = arrival.remote.layout
+        sources = [
+            layout.sources(part, self.shape, place % self.sizes.tp)
+            for place, part in enumerate(self._own_parts())
+        ]
+        self.tell(
+            FetchPages(
+                arrival.number,
+                arrival.dp_rank,
+                arrival.remote.lease,
+                arrival.remote.secret,
+                keys,
+                layout.page_size,
+                sources,
+            )
+        )
+
+    def _own_parts(self) -> list[PagePart]:
+        """What each rank of a data-parallel rank holds, stage after stage."""
+        here = SenderLayout(self.sizes.tp, self.sizes.pp, 1, ())
+        return here.parts(self.shape)
+
+    def heard(self, rank: int, told: PagesFetched) -> None:
+        arrival = self.by_number.get(told.number)
+        if arrival is None:
+            return
+        arrival.found[rank] = told.found
+        arrival.seconds = max(arrival.seconds, told.seconds)
+        several = self.sizes.world > 1
+        if told.error and not arrival.error:
+            arrival.error = f"rank {rank}: {told.error}" if several else told.error
+        if len(arrival.found) == self.sizes.tp * self.sizes.pp:
+            self.placing.append(arrival)
+            if not arrival.error:
+                self.finish(arrival.remote)
+
+    def cancel(self, name: str) -> None:
+        arrival = self.waiting.pop(name, None)
+        if arrival is not None:
+            del arrival.requests[name]
+            if not arrival.requests:
+                self._over(arrival)
+
+    def _over(self, arrival: ArrivingPrompt) -> None:
+        del self.by_number[arrival.number]
+        if arrival in self.placing:
+            self.placing.remove(arrival)
+        self.tell(FetchOver(arrival.number))
+
+    # ---- here
+
+    def place(self) -> list[Arrived]:
+        """Take some pages into the cache; requests that wait for no more of them."""
+        arrived: list[Arrived] = []
+        budget = max(1, PLACED_BYTES // self.page_bytes)
+        while self.placing and budget > 0:
+            arrival = self.placing[0]
+            left = arrival.came - arrival.placed
+            count = min(left, budget)
+            placed = self._place(arrival, count) if count else 0
+            budget -= max(1, placed)
+            arrival.placed += placed
+            if placed == count == left or placed < count:
+                arrived += self._end(arrival)
+        return arrived
+
+    def _place(self, arrival: ArrivingPrompt, count: int) -> int:
+        first = arrival.pages.first_page + arrival.placed
+
+        def write(pages: list[int], after: int) -> None:
+            skipped = arrival.pages.skipped_tokens(first + after)
+            self.tell(PagesPlaced(arrival.number, pages, skipped))
+
+        return self.cache.keep(arrival.dp_rank, arrival.prompt, arrival.salt, first, count, write)
+
+    def _end(self, arrival: ArrivingPrompt) -> list[Arrived]:
+        self._over(arrival)
+        requests = list(arrival.requests.values())
+        self.fetched += len(requests)
+        self.pages_in += arrival.placed
+        error = ""
+        if arrival.placed < arrival.wanted:
+            self.failed += len(requests)
+            why = arrival.error or "the cache has no room for them"
+            error = f"{arrival.placed} of {arrival.wanted} pages of the prompt came: {why}"
+        for request in requests:
+            del self.waiting[request.id]
+        return [Arrived(request, error, arrival.dp_rank) for request in requests]

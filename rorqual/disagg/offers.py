@@ -1,0 +1,165 @@
+"""Prompts that are computed here and answered by another engine: rank 0 keeps their pages under
+leases, which every rank that holds a part of them serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rorqual.cache.prefix import page_keys
+from rorqual.config.parallel import ParallelConfig
+from rorqual.disagg.leases import Leases
+from rorqual.disagg.page_sources import Address
+from rorqual.disagg.rank_messages import LeaseGrown, LeaseOpened, LeasesClosed, ToRank
+from rorqual.engine.cached_pages import CachedPages
+from rorqual.engine.scheduling.sequence import Sequence
+
+
+class Offers:
+    """tell: all ranks, in the order of the steps. addresses: of the page servers, by rank."""
+
+    def __init__(
+        self,
+        cache: CachedPages,
+        leases: Leases,
+        tell: Callable[[ToRank], None],
+        sizes: ParallelConfig,
+        engine_id: str,
+    ):
+        self.cache = cache
+        self.leases = leases
+        self.tell = tell
+        self.sizes = sizes
+        self.engine_id = engine_id
+        self.addresses: list[Address] = []
+        self.begun: dict[str, BegunPrompt] = {}
+        self.refused = 0  # answers that were offered to nobody since too much was held
+
+    def offer(self, sequence: Sequence) -> dict[str, Any]:
+        """kv_transfer_params of the answer to a request whose tokens go on elsewhere. To be called
+        before the next step."""
+        request = sequence.request
+        dp_rank, pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
+        prefix = self.cache.prefix(dp_rank)
+        name = self.leases.make(prefix, dp_rank, pages) if pages else None
+        if name is None:
+            prefix.release(list(pages.values()))
+            self.refused += bool(pages)
+        else:
+            self.tell(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
+        return self._params(name, dp_rank, len(pages) if name else 0)
+
+    def _params(self, name: bytes | None, dp_rank: int, count: int) -> dict[str, Any]:
+        host, port = self.addresses[0]
+        return {
+            "do_remote_prefill": name is not None,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name.hex() if name else None,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_num_pages": count,
+            "remote_page_size": self.cache.prefix(dp_rank).page_size,
+            "tp_size": self.sizes.tp,
+            "pp_size": self.sizes.pp,
+            "remote_ranks": [list(self.addresses[rank]) for rank in self._ranks(dp_rank)],
+        }
+
+    def _ranks(self, dp_rank: int) -> list[int]:
+        """Of a data-parallel rank, stage after stage."""
+        first = dp_rank * self.sizes.tp
+        return [
+            stage * self.sizes.stage + first + tp_rank
+            for stage in range(self.sizes.pp)
+            for tp_rank in range(self.sizes.tp)
+        ]
+
+    def settle(self) -> None:
+        """Let go of what was read, or not in time."""
+        self.leases.settle(self.cache.prefixes, lambda names: self.tell(LeasesClosed(names)))
+
+    # ---- while a prompt is being computed
+
+    def begin(self, sequence: Sequence, dp_rank: int) -> None:
+        """Its pages may leave as they are computed."""
+        request = sequence.request
+        prefix = self.cache.prefix(dp_rank)
+        keys = page_keys(request.prompt, request.cache_salt, prefix.page_size, prefix.lookahead)
+        full = prefix.full_pages(len(request.prompt))
+        self.begun[request.id] = BegunPrompt(sequence, dp_rank, keys, full)
+
+    def advance(self) -> list[tuple[str, dict[str, Any]]]:
+        """After each step: add what it computed to the leases of prompts that were begun. Requests
+        of which the first part is there, and kv_transfer_params of their answers."""
+        answers = []
+        for name, begun in list(self.begun.items()):
+            if begun.lease is None and begun.computes and not self._over(name):
+                params = self._open(begun)
+                if params is not None:
+                    answers.append((name, params))
+            elif begun.lease in self.leases.open:
+                self._grow(begun, self._over(name))
+        self.end_over()
+        return answers
+
+    def _over(self, name: str) -> bool:
+        return name not in self.cache.engine.scheduler.sequences
+
+    def end_over(self) -> None:
+        """Of prompts that nobody computes any more nothing will come: those without a lease are
+        offered as any other, and leases that an error has made void are closed."""
+        for name, begun in list(self.begun.items()):
+            lease = None if begun.lease is None else self.leases.open.get(begun.lease)
+            if lease is not None and not lease.complete and self._over(name):
+                self._grow(begun, True)
+            if self._over(name) or (begun.lease is not None and (lease is None or lease.complete)):
+                del self.begun[name]
+
+    def _open(self, begun: BegunPrompt) -> dict[str, Any] | None:
+        pages = self.cache.hold_next(begun.dp_rank, begun.keys[: begun.full])
+        more = len(begun.keys) - len(pages)
+        prefix = self.cache.prefix(begun.dp_rank)
+        name = self.leases.make(prefix, begun.dp_rank, pages, more) if pages and more else None
+        if name is None:
+            prefix.release(list(pages.values()))
+            return None
+        begun.lease = name
+        begun.held = len(pages)
+        self.tell(LeaseOpened(name, begun.dp_rank, list(pages), list(pages.values()), False))
+        return self._params(name, begun.dp_rank, len(begun.keys))
+
+    def _grow(self, begun: BegunPrompt, over: bool) -> None:
+        assert begun.lease is not None
+        full = begun.keys[: begun.full]
+        pages = self.cache.hold_next(begun.dp_rank, full[begun.held :])
+        begun.held += len(pages)
+        complete = over or begun.held == len(begun.keys)
+        if over and begun.held == begun.full:
+            request = begun.sequence.request
+            prompt, salt = request.prompt, request.cache_salt
+            outputs = begun.sequence.outputs
+            pages |= self.cache.hold_tail(begun.dp_rank, prompt, salt, full, outputs)
+        if pages or complete:
+            held = list(pages.values())
+            self.leases.add(begun.lease, pages, complete)
+            self.tell(LeaseGrown(begun.lease, begun.dp_rank, list(pages), held, complete))
+
+
+@dataclass
+class BegunPrompt:
+    """keys of its pages, the first `full` of them full ones, of which the lease has `held`. The
+    last one is there when the request has ended."""
+
+    sequence: Sequence
+    dp_rank: int
+    keys: list[bytes]
+    full: int
+    lease: bytes | None = None
+    held: int = 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether a part of it has been computed, beside what was cached."""
+        cached = self.sequence.num_cached_prompt
+        return cached is not None and self.sequence.collected > cached

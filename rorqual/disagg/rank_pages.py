@@ -1,0 +1,241 @@
+"""One rank's share of pages that travel: it serves its part of pages that are leased, fetches its
+part of prompts computed elsewhere, and writes it where rank 0 says.
+
+A service of the engine's ranks (engine/rank_service.py): rank 0 has one as the others have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rorqual.cache.page_memory import PageMemory
+from rorqual.cache.page_parts import held_part, num_heads
+from rorqual.disagg.leases import LeaseTable
+from rorqual.disagg.page_reader import PageFetch, PageReader
+from rorqual.disagg.page_server import PageServer
+from rorqual.disagg.page_sources import CacheShape
+from rorqual.disagg.rank_messages import (
+    FetchOver,
+    FetchPages,
+    FromRank,
+    LeaseDone,
+    LeaseGrown,
+    LeaseOpened,
+    LeaseRead,
+    LeasesClosed,
+    PagesFetched,
+    PagesPlaced,
+    ServerStarted,
+    decode,
+    encode,
+)
+from rorqual.disagg.staged_reader import StagedReads
+from rorqual.disagg.staged_server import StagedPages
+from rorqual.disagg.transfer_config import TransferConfig
+from rorqual.disagg.transports.installed import TCP
+from rorqual.disagg.transports.start import PageStaging, start_staging
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.rank_service import ServicePlace
+from rorqual.parallel.remote.link import Fingerprint
+
+FORMAT = "3"  # of pages as bytes, and of what their keys cover
+SERVICE = f"{__name__}:RankPages"
+
+
+class RankPages:
+    """config: TransferConfig as JSON, its secret that of this engine's own links."""
+
+    def __init__(self, place: ServicePlace, config: bytes):
+        worker = place.worker
+        self.tell = place.tell
+        self.mesh = worker.mesh
+        settings = TransferConfig.from_json(config)
+        secret = bytes.fromhex(settings.secret)
+        self.memory = rank_memory(worker)
+        self.leases = LeaseTable(secret)
+        self.fetches: dict[int, RankFetch] = {}
+        host = place.address or settings.host
+        self.staging = start_rank_staging(settings, self.memory.size, host)
+        label = self.staging.label if self.staging is not None else TCP
+        mine = {**fingerprint(worker), "transport": label}
+        self.server: PageServer | None = None
+        if settings.sends:
+            rank = self.mesh.rank
+            here = dataclasses.replace(
+                settings,
+                host=host,
+                port=settings.port + rank if settings.port else 0,
+            )
+            staged = self._staged_pages()
+            self.server = PageServer(here, secret, self.leases, self.memory, mine, self, staged)
+        reads = self._staged_reads()
+        self.reader = PageReader(self.memory, mine, reads) if settings.fetches else None
+        where = (self.server.host, self.server.port) if self.server else ("", 0)
+        self._tell(ServerStarted(*where))
+
+    def _staged_pages(self) -> StagedPages | None:
+        staging = self.staging
+        if staging is None or staging.offered is None:
+            return None
+        return StagedPages(staging.transport, staging.offered, self.leases, self.memory)
+
+    def _staged_reads(self) -> StagedReads | None:
+        staging = self.staging
+        if staging is None or staging.fetched is None:
+            return None
+        return StagedReads(staging.transport, staging.fetched)
+
+    def _tell(self, message: FromRank) -> None:
+        self.tell(encode(message))
+
+    # ---- what the page server says, on its threads
+
+    def reading(self, lease: bytes, pages: int, size: int) -> None:
+        self._tell(LeaseRead(lease, pages, size))
+
+    def done(self, lease: bytes) -> None:
+        self._tell(LeaseDone(lease))
+
+    # ---- what rank 0 says
+
+    def take(self, message: bytes) -> Callable[[], None] | None:
+        told = decode(message)
+        if isinstance(told, LeaseOpened | LeaseGrown):
+            return self._lease(told)
+        if isinstance(told, LeasesClosed):
+            self.leases.close(told.leases)
+        elif isinstance(told, FetchPages):
+            self._fetch(told)
+        elif isinstance(told, PagesPlaced):
+            self._place(told)
+        else:
+            assert isinstance(told, FetchOver)
+            fetch = self.fetches.pop(told.number, None)
+            if fetch is not None:
+                fetch.cancel()
+        return None
+
+    def _lease(self, told: LeaseOpened | LeaseGrown) -> Callable[[], None] | None:
+        if told.dp_rank != self.mesh.dp_rank:
+            self.leases.note(told.lease)
+            return None
+        take = self.leases.open if isinstance(told, LeaseOpened) else self.leases.add
+        return take(told.lease, dict(zip(told.keys, told.pages, strict=True)), told.complete)
+
+    def _fetch(self, told: FetchPages) -> None:
+        if told.dp_rank != self.mesh.dp_rank:
+            return
+        assert self.reader is not None, "rank 0 has the same role"
+        place = self.mesh.pp_rank * self.mesh.sizes.tp + self.mesh.tp_rank
+        fetch = RankFetch(self.reader, told, place, self._tell)
+        self.fetches[told.number] = fetch
+        fetch.start()
+
+    def _place(self, told: PagesPlaced) -> None:
+        fetch = self.fetches.get(told.number)
+        if fetch is not None:
+            fetch.write(self.memory, told.pages, told.skipped)
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        if self.reader is not None:
+            self.reader.close()
+        for fetch in self.fetches.values():
+            fetch.cancel()
+        if self.staging is not None:
+            self.staging.close()
+
+
+class RankFetch:
+    """This rank's part of a prompt, from all who have something of it at once: it has come as far
+    as the slowest."""
+
+    def __init__(
+        self, reader: PageReader, told: FetchPages, place: int, tell: Callable[[FromRank], None]
+    ):
+        self.reader = reader
+        self.number = told.number
+        self.tell = tell
+        self.lock = threading.Lock()
+        self.parts = [
+            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size)
+            for address, part in told.sources[place]
+        ]
+        self.left = len(self.parts)
+
+    def start(self) -> None:
+        for part in self.parts:
+            self.reader.start(part, partial(self._done, part))
+
+    def _done(self, part: PageFetch) -> None:
+        """On a thread of the reader."""
+        if part.error:
+            self.cancel()  # nobody needs more than this one has
+        with self.lock:
+            self.left -= 1
+            last = not self.left
+        if last:
+            found = min(part.found for part in self.parts)
+            error = next((part.error for part in self.parts if part.error), "")
+            size = sum(part.received for part in self.parts)
+            seconds = max(part.seconds for part in self.parts)
+            self.tell(PagesFetched(self.number, found, error, size, seconds))
+
+    def write(self, memory: PageMemory, pages: list[int], skipped: int) -> None:
+        for part in self.parts:
+            assert part.rows is not None, "rank 0 places what every rank has found"
+            memory.write(pages, part.rows, part.part, part.page_size, skipped)
+
+    def cancel(self) -> None:
+        for part in self.parts:
+            part.cancelled.set()
+
+
+def start_rank_staging(config: TransferConfig, page: int, host: str) -> PageStaging | None:
+    """page: bytes of one, on this rank. Raises ConfigError."""
+    if config.transport == TCP:
+        return None
+    sides = (config.sends, config.fetches)
+    return start_staging(config.transport, config.staging_mb, page, host, *sides)
+
+
+def cache_shape(worker: Worker) -> CacheShape:
+    modules = worker.mtp_layers
+    return CacheShape(worker.model_config.num_layers, modules, num_heads(worker.whole_spec))
+
+
+def rank_memory(worker: Worker) -> PageMemory:
+    mesh = worker.mesh
+    heads = num_heads(worker.whole_spec)
+    held = held_part(worker.cache_layers, heads, mesh.sizes.tp, mesh.tp_rank)
+    return PageMemory(worker.runner.pool, worker.platform, held)
+
+
+def fingerprint(worker: Worker) -> Fingerprint:
+    """All that must be equal for one engine's pages to be another's, however each is cut into ranks
+    and pages."""
+    config = worker.config
+    spec = worker.whole_spec
+    planes = [[dataclasses.asdict(plane) for plane in layer] for layer in spec.layers]
+    quant = worker.model_config.quant
+    return {
+        "format": FORMAT,
+        "model": _digest(dataclasses.asdict(worker.model_config)),
+        "weights": f"random {config.seed}" if config.weights == "random" else "of a checkpoint",
+        "dtype": worker.dtype,
+        "quantization": quant.describe() if quant is not None else "none",
+        "cache": f"{spec.layers[0][0].dtype} {_digest(planes)}",
+        "modules": str(worker.mtp_layers),
+    }
+
+
+def _digest(found: Any) -> str:
+    data = json.dumps(found, sort_keys=True, default=str).encode()
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,161 @@
+"""The reader's side where a library carries the bytes. A part of the pages at a time: ask for them
+to be staged, read them into a window of our own, ask whether they were still there, compare the
+checksum, and only then copy them to where they count as come."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.page_link import (
+    CONFIRM,
+    MOST_KEYS,
+    STAGED,
+    PageMessage,
+    pack_read,
+    receive,
+)
+from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, Transport
+from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
+from rorqual.parallel.remote.link import LinkError, send
+
+READ_SECONDS = 10.0  # for a window's bytes to come
+WINDOW_SECONDS = 20.0  # that a fetch waits for a window of our own
+
+
+class StagedReads:
+    def __init__(self, transport: Transport, windows: StagingWindows):
+        self.transport = transport
+        self.windows = windows
+        self.running = 0
+        self.lock = threading.Lock()
+
+    def read(
+        self,
+        sock: socket.socket,
+        lease: bytes,
+        part: PagePart,
+        keys: Sequence[bytes],
+        into: Tensor,
+        coming: Callable[[], bool],
+    ) -> Iterator[int]:
+        """This part of the pages with these keys, in order, to rows of `into` [keys, bytes of the
+        part]: gives after each window how many more have come. The keeper fills the next window
+        while this side checks and copies one. coming: called where the next page is still being
+        computed; False where nobody wants it any more. Raises LinkError, TransportError and
+        OSError."""
+        size = into.shape[1]
+        most = min(MOST_KEYS, self.windows.size // size)
+        if not most:
+            raise LinkError(
+                f"{size} bytes of a page do not fit into a window of {self.windows.size}: "
+                "kv_staging_mb is too small for the other engine's pages"
+            )
+        self._ask(sock, lease, part, keys[:most])
+        came = 0
+        while came < len(keys):
+            staged = self._staged(sock, min(len(keys) - came, most), coming)
+            if staged is None:
+                return
+            generation, offset, count, check, peer = staged
+            with self._window() as window:
+                data = window.bytes[: count * size]
+                self._read(window, peer, offset, data.numel())
+                send(sock, PageMessage.CONFIRM, CONFIRM.pack(generation))
+                if came + count < len(keys):
+                    self._ask(sock, lease, part, keys[came + count :][:most])
+                self._confirmed(sock)
+                if zlib.crc32(data.numpy().data) != check:
+                    raise LinkError("the pages came damaged: their checksum differs")
+                into[came : came + count].view(-1).copy_(data)
+            came += count
+            yield count
+
+    def _ask(
+        self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
+    ) -> None:
+        send(sock, PageMessage.STAGE, pack_read(lease, part, list(keys)))
+
+    def _staged(
+        self, sock: socket.socket, asked: int, coming: Callable[[], bool]
+    ) -> tuple[int, int, int, int, bytes] | None:
+        while True:
+            kind, data = receive(sock, STAGED.size + MOST_DESCRIPTION)
+            if kind is not PageMessage.COMING:
+                break
+            if not coming():
+                return None
+        if kind is PageMessage.UNSTAGED:
+            reason = data.decode(errors="replace")
+            raise LinkError(f"the other engine cannot offer its pages: {reason}")
+        if kind is not PageMessage.STAGED or len(data) < STAGED.size:
+            raise LinkError(f"{kind.name} of {len(data)} bytes came where pages were to be staged")
+        generation, offset, count, check = STAGED.unpack(data[: STAGED.size])
+        if count > asked:
+            raise LinkError(f"{count} pages were staged where {asked} were asked for")
+        if not count:
+            raise LinkError("the pages are kept no more")
+        return generation, offset, count, check, data[STAGED.size :]
+
+    def _confirmed(self, sock: socket.socket) -> None:
+        kind, answer = receive(sock, 1)
+        if kind is not PageMessage.CONFIRMED or answer not in (b"\0", b"\1"):
+            raise LinkError(f"{kind.name} came where pages were to be confirmed")
+        if answer == b"\0":
+            raise LinkError("the pages were given up while they were read")
+
+    @contextmanager
+    def _window(self) -> Iterator[HeldWindow]:
+        window = self._take()
+        try:
+            yield window
+        finally:
+            if window not in self.windows.unusable():
+                self.windows.release(window)
+            elif not self.running:
+                self.recover()
+
+    def _take(self) -> HeldWindow:
+        window = self.windows.take(0)
+        if window is None and self.windows.unusable():
+            self.recover()
+        window = window or self.windows.take(WINDOW_SECONDS)
+        if window is None:
+            raise LinkError("no window of the staging memory here became free")
+        return window
+
+    def recover(self) -> None:
+        """Windows that a library may write into yet are used again once it is gone. Its other
+        reads end with it."""
+        lost = self.windows.unusable()
+        if lost:
+            self.transport.restart()
+            self.windows.recover(lost)
+
+    def _read(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:
+        """The window of a read that did not finish is set aside. Whether the request was cancelled
+        meanwhile is not asked: the bytes are here sooner than a library that began anew."""
+        with self.lock:
+            self.running += 1
+        try:
+            self._wait(window, peer, offset, size)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def _wait(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:
+        ticket = self.transport.read(peer, offset, window.offset, size)
+        state = self.transport.poll(ticket, READ_SECONDS)
+        if state in (ReadState.RUNNING, ReadState.FAILED):
+            self.windows.set_aside(window)
+        if state is ReadState.RUNNING:
+            self.transport.cancel(ticket)
+            raise LinkError(f"the pages did not come within {READ_SECONDS:g} s")
+        if state is not ReadState.DONE:
+            raise LinkError("the transport did not bring the pages")

@@ -1,0 +1,274 @@
+"""The engine's side of library_process.py: starts it, gives it reads, hears what became of them.
+It is started again when it has ended, or when its memory must be free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rorqual.config.model import environment_for_child
+from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, TransportError
+from rorqual.disagg.transports.library_process import MOST_MESSAGE, send
+from rorqual.disagg.transports.staging import StagingMemory
+
+log = logging.getLogger("rorqual.engine")
+RUNNING = ReadState.RUNNING
+START_SECONDS = 60.0
+SILENT_SECONDS = 10.0  # without an answer: it is started anew when it is needed
+PAUSE = 2.0  # seconds after a start that failed, before the next
+SIOCGIFADDR = 0x8915  # the address of a network interface
+LINE = 2048  # bytes of a line of the library's that are logged
+MOST_LINES = 200  # of one life of its process
+# What the process needs of the environment: no keys, no tokens.
+PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
+PASSED_OF_LIBRARIES = ("UCX_", "NIXL_", "MC_", "CUDA_", "NVIDIA_")
+
+
+@dataclass
+class Child:
+    """One life of the process. states: of the reads it was given; asked_at: since when it has not
+    answered, 0 where it has."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    description: bytes = b""
+    failed: str = ""
+    alive: bool = True
+    ready: bool = False
+    asked_at: float = 0.0
+    states: dict[int, ReadState] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+
+class IsolatedTransport:
+    """library: a key of library_process.LIBRARIES; package: what it imports; host: the private IPv4
+    address whose interface it uses. Raises TransportError where it does not start."""
+
+    def __init__(self, library: str, package: str, memory: StagingMemory, host: str):
+        self.library = library
+        self.package = package
+        self.memory = memory
+        self.host = host
+        self.lock = threading.Lock()
+        self.serving = 0
+        self.tickets = 0
+        self.readers: dict[int, Child] = {}
+        self.closed = False
+        self.failed_at = -PAUSE
+        self.restarts = 0
+        self.child: Child | None = self._start()
+
+    # ---- reads
+
+    def describe(self) -> bytes:
+        with self.lock:
+            return self._living().description
+
+    def serve(self, windows: int) -> None:
+        with self.lock:
+            self.serving += windows
+            if self.child is not None and self.child.alive:
+                self._tell_serving(self.child)
+
+    def _tell_serving(self, child: Child) -> None:
+        if not child.asked_at:
+            child.asked_at = time.monotonic()
+        self._send(child, {"serve": self.serving})
+
+    def read(self, peer: bytes, remote: int, local: int, size: int) -> int:
+        if len(peer) > MOST_DESCRIPTION:
+            raise TransportError(f"the peer's description has {len(peer)} bytes")
+        text = peer.decode(errors="replace")
+        where = {"peer": text, "remote": remote, "local": local, "size": size}
+        with self.lock:
+            child = self._living()
+            self.tickets += 1
+            ticket = self.tickets
+            self.readers[ticket] = child
+            child.states[ticket] = ReadState.RUNNING
+            self._send(child, {"read": ticket, **where})
+        return ticket
+
+    def poll(self, ticket: int, seconds: float) -> ReadState:
+        child = self.readers[ticket]
+        with child.changed:
+            child.changed.wait_for(lambda: self._state(child, ticket) is not RUNNING, seconds)
+            state = self._state(child, ticket)
+        if state is not RUNNING:
+            self._forget(ticket, child)
+        return state
+
+    def _state(self, child: Child, ticket: int) -> ReadState:
+        state = child.states[ticket]
+        return ReadState.ENDED if state is RUNNING and not child.alive else state
+
+    def cancel(self, ticket: int) -> None:
+        with self.lock:
+            child = self.readers.get(ticket)
+            if child is not None:
+                self._send(child, {"cancel": ticket})
+                self._forget(ticket, child)
+
+    def _forget(self, ticket: int, child: Child) -> None:
+        self.readers.pop(ticket, None)
+        with child.changed:
+            child.states.pop(ticket, None)
+
+    # ---- the process
+
+    def restart(self) -> None:
+        with self.lock:
+            if self.child is not None:
+                self._kill(self.child)
+                self.restarts += 1
+            self.child = None
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            if self.child is not None:
+                self._kill(self.child)
+            self.child = None
+        self.memory.close()
+
+    def _living(self) -> Child:
+        child = self.child
+        if child is not None and child.asked_at:
+            silent = time.monotonic() - child.asked_at
+            if silent > SILENT_SECONDS:
+                log.warning("%s has said nothing for %.0f s: started anew", self.library, silent)
+                self._kill(child)
+        if child is not None and child.alive:
+            return child
+        if self.closed:
+            raise TransportError("the engine ends")
+        if child is not None:
+            self._kill(child)
+            self.restarts += 1
+            self.child = None
+        if time.monotonic() - self.failed_at < PAUSE:
+            raise TransportError(f"{self.library} does not start")
+        try:
+            self.child = self._start()
+        except TransportError:
+            self.failed_at = time.monotonic()
+            raise
+        if self.serving:
+            self._tell_serving(self.child)
+        return self.child
+
+    def _start(self) -> Child:
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            given = (self.memory.handle, self.memory.size, other.fileno(), self.host)
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "rorqual.disagg.transports.library_process"),
+                    *(self.library, self.package, *map(str, given)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(self.memory.handle, other.fileno()),
+                env=environment(environment_for_child(PASSED, PASSED_OF_LIBRARIES), self.host),
+            )
+        child = Child(process, mine)
+        for work in (self._listen, self._log):
+            threading.Thread(target=work, args=(child,), name=self.library, daemon=True).start()
+        with child.changed:
+            child.changed.wait_for(lambda: child.ready or not child.alive, START_SECONDS)
+        if not child.ready:
+            self._kill(child)
+            raise TransportError(child.failed or f"{self.library} ends, or says nothing, at once")
+        return child
+
+    def _kill(self, child: Child) -> None:
+        """When this returns it has written its last."""
+        child.process.kill()
+        child.process.wait()
+        with child.changed:
+            child.alive = False
+            child.changed.notify_all()
+
+    def _send(self, child: Child, message: dict[str, Any]) -> None:
+        try:
+            send(child.sock, message, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._kill(child)  # it has not read for long
+        except OSError:
+            pass  # it has ended, which its listener finds out
+
+    def _listen(self, child: Child) -> None:
+        """On a thread of the child's life."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            while data := child.sock.recv(MOST_MESSAGE):
+                self._take(child, json.loads(data))
+        child.process.kill()
+        child.process.wait()
+        child.sock.close()
+        with child.changed:
+            child.alive = False
+            child.changed.notify_all()
+
+    def _take(self, child: Child, message: dict[str, Any]) -> None:
+        with child.changed:
+            if "ready" in message:
+                child.description = str(message["ready"]).encode()
+                child.ready = len(child.description) <= MOST_DESCRIPTION
+            elif "failed" in message:
+                child.failed = str(message["failed"])
+            elif "serve" in message:
+                child.asked_at = 0.0
+            elif message["ticket"] in child.states:
+                child.states[message["ticket"]] = ReadState(message["state"])
+                if message["error"]:
+                    log.warning("%s: %s", self.library, message["error"])
+            child.changed.notify_all()
+
+    def _log(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        with child.process.stdout as out:
+            said = 0
+            while line := out.readline(LINE):
+                said += 1
+                if said <= MOST_LINES:
+                    log.info("%s: %s", self.library, line.decode(errors="replace").rstrip())
+                if said == MOST_LINES:
+                    log.info("%s says more, which is left out", self.library)
+
+
+def environment(given: Mapping[str, str], host: str) -> dict[str, str]:
+    """Of the library's process. UCX listens on each interface it may use: on that of `host`, where
+    nobody has said otherwise."""
+    found = dict(given)
+    if "UCX_NET_DEVICES" not in found:
+        found["UCX_NET_DEVICES"] = interface_of(host)
+    found.setdefault("NIXL_LOG_LEVEL", "WARN")
+    found.setdefault("UCX_LOG_LEVEL", "error")
+    found.setdefault("MC_LOG_LEVEL", "ERROR")
+    return found
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has the IPv4 address. Raises TransportError."""
+    if host.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, asked)
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    raise TransportError(f"no network interface of this machine has the address {host}")

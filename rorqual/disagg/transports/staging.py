@@ -1,0 +1,142 @@
+"""Staging memory: host memory that a transport's library knows, in windows of equal size.
+
+A window is of one holder at a time. Each holding has a generation of its own, and only who has the
+newest one can read, offer or give back the window: a holder from whom it was taken changes nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError
+
+WINDOW_BYTES = 32 * 2**20
+OFFERED_SECONDS = 30.0  # after which another may take an offered window, if none is free
+
+
+class StagingMemory:
+    """Memory that a process of its own can map as well: `handle` is its file descriptor. `bytes`
+    [size] uint8."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.handle = os.memfd_create("rorqual staging", os.MFD_CLOEXEC)
+        os.ftruncate(self.handle, size)
+        self.map = mmap.mmap(self.handle, size)
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """The map stays for as long as `bytes` is used."""
+        os.close(self.handle)
+
+
+@dataclass(eq=False)
+class HeldWindow:
+    """Of `offset` bytes on in the staging memory; bytes: [size] uint8. offered_at: 0 while its
+    holder fills it."""
+
+    place: int
+    offset: int
+    bytes: Tensor
+    generation: int
+    offered_at: float = 0.0
+
+
+class StagingWindows:
+    def __init__(self, memory: Tensor, offset: int, size: int, count: int):
+        """Of `memory` [bytes] uint8, from `offset` on, `count` windows of `size` bytes."""
+        self.memory = memory
+        self.offset = offset
+        self.size = size
+        self.free = list(range(count))
+        self.held: dict[int, HeldWindow] = {}
+        self.aside: list[HeldWindow] = []
+        self.generation = 0
+        self.changed = threading.Condition()
+
+    def take(self, patience: float) -> HeldWindow | None:
+        """Waits so many seconds at most."""
+        deadline = time.monotonic() + patience
+        with self.changed:
+            while not self.free:
+                self._reclaim()
+                left = deadline - time.monotonic()
+                if self.free or left <= 0:
+                    break
+                self.changed.wait(min(left, 1.0))
+            if not self.free:
+                return None
+            place = self.free.pop()
+            self.generation += 1
+            offset = self.offset + place * self.size
+            data = self.memory[offset : offset + self.size]
+            found = self.held[place] = HeldWindow(place, offset, data, self.generation)
+            return found
+
+    def _reclaim(self) -> None:
+        late = time.monotonic() - OFFERED_SECONDS
+        for place, window in list(self.held.items()):
+            if 0 < window.offered_at < late:
+                del self.held[place]
+                self.free.append(place)
+                return
+
+    def offer(self, window: HeldWindow) -> None:
+        """It is filled, and a peer may read it."""
+        with self.changed:
+            window.offered_at = time.monotonic()
+
+    def is_held(self, window: HeldWindow) -> bool:
+        """Whether it has been this holder's since it was taken: what it was filled with is there
+        still."""
+        with self.changed:
+            return self.held.get(window.place) is window
+
+    def release(self, window: HeldWindow) -> None:
+        with self.changed:
+            if self.held.get(window.place) is window:
+                del self.held[window.place]
+                self.free.append(window.place)
+                self.changed.notify()
+
+    def set_aside(self, window: HeldWindow) -> None:
+        """A library may write into it yet: it is not to be used before `recover`."""
+        with self.changed:
+            self.aside.append(window)
+
+    def unusable(self) -> list[HeldWindow]:
+        with self.changed:
+            return list(self.aside)
+
+    def recover(self, windows: Sequence[HeldWindow]) -> None:
+        """Nothing writes into these any more."""
+        with self.changed:
+            self.aside = [window for window in self.aside if window not in windows]
+        for window in windows:
+            self.release(window)
+
+
+def window_size(page: int) -> int:
+    """Bytes of a window: whole pages, one at least."""
+    return max(1, WINDOW_BYTES // page) * page
+
+
+def window_count(megabytes: int, page: int, sides: int) -> int:
+    """Windows for each of `sides` (those that read, those that are read). Raises ConfigError."""
+    size = window_size(page)
+    count = megabytes * 2**20 // size // sides
+    if count < 1:
+        least = -(-size * sides // 2**20)
+        raise ConfigError(
+            f"kv_staging_mb={megabytes} has no room for a window of {size} bytes (a page has "
+            f"{page}); accepted: at least {least}"
+        )
+    return count

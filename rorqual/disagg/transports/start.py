@@ -1,0 +1,52 @@
+"""Starts a transport's library and lays out its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rorqual.disagg.transports.installed import package_of
+from rorqual.disagg.transports.interface import Transport, TransportError
+from rorqual.disagg.transports.isolated import IsolatedTransport
+from rorqual.disagg.transports.staging import (
+    StagingMemory,
+    StagingWindows,
+    window_count,
+    window_size,
+)
+from rorqual.errors import ConfigError
+
+
+@dataclass
+class PageStaging:
+    """A library that runs, and the windows of its memory: those that this engine fills for peers,
+    and those that it reads into; none where it does not. label: name and version, the same on both
+    sides."""
+
+    label: str
+    transport: Transport
+    memory: StagingMemory
+    offered: StagingWindows | None
+    fetched: StagingWindows | None
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def start_staging(
+    library: str, megabytes: int, page: int, host: str, sends: bool, fetches: bool
+) -> PageStaging:
+    """page: bytes of one. host: as of IsolatedTransport. Raises ConfigError where the library is
+    not installed or does not start, or where its memory has no room."""
+    package, version = package_of(library)
+    count = window_count(megabytes, page, sends + fetches)
+    size = window_size(page)
+    memory = StagingMemory(size * count * (sends + fetches))
+    try:
+        transport = IsolatedTransport(library, package, memory, host)
+    except TransportError as error:
+        memory.close()
+        raise ConfigError(f"kv_transport={library!r}: {error}") from None
+    offered = StagingWindows(memory.bytes, 0, size, count) if sends else None
+    start = size * count if sends else 0
+    fetched = StagingWindows(memory.bytes, start, size, count) if fetches else None
+    return PageStaging(f"{library} {version}", transport, memory, offered, fetched)

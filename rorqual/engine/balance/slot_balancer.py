@@ -1,0 +1,275 @@
+"""Experts of other processes follow the load: an attention engine tells expert servers which to
+hold.
+
+A thread of its own looks at what servers hold. Where an expert has no holder, or a window's
+balancedness over servers is under the threshold, it makes a plan (parallel/eplb/servers.py) and
+gives orders that bring the servers nearer to it, one to a server at a time, and the next when all
+have told what they hold after. Steps never wait for it: rows go by what is held at the moment.
+What servers tell is all that it goes by, so whoever ends, stops or comes back in between only means
+another plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rorqual.engine.balance.policy import LONGEST_PAUSE, MIN_GAIN, BalanceStats, noise_limit
+from rorqual.parallel.eplb.placement import Bools, Floats, Ints
+from rorqual.parallel.eplb.servers import (
+    next_changes,
+    place_on_servers,
+    server_balancedness,
+)
+from rorqual.parallel.remote.control import ServerLink
+from rorqual.parallel.remote.orders import SlotChange, SlotOrder
+from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.wire import Holdings
+
+log = logging.getLogger("rorqual.engine")
+LOOK_SECONDS = 0.1
+ANSWER_SECONDS = 10.0
+MOST_LOADS = 16  # of one order
+AGAIN_SECONDS = 5.0  # after an order was given up, or another process gives orders
+HOMELESS_SECONDS = 0.5  # for a link to be made anew, before others load what was there
+
+
+@dataclass
+class SlotsHeld:
+    """Who holds what: held [layers, servers, experts], room [layers, servers]. holdings: of each
+    of `links`, as they were then."""
+
+    links: tuple[ServerLink, ...]
+    holdings: tuple[Holdings, ...]
+    held: Bools
+    room: Ints
+
+
+@dataclass
+class SlotGoal:
+    """Who should hold what, of these links."""
+
+    links: tuple[ServerLink, ...]
+    wanted: Bools
+    before: float
+    expected: float
+
+
+class SlotBalancer:
+    """layers: numbers of all that have experts. threshold: balancedness under which experts are
+    moved."""
+
+    def __init__(
+        self, servers: ExpertServers, layers: Sequence[int], num_experts: int, threshold: float
+    ):
+        self.servers = servers
+        self.layers = list(layers)
+        self.num_experts = num_experts
+        self.threshold = threshold
+        self.stats = BalanceStats()
+        self.load: tuple[Floats, Floats] | None = None  # over some windows, and of the newest
+        self.fresh = False  # load has not been judged yet
+        self.seen: tuple[ServerLink, ...] = ()
+        self.goal: SlotGoal | None = None
+        self.number = secrets.randbits(48)
+        self.given: dict[ServerLink, int] = {}
+        self.claimed: set[ServerLink] = set()
+        self.not_before = 0.0
+        self.told = ""
+        self.homeless_since: float | None = None
+        self.pause = 1  # windows until another plan, after one that was not worth it
+        self.windows = 0  # still to be left out
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="slot balancer", daemon=True)
+        self.thread.start()
+
+    def observe(self, load: Floats, newest: Floats) -> None:
+        """Counts of picks [layers, experts], over some windows and of the newest. Any thread."""
+        self.load = (load, newest)
+        self.windows = max(0, self.windows - 1)
+        self.fresh = not self.windows
+
+    def close(self) -> None:
+        self.closing.set()
+
+    def _run(self) -> None:
+        while not self.closing.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except Exception:  # steps go on without it
+                log.exception("experts stay where they are")
+                self._later()
+
+    def _later(self) -> None:
+        """Two processes that both want to give orders must not try in step."""
+        self.goal = None
+        self.not_before = time.monotonic() + random.uniform(1, 2) * AGAIN_SECONDS
+
+    def _look(self) -> None:
+        links = self.servers.links
+        if not links or time.monotonic() < self.not_before or not self._may_order(links):
+            return
+        present = self._present(links)
+        if self._under_way(present):
+            return
+        if self.goal is None or self.goal.links != links:
+            self.goal = self._plan(present)
+        self.seen = links
+        if self.goal is not None:
+            self._approach(self.goal, present)
+
+    def _may_order(self, links: tuple[ServerLink, ...]) -> bool:
+        """One process alone orders what servers hold; a server forgets whose it is with its link.
+        Who is refused by one of them leaves the others too."""
+        self.claimed &= set(links)
+        self.given = {link: number for link, number in self.given.items() if link in links}
+        for link in sorted(set(links) - self.claimed, key=lambda link: link.address):
+            refused = link.order(SlotOrder(0, {}), ANSWER_SECONDS)
+            if refused:
+                self._say(f"{link.name}: {refused}")
+                for other in self.claimed:
+                    other.order(SlotOrder(0, {}, release=True), ANSWER_SECONDS)
+                self.claimed.clear()
+                self._later()
+                return False
+            self.claimed.add(link)
+        return True
+
+    def _say(self, reason: str) -> None:
+        if reason != self.told:
+            self.told = reason
+            log.warning("experts stay where they are: %s", reason)
+
+    def _present(self, links: tuple[ServerLink, ...]) -> SlotsHeld:
+        holdings = tuple(link.holdings for link in links)
+        held = np.zeros((len(self.layers), len(links), self.num_experts), bool)
+        room = np.zeros((len(self.layers), len(links)), np.int64)
+        for number, found in enumerate(holdings):
+            for row, layer in enumerate(self.layers):
+                if layer in found.layers:
+                    held[row, number, list(found.layers[layer])] = True
+                    room[row, number] = max(found.max_slots, len(found.layers[layer]))
+        return SlotsHeld(links, holdings, held, room)
+
+    def _under_way(self, present: SlotsHeld) -> bool:
+        """Whether a server still carries out an order; takes note of those that have."""
+        found = dict(zip(present.links, present.holdings, strict=True))
+        for link, number in list(self.given.items()):
+            if found[link].finished != number:
+                continue
+            del self.given[link]
+            if found[link].failure:
+                self.stats.failed += 1
+                log.warning(
+                    "experts of %s: an order was given up: %s", link.name, found[link].failure
+                )
+                self._later()
+            else:
+                self.stats.moves += 1
+        return bool(self.given)
+
+    # ---- plans
+
+    def _plan(self, present: SlotsHeld) -> SlotGoal | None:
+        """Where an expert has no holder, where servers came or went, or there is a new count."""
+        homeless = self._homeless(present)
+        if not (homeless or self.fresh or present.links != self.seen):
+            return None
+        self.fresh = False
+        if self.load is None and not homeless:
+            return None
+        ones = np.ones((len(self.layers), self.num_experts))
+        load, newest = self.load or (ones, ones)
+        before = self._balancedness(present.held, newest)
+        self.stats.by_layer = before
+        self.stats.balancedness = float(np.mean(before))
+        if not homeless and self.stats.balancedness >= self.threshold:
+            return None
+        return self._goal(present, load, newest, homeless)
+
+    def _homeless(self, present: SlotsHeld) -> bool:
+        """Whether some expert has had no holder for a while."""
+        now = time.monotonic()
+        if present.held.any(1).all():
+            self.homeless_since = None
+        elif self.homeless_since is None:
+            self.homeless_since = now
+        return self.homeless_since is not None and now - self.homeless_since > HOMELESS_SECONDS
+
+    def _goal(
+        self, present: SlotsHeld, load: Floats, newest: Floats, homeless: bool
+    ) -> SlotGoal | None:
+        self.stats.plans += 1
+        enough = (1 + self.threshold) / 2
+        parts = zip(present.held, load, present.room, strict=True)
+        wanted = np.stack([place_on_servers(*part, enough) for part in parts])
+        before = float(np.mean(self._balancedness(present.held, newest)))
+        expected = float(np.mean(self._balancedness(wanted, load)))
+        expected *= noise_limit(load, len(present.links))
+        covered = homeless and wanted.any(1).sum() > present.held.any(1).sum()
+        if not covered and expected - before < MIN_GAIN:
+            if homeless:
+                self._say("no server has room for experts that none holds")
+                self._later()
+            self.windows = self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            return None
+        self.pause = 1
+        log.info(
+            "experts move between servers: balancedness %.3f, %.3f expected, %d to load",
+            before,
+            expected,
+            (wanted & ~present.held).sum(),
+        )
+        return SlotGoal(present.links, wanted, before, expected)
+
+    def _balancedness(self, held: Bools, load: Floats) -> list[float]:
+        """By layer."""
+        return [server_balancedness(*part) for part in zip(held, load, strict=True)]
+
+    # ---- orders
+
+    def _approach(self, goal: SlotGoal, present: SlotsHeld) -> None:
+        changes = self._changes(goal, present)
+        if not changes:
+            self.stats.rebalances += 1
+            self.goal = None
+            left = int((goal.wanted & ~present.held).sum())
+            log.info("experts have moved; %d could not", left)
+            if left:
+                self._later()
+            return
+        for number, layers in changes.items():
+            link = present.links[number]
+            self.number += 1
+            refused = link.order(SlotOrder(self.number, layers), ANSWER_SECONDS)
+            if refused:
+                self._say(f"{link.name}: {refused}")
+                self._later()
+                return
+            self.given[link] = self.number
+            self.stats.slots += sum(len(change.load) for change in layers.values())
+
+    def _changes(self, goal: SlotGoal, present: SlotsHeld) -> dict[int, dict[int, SlotChange]]:
+        """By server and layer, what can be done now: of some layers, where it is much."""
+        found: dict[int, dict[int, SlotChange]] = {}
+        counts = np.zeros(len(present.links), np.int64)
+        for row, layer in enumerate(self.layers):
+            loads, drops = next_changes(present.held[row], goal.wanted[row], present.room[row])
+            more = loads.sum(1)
+            if (counts + more > MOST_LOADS)[counts > 0].any():
+                continue
+            counts += more
+            for number in np.flatnonzero((loads | drops).any(1)).tolist():
+                found.setdefault(number, {})[layer] = SlotChange(
+                    tuple(np.flatnonzero(drops[number]).tolist()),
+                    tuple(np.flatnonzero(loads[number]).tolist()),
+                )
+        return found

@@ -1,0 +1,329 @@
+"""Times steps on the ranks, kernels and wires that will serve: what MeasuredParts decides from.
+
+Every rank calls `measure` together, before anything is captured and before any request: cache pages
+and device rows are the runner's own, which nothing needs yet. Each size is timed in two ways: the
+stages of one sparse layer, each alone and started by all ranks together, what it sends waited for
+before the next; and whole forward passes in 1 to 4 parts in turn. Times are the slowest rank's,
+so that all ranks know the same ones, and whether another size is timed follows from them alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rorqual.config.parallel import MOST_AUTO_PARTS, REMOTE
+from rorqual.engine.micro_batches.step_times import (
+    MeasuredSize,
+    PhaseTimes,
+    StageSeconds,
+    StepTimes,
+)
+from rorqual.engine.scheduling.scheduler_output import (
+    PrefillChunk,
+    SamplingVariant,
+    SchedulerOutput,
+    StepMetadata,
+)
+from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.layers.moe import ExpertLayer, MoE
+from rorqual.models.transformer import Layer
+from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.layout import MultiRankLayout
+from rorqual.parallel.remote.exchange import RemoteExchange
+
+if TYPE_CHECKING:
+    from rorqual.engine.execution.model_runner import ModelRunner
+
+SECONDS = 30.0  # of measuring, after which no further size is timed; of decoding after half
+SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
+REPEATS = (3, 20)  # of a pass, least and most
+SETTLED = 0.01  # noise at which a pass is not repeated further
+STAGE_REPEATS = 5
+GROWTH = 2  # from one size to the next
+PROMPTS = 12  # requests of a step of prompts: divided evenly by 2, 3 and 4
+CONTEXT = 512  # cached tokens of requests that decode
+
+Pass = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """requests: that decode on a rank; width: tokens of each; tokens: of a step with prompts;
+    context: cached tokens that a request may have. captured: decode steps are replayed."""
+
+    requests: int
+    width: int
+    tokens: int
+    context: int
+    captured: bool = False
+
+
+def measure(runner: ModelRunner, limits: Limits, seconds: float = SECONDS) -> StepTimes:
+    """Collective over all ranks. Takes `seconds`, and at most one size's time more for each
+    phase."""
+    return PartsTimer(runner, limits, seconds).measure()
+
+
+def why_whole(runner: ModelRunner, decode: bool) -> str:
+    """Why cutting steps of this phase cannot gain, by name; nothing where it may. All ranks answer
+    alike."""
+    model = runner.model
+    mesh = model.mesh
+    if mesh.sizes.pp > 1:
+        return "stages of a pipeline work on different requests already"
+    if not any(isinstance(layer.mlp, ExpertLayer) for layer in model.layers):
+        return "no layer is sparse"
+    layout = model.layout([1] * mesh.sizes.dp, decode)
+    if layout.exchange == "local" and not _calls_servers(runner):
+        return "every rank holds every token: nothing travels to experts"
+    if any(axis.size > 1 and not isinstance(axis, GroupAxis) for axis in mesh.axes.values()):
+        return "one rank alone stands for all: nothing travels"
+    if decode and layout.moe_axis.peers is not None:
+        return "rows go through memory that GPUs share, by kernels on the stream that computes"
+    if decode and layout.exchange == "low_latency" and model.ops.dispatch_combine is not None:
+        return "operators on the stream that computes carry the rows"
+    return ""
+
+
+def _calls_servers(runner: ModelRunner) -> bool:
+    layers = runner.model.moe_layers()
+    return any(isinstance(layer.exchange, RemoteExchange) for layer in layers)
+
+
+class PartsTimer:
+    def __init__(self, runner: ModelRunner, limits: Limits, seconds: float):
+        self.runner = runner
+        self.limits = limits
+        self.model = runner.model
+        self.mesh = runner.model.mesh
+        self.platform = runner.platform
+        self.seconds = seconds
+        self.start = time.perf_counter()
+        self.least = 0.0  # seconds that the newest size would have taken with the fewest repeats
+        self.layer = next(
+            (layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)), None
+        )
+
+    def measure(self) -> StepTimes:
+        layers = sum(isinstance(layer.mlp, ExpertLayer) for layer in self.model.layers)
+        reasons = [why_whole(self.runner, decode) for decode in (True, False)]
+        with self._rows(), torch.inference_mode(), self.platform.stream():
+            decode, prompts = (
+                PhaseTimes(reason=reason) if reason else PhaseTimes(tuple(sizes()))
+                for reason, sizes in zip(reasons, (self._decode, self._prompts), strict=True)
+            )
+        return StepTimes(
+            layers, decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
+        )
+
+    @contextmanager
+    def _rows(self) -> Iterator[None]:
+        """Device rows of requests that are not there: tokens at random, all pages the null page.
+        What they pick is not counted."""
+        rows = self.runner.rows
+        counted = [(layer.exchange, layer.exchange.record_load) for layer in self._moe()]
+        generator = torch.Generator().manual_seed(self.mesh.dp_rank)
+        drawn = torch.randint(rows.vocab, rows.last_token.shape, generator=generator)
+        try:
+            rows.last_token.copy_(drawn)
+            for exchange, _ in counted:
+                exchange.record_load = False
+            yield
+        finally:
+            rows.last_token.zero_()
+            rows.length.zero_()
+            for exchange, counts in counted:
+                exchange.record_load = counts
+
+    def _moe(self) -> list[MoE]:
+        return self.model.moe_layers()
+
+    # ---- sizes
+
+    def _decode(self) -> Iterator[MeasuredSize]:
+        limits = self.limits
+        context = min(CONTEXT, limits.context - limits.width)
+
+        def output(requests: int) -> SchedulerOutput:
+            self.runner.rows.length[:requests] = context
+            slots = list(range(requests))
+            bounds = [context + limits.width] * requests
+            return SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
+
+        for requests in self._growing((1, 4, 12), limits.requests, 0.5):
+            yield self._size(output(requests), self.limits.captured)
+
+    def _prompts(self) -> Iterator[MeasuredSize]:
+        limits = self.limits
+        generator = torch.Generator().manual_seed(self.mesh.dp_rank)
+        most = min(PROMPTS, limits.requests)
+
+        def output(tokens: int) -> SchedulerOutput:
+            requests = min(most, tokens)
+            each, over = divmod(tokens, requests)
+            lengths = [each + (i < over) for i in range(requests)]
+            drawn = torch.randint(self.runner.rows.vocab, (tokens,), generator=generator).tolist()
+            chunks = []
+            for slot, length in enumerate(lengths):
+                chunks.append(PrefillChunk(slot, 0, drawn[:length], sample=False))
+                drawn = drawn[length:]
+            return SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
+
+        for tokens in self._growing((4, 12), min(limits.tokens, most * limits.context), 1.0):
+            yield self._size(output(tokens), False)
+
+    def _growing(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
+        """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
+        the same."""
+        sizes = sorted({min(size, last) for size in (*first, last)})
+        while sizes[-2:-1] and sizes[-2] * GROWTH < last:
+            sizes.insert(-1, sizes[-2] * GROWTH)
+        for size, following in pairwise((*sizes, last)):
+            yield size
+            end = self.start + self.seconds * share
+            late = time.perf_counter() + self.least * following / size - end
+            if self._slowest([late])[0] > 0:
+                return
+
+    def _size(self, output: SchedulerOutput, captured: bool) -> MeasuredSize:
+        found = self._metadata(output, 1)
+        layout = self.model.layout(found.tokens, found.decodes)
+        attention, stages = self._layer(self.runner.batch(output, found).step)
+        counts = [
+            count
+            for count in range(1, MOST_AUTO_PARTS + 1)
+            if count == 1 or self._metadata(output, count).micro_batches
+        ]
+        passes = [self._pass(output, self._metadata(output, count), captured) for count in counts]
+        seconds, noise = self._times(passes)
+        return MeasuredSize(
+            output.num_tokens,
+            len(output.lengths),
+            REMOTE if _calls_servers(self.runner) else layout.exchange,
+            attention,
+            stages,
+            seconds,
+            noise,
+        )
+
+    def _metadata(self, output: SchedulerOutput, parts: int) -> StepMetadata:
+        ranks = [output] * self.mesh.sizes.dp
+        return StepMetadata.of(ranks, SamplingVariant.GREEDY, host=False, micro_batches=parts)
+
+    # ---- whole passes
+
+    def _pass(self, output: SchedulerOutput, metadata: StepMetadata, captured: bool) -> Pass:
+        runner = self.runner
+        if not captured:
+            return lambda: runner.forward_pass(output, metadata)
+        slots = self.platform.to_device(torch.tensor(output.decode_slots))
+        return self.platform.capture(lambda: runner.decode_pass(slots, metadata)[1])
+
+    def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(shortest seconds of each, how much longer the second shortest are). They take turns, so
+        that what slows the machine for a while slows all. What else it does at times only ever
+        adds, which the shortest has least of."""
+        for once in passes:  # compiles what must be
+            self._timed(once)
+        least, most = REPEATS
+        rounds: list[list[float]] = []
+        while len(rounds) < most:
+            order = list(enumerate(passes))[:: -1 if len(rounds) % 2 else 1]
+            times = {number: self._timed(once) for number, once in order}
+            rounds.append(self._slowest([times[number] for number in range(len(passes))]))
+            shortest, noise = _shortest(rounds)
+            spent = sum(map(sum, rounds))
+            self.least = sum(shortest) * (1 + least)
+            if len(rounds) >= least and (max(noise) <= SETTLED or spent > SIZE_SECONDS):
+                break
+        return shortest, noise
+
+    def _timed(self, once: Pass) -> float:
+        self._meet()
+        start = time.perf_counter()
+        once()
+        self.platform.synchronize()
+        return time.perf_counter() - start
+
+    # ---- stages of one layer
+
+    def _layer(self, step: ForwardBatch) -> tuple[float, tuple[StageSeconds, ...]]:
+        assert self.layer is not None, "a model without sparse layers is not measured"
+        try:
+            runs = [self._stages(self.layer, step) for _ in range(STAGE_REPEATS + 1)][1:]
+        finally:
+            for axis in self._axes():
+                axis.watched = None
+        flat = self._slowest([value for run in runs for value in run])
+        width = len(runs[0])
+        attention, *others = (min(flat[i::width]) for i in range(width))
+        pairs = zip(others[::2], others[1::2], strict=True)
+        return attention, tuple(
+            StageSeconds(compute, max(0.0, arrived - compute)) for compute, arrived in pairs
+        )
+
+    def _stages(self, layer: Layer, step: ForwardBatch) -> list[float]:
+        """Seconds of attention, and of each stage: until it has computed, and until what it sent
+        has come."""
+        layout = step.layout
+        count = layout.rows if isinstance(layout, MultiRankLayout) else step.num_tokens
+        shape = (count, self.model.config.hidden_size)
+        x, residual = (torch.randn(shape, device=step.token_ids.device) for _ in range(2))
+        dtype = self.model.dtype
+        self._settle()
+        self._meet()
+        start = time.perf_counter()
+        value, _ = layer.attend(x.to(dtype), residual.to(dtype), step)
+        self._computed()
+        found = [time.perf_counter() - start]
+        for stage in layer.mlp.stages(layout):
+            self._settle()
+            self._meet()
+            start = time.perf_counter()
+            value = stage(value)
+            self._computed()
+            found.append(time.perf_counter() - start)
+            self._settle()
+            found.append(time.perf_counter() - start)
+        return found
+
+    def _computed(self) -> None:
+        """Wait for this rank's own work alone, not for what it sends."""
+        self.platform.fetch(torch.zeros(1, device=self.platform.device))()
+
+    def _settle(self) -> None:
+        for axis in self._axes():
+            axis.settle()
+        self.platform.synchronize()
+
+    def _axes(self) -> list[GroupAxis]:
+        return [axis for axis in self.mesh.axes.values() if isinstance(axis, GroupAxis)]
+
+    # ---- all ranks
+
+    def _meet(self) -> None:
+        self._slowest([0.0])
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """The largest that any rank has, of each."""
+        if self.mesh.is_single:
+            return values
+        largest = torch.tensor(values, dtype=torch.float32, device=self.platform.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        found: list[float] = largest.tolist()
+        return found
+
+
+def _shortest(rounds: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(the shortest of each, how much longer the second shortest are)"""
+    found = [sorted(times) for times in zip(*rounds, strict=True)]
+    noise = (times[1] / times[0] - 1 if len(times) > 1 else 1.0 for times in found)
+    return tuple(times[0] for times in found), tuple(noise)

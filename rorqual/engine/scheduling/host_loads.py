@@ -1,0 +1,155 @@
+"""Requests whose pages are on their way from host memory to the device. No torch.
+
+A request at the head of the queue whose next pages are in host memory waits here, not in the queue.
+It has all the device pages that it needs for them from the beginning, so that it needs nobody to go
+on. Each step copies some. Behind the step in which the last is copied it goes back to the head of
+the queue and finds its pages in the prefix cache as it finds any prefix. So whatever happens to it
+on its way, pages that have come are ordinary cached pages, and those that have not are free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.scheduling.sequence import Sequence
+
+
+@dataclass
+class Load:
+    """pages: held for the request, cached ones first; the others are for `keys`, in order, of
+    which the first is that of the prompt's page number `next`. previous: the key before it.
+    awaits: it has nothing of its own to copy, but another request's pages begin with this key."""
+
+    sequence: Sequence
+    pages: list[int] = field(default_factory=list)
+    keys: deque[bytes] = field(default_factory=deque)
+    next: int = 0
+    previous: bytes = b""
+    awaits: bytes | None = None
+
+
+class HostLoads:
+    """coming: keys that are on their way. notes: of the step that is planned, (previous key, tokens
+    that the page's key covers, page), to be cached once it is."""
+
+    def __init__(self, prefix: PrefixCache):
+        self.prefix = prefix
+        self.loads: dict[str, Load] = {}
+        self.coming: set[bytes] = set()
+        self.notes: list[tuple[bytes, list[int], int]] = []
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.request.id in self.loads
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (load.sequence for load in self.loads.values())
+
+    def begin(self) -> None:
+        if self.prefix.host is not None:
+            self.prefix.host.begin()
+        self.notes = []
+
+    def start(self, sequence: Sequence, pages: list[int], key: bytes) -> bool:
+        """Whether pages behind the cached `pages`, which the caller holds and the last of which
+        has `key`, are in host memory: then they are brought, and the request waits here. There are
+        device pages for all of the request."""
+        host = self.prefix.host
+        if host is None:
+            return False
+        tokens = sequence.reusable
+        if not sequence.host_asked:
+            sequence.host_asked = True
+            host.queries += len(tokens) - len(pages) * self.prefix.page_size
+        keys = self.prefix.in_host(tokens, len(pages), key)
+        if not keys:
+            return False
+        if keys[0] in self.coming:
+            self.prefix.release(pages)
+            self.loads[sequence.request.id] = Load(sequence, awaits=keys[0])
+            return True
+        taken = self._take(keys)
+        if not taken:
+            return False
+        load = Load(sequence, pages + taken, deque(keys[: len(taken)]), len(pages), key)
+        self.loads[sequence.request.id] = load
+        self.coming.update(load.keys)
+        self._copy(load)
+        return True
+
+    def _take(self, keys: list[bytes]) -> list[int]:
+        """Device pages for the first of `keys`: pages that are evicted for them go to host memory
+        too, and where that is small may take the place of the last."""
+        host = self.prefix.host
+        assert host is not None
+        for key in reversed(keys):
+            host.slots.move_to_end(key)
+        pages = [self.prefix.take() for _ in keys]
+        count = sum(1 for _ in takewhile(host.slots.__contains__, keys))
+        self.prefix.release(pages[count:])
+        return pages[:count]
+
+    def advance(self) -> list[Sequence]:
+        """Copy what a step may; the requests that need not wait any longer, in order."""
+        done = [load for load in self.loads.values() if self._done(load)]
+        for load in self.loads.values():
+            if load.keys and not self._copy(load) and not load.keys:
+                done.append(load)
+        for load in done:
+            self.drop(load.sequence)
+        return [load.sequence for load in done]
+
+    def _done(self, load: Load) -> bool:
+        return not load.keys and load.awaits not in self.coming
+
+    def _copy(self, load: Load) -> int:
+        """Returns how many pages."""
+        prefix = self.prefix
+        host = prefix.host
+        assert host is not None
+        before = len(self.notes)
+        while load.keys and host.in_left:
+            key = load.keys[0]
+            if key not in host.slots:  # it was the oldest there; the rest is computed
+                self._give_up(load)
+                break
+            page = load.pages[load.next]
+            host.bring(key, page)
+            host.hits += prefix.page_size
+            tokens = list(prefix.covered(load.sequence.tokens, load.next))
+            self.notes.append((load.previous, tokens, page))
+            load.previous = key
+            load.next += 1
+            load.keys.popleft()
+        return len(self.notes) - before
+
+    def _give_up(self, load: Load) -> None:
+        self.coming.difference_update(load.keys)
+        load.keys.clear()
+
+    def drop(self, sequence: Sequence) -> None:
+        """It waits here no longer. Not after copies of the step that is planned were noted."""
+        load = self.loads.pop(sequence.request.id)
+        self._give_up(load)
+        self.prefix.release(load.pages)
+
+    def drop_all(self) -> list[Sequence]:
+        """Running requests need the pages. In order."""
+        found = list(self)
+        for sequence in found:
+            self.drop(sequence)
+        return found
+
+    def end(self) -> None:
+        """The step is planned: from the next one on its pages may be read."""
+        for note in self.notes:
+            self.coming.discard(self.prefix.insert(*note))
+        self.notes = []
+        if self.prefix.host is not None:
+            self.prefix.host.end()

@@ -1,0 +1,153 @@
+// AVX512-BF16, and AMX where the processor has it and Linux lets this process use it: included by units.h. A panel holds words of four
+// bytes, PANEL rows side by side.
+
+constexpr int64_t WORD_ROW = PANEL * 4;  // bytes of a panel that are one word of every row
+
+inline void turn_panel(const char *w, int64_t apart_, int64_t rows, int64_t bytes, char *panel) {
+    for (int64_t i = 0; i < bytes; i += EDGE) {
+        __mmask64 within = bytes - i >= EDGE ? ~0ull : (1ull << (bytes - i)) - 1;
+        for (int64_t half = 0; half < PANEL; half += 16) {
+            __m512i v[16];
+            UNROLLED for (int r = 0; r < 16; r++)
+                v[r] = half + r < rows ? _mm512_maskz_loadu_epi8(within, w + (half + r) * apart_ + i) : _mm512_setzero_si512();
+            turn_16(v);
+            UNROLLED for (int j = 0; j < 16; j++) _mm512_storeu_si512(panel + (i / 4 + j) * WORD_ROW + half * 4, v[j]);
+        }
+    }
+}
+
+// N rows of x, in pairs of bf16.
+template <int N>
+INLINE void pairs_tile(const char *panel, int64_t bytes, const char *x, int64_t ldx, float *sums) {
+    __m512 acc[N][2] = {};
+    for (int64_t i = 0; i < bytes; i += 4) {
+        __m512bh low = (__m512bh)_mm512_loadu_si512(panel + i / 4 * WORD_ROW), high = (__m512bh)_mm512_loadu_si512(panel + i / 4 * WORD_ROW + 64);
+        UNROLLED for (int n = 0; n < N; n++) {
+            __m512bh pair = (__m512bh)_mm512_set1_epi32(fetch<int32_t>(x + n * ldx + i));
+            acc[n][0] = _mm512_dpbf16_ps(acc[n][0], low, pair);
+            acc[n][1] = _mm512_dpbf16_ps(acc[n][1], high, pair);
+        }
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+        _mm512_storeu_ps(sums + n * PANEL, acc[n][0]);
+        _mm512_storeu_ps(sums + n * PANEL + 16, acc[n][1]);
+    }
+}
+
+inline void pairs_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, int64_t count, float *sums) {
+    int64_t i = 0;
+    for (; i + 11 <= count; i += 11) pairs_tile<11>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
+    for (; i + 5 <= count; i += 5) pairs_tile<5>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
+    for (; i < count; i++) pairs_tile<1>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
+}
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+constexpr int64_t TILE_ROWS = 16;
+
+// Tiles are part of a thread's state that Linux holds back until a process asks for it. False: no AMX, and AVX-512 does it.
+inline bool amx_granted() {
+#if defined(EMULATED_AMX)
+    return true;
+#else
+    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned WANTED = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, bytes
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
+    return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+#endif
+}
+
+inline bool amx_here() {
+    static const bool granted = amx_granted();
+    return granted;
+}
+
+struct alignas(64) TileShapes {  // as LDTILECFG reads them: eight tiles of 16 rows of 64 bytes
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+struct UnitScope {
+    UnitScope() {
+        static const TileShapes shapes;
+        if (amx_here()) _tile_loadconfig(&shapes);
+    }
+    ~UnitScope() {
+        if (amx_here()) _tile_release();
+    }
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 two times 16 rows of x, 6 and 7 two times 16 of the panel.
+#define TILES_TIMES(product, x_tile, first, second) \
+    product(first, x_tile, 6);                      \
+    product(second, x_tile, 7);
+
+template <class E>
+void tiles_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, bool both, typename SumOf<E>::type *sums) {
+    constexpr bool BF16 = std::is_same<E, bf16>::value;
+    // what tiles read is in memory by now: a compiler does not know of it
+    __asm__ volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < bytes; i += EDGE) {
+        _tile_loadd(6, panel + i / 4 * WORD_ROW, WORD_ROW);
+        _tile_loadd(7, panel + i / 4 * WORD_ROW + 64, WORD_ROW);
+        _tile_loadd(4, x + i, ldx);
+        if (BF16) {
+            TILES_TIMES(_tile_dpbf16ps, 4, 0, 1)
+        } else {
+            TILES_TIMES(_tile_dpbssd, 4, 0, 1)
+        }
+        if (!both) continue;
+        _tile_loadd(5, x + TILE_ROWS * ldx + i, ldx);
+        if (BF16) {
+            TILES_TIMES(_tile_dpbf16ps, 5, 2, 3)
+        } else {
+            TILES_TIMES(_tile_dpbssd, 5, 2, 3)
+        }
+    }
+    _tile_stored(0, sums, PANEL * 4);
+    _tile_stored(1, sums + 16, PANEL * 4);
+    if (!both) return;
+    _tile_stored(2, sums + TILE_ROWS * PANEL, PANEL * 4);
+    _tile_stored(3, sums + TILE_ROWS * PANEL + 16, PANEL * 4);
+}
+
+template <class E>
+inline void amx_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, int64_t count, typename SumOf<E>::type *sums) {
+    bool both = count > TILE_ROWS;
+    int64_t read = both ? CHUNK : TILE_ROWS;
+    if (count < read) {  // tiles read 16 rows
+        char *whole = (char *)scratch(15, read * bytes / 4);
+        for (int64_t i = 0; i < count; i++) memcpy(whole + i * bytes, x + i * ldx, bytes);
+        std::fill(whole + count * bytes, whole + read * bytes, char(0));
+        x = whole;
+        ldx = bytes;
+    }
+    tiles_product<E>(panel, bytes, x, ldx, both, sums);
+}
+
+inline bool unit_takes(const bf16 *) { return true; }
+inline bool unit_takes(const int8_t *) { return amx_here(); }
+#else
+struct UnitScope {};
+inline bool amx_here() { return false; }
+template <class E>
+inline void amx_product(const char *, int64_t, const char *, int64_t, int64_t, typename SumOf<E>::type *) {}
+inline bool unit_takes(const bf16 *) { return true; }
+inline bool unit_takes(const int8_t *) { return false; }
+#endif
+inline bool unit_takes(const float *) { return false; }
+
+template <class E>
+inline void panel_product(const char *panel, int64_t, int64_t from, int64_t bytes, const char *x, int64_t ldx, int64_t count,
+                          typename SumOf<E>::type *sums) {
+    const char *start = panel + from / 4 * WORD_ROW;
+    if (amx_here())
+        amx_product<E>(start, bytes, x + from, ldx, count, sums);
+    else if constexpr (std::is_same<E, bf16>::value)
+        pairs_product(start, bytes, x + from, ldx, count, sums);
+}

@@ -1,0 +1,101 @@
+"""The op table of NVIDIA GPUs where weights are in int8, int4, or e4m3 with a scale a row:
+TritonOps, with the kernels of this folder for what they take (operands.supported).
+
+int4 weights are laid out anew once they are loaded (int4_order.py), where the kernels take them:
+linear layers one by one, experts if both products can. Others stay as they were: int4 with rows as
+they are goes on to TritonOps' kernels, the rest to the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
+from rorqual.ops.interface import MLAWeights
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
+from rorqual.ops.triton.backend import TritonOps, _router
+from rorqual.ops.triton.moe import combine
+from rorqual.ops.triton.moe.align import empty_blocks
+from rorqual.ops.triton.moe.grouped_gemm import FUSED_SHARED_TOKENS, sorts_while_routing
+from rorqual.ops.triton.quantized import experts as experts_kernels
+from rorqual.ops.triton.quantized import int4_order, operands
+from rorqual.ops.triton.quantized.linear import linear
+from rorqual.ops.triton.quantized.rows import rounded_rows
+
+
+class QuantizedTritonOps(TritonOps):
+    def prepare_weight(self, weight: Weight, name: str) -> None:
+        if not weight.turned and operands.takes_int4(weight):
+            int4_order.turn(weight)
+
+    def prepare_experts(self, w: ExpertWeights, name: str) -> None:
+        pair = (w.gate_up, w.down)
+        if all(not weight.turned and operands.takes_int4(weight) for weight in pair):
+            for weight in pair:
+                int4_order.turn(weight)
+
+    def prepare_mla(self, w: MLAWeights, hidden: int) -> None:
+        for weight in (w.down, w.q_b):
+            if weight is not None:
+                self.prepare_weight(weight, f"layers.{w.layer}.self_attn")
+
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not operands.supported(weight):
+            return super().linear(x, weight, bias)
+        return linear(hidden_of(x), weight, bias)
+
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
+        """Rows of 8 bits between the products are rounded where they are made."""
+        first, second = operands.supported(gate_up), operands.supported(down)
+        if not (first or second):
+            return super().mlp(x, gate_up, down)
+        rows = hidden_of(x)
+        both = self.linear(rows, gate_up)
+        if not second or down.activation == "wide":
+            return self.linear(self.swiglu(both), down)
+        return linear(rounded_rows(both, down.activation, gated=True), down, dtype=rows.dtype)
+
+    def experts(
+        self,
+        x: Activation,
+        ids: Tensor,
+        weights: Tensor,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        if not experts_kernels.supported(w):
+            return super().experts(x, ids, weights, w, base)
+        shared = w.num_fused_shared_experts
+        if shared and ids.shape[0] > FUSED_SHARED_TOKENS["int4"]:
+            ids, weights = (topk[:, :-shared].contiguous() for topk in (ids, weights))
+            base = self._add_fused_shared(x, w, base)
+            w = replace(w, num_fused_shared_experts=0)
+        return experts_kernels.experts(hidden_of(x), ids, weights, w, base)
+
+    def experts_deferred(
+        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+    ) -> NormInput:
+        """As TritonOps': the router's kernel sorts, and the norm sums."""
+        rows = hidden_of(x)
+        tokens = rows.shape[0]
+        if not tokens or not experts_kernels.supported(w):
+            return super().experts_deferred(x, router, w, base)
+        shared = w.num_fused_shared_experts
+        num_picks = tokens * router.config.top_k
+        few = num_picks <= experts_kernels.DIRECT_PICKS
+        if few or (shared and tokens > FUSED_SHARED_TOKENS["int4"]):
+            return self.experts(x, *self.router(rows, router), w, base)
+        plan = experts_kernels.plan_for(w.down, num_picks, shared)
+        picks = num_picks + tokens * shared
+        blocks = None
+        if sorts_while_routing(w.down, picks):
+            slots = w.down.data.shape[0]
+            blocks = empty_blocks(picks, slots, plan.rows, rows.device, buckets=True)
+        ids, weights = _router(rows, router, blocks)
+        blocks = blocks or experts_kernels.sorted_picks(ids, w, plan)
+        y = experts_kernels.products(rows, w, plan, blocks, ids)
+        gave = DeferredMoESum(y, None, weights, base, combine.combine)
+        return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()

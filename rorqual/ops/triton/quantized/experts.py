@@ -1,0 +1,339 @@
+"""Routed experts with weights in int8, int4 or e4m3 with a scale a row.
+
+Grouped: picks are sorted into blocks of rows that share an expert (moe/align.py), then two products
+and a weighted sum (moe/combine.py). Up to DIRECT_PICKS picks each is a block of its own, and
+nothing is sorted. Between the products rows lie in the activations' type; where the second takes
+rows in 8 bits a kernel of its own rounds them, since a token's scale covers all columns.
+
+A tile of the first product is as many gates as ups, so that one product makes both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
+from rorqual.ops.triton.moe.combine import combine
+from rorqual.ops.triton.quantized import operands
+from rorqual.ops.triton.quantized.operands import sums
+from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
+
+DIRECT_PICKS = 16
+PORTABLE_ROWS = 64  # of weights in a tile before sm_90
+
+
+@dataclass(frozen=True)
+class QuantizedTile:
+    """n weight rows (of the first product half gates, half ups), warps, pipeline stages."""
+
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class QuantizedExpertsPlan:
+    """rows: picks of one expert in a block; the tiles of both products."""
+
+    rows: int
+    up: QuantizedTile
+    down: QuantizedTile
+
+
+@dataclass(frozen=True)
+class PickBlocks:
+    """Picks as they come, each a block of its own: ids [T K] say which expert; -1: not here."""
+
+    ids: Tensor
+    rows: int
+
+    @property
+    def num_picks(self) -> int:
+        return self.ids.numel()
+
+
+Blocks = ExpertBlocks | PickBlocks
+
+
+@triton.jit
+def _block(order, blocks, limit, index, ROWS: tl.constexpr, SORTED: tl.constexpr):
+    """(expert, rows, which of them are valid, their picks) of a row block."""
+    if SORTED:
+        expert = tl.load(blocks + index)
+        start = tl.load(blocks + limit + index)
+        rows = start + tl.arange(0, ROWS)
+        valid = rows < tl.load(blocks + 2 * limit + index)
+        shift = tl.load(blocks + 3 * limit + index)
+        return expert, tl.where(valid, rows, start), valid, order + shift + rows
+    else:
+        expert = tl.load(order + index).to(tl.int32)
+        rows = index + tl.arange(0, ROWS) * 0
+        return expert, rows, (tl.arange(0, ROWS) == 0) & (expert >= 0), order + rows
+
+
+@triton.jit(do_not_specialize=["limit", "xs_group"])
+def _quantized_gate_up_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    w_zero,
+    h,
+    order,
+    blocks,
+    count,
+    limit,
+    x_row,
+    xs_row,
+    xs_group,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    SORTED: tl.constexpr,
+    K: tl.constexpr,
+    INT4: tl.constexpr,
+    SHARE: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    ZERO: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """h[row] = silu(gate x) * (up x): N / 2 columns of h for one row block at a time."""
+    wait_for_inputs(DEPENDENT)
+    PACK: tl.constexpr = 2 if INT4 else 1
+    WIDTH: tl.constexpr = K // PACK
+    HALF: tl.constexpr = N // 2
+    groups: tl.constexpr = (HIDDEN + W_GROUP - 1) // W_GROUP if W_GROUP else 1
+    tiles: tl.constexpr = (INNER + HALF - 1) // HALF
+    total = tl.load(count) if SORTED else limit
+    for tile in range(tl.program_id(0), total * tiles, tl.num_programs(0)):
+        expert, rows, valid, picks = _block(order, blocks, limit, tile // tiles, ROWS, SORTED)
+        token = tl.load(picks, mask=valid, other=0) // TOP_K if SORTED else rows // TOP_K
+        token = token.to(tl.int64)
+        part = tl.arange(0, N)
+        inner = (tile % tiles) * HALF + part % HALF
+        row = part // HALF * INNER + tl.minimum(inner, INNER - 1)
+        # of an absent pick's block nothing is stored; it reads the first expert's weights
+        row = tl.maximum(expert, 0).to(tl.int64) * (2 * INNER) + row
+        column = tl.arange(0, WIDTH)[None, :]
+        x_tile = x + token[:, None] * x_row + column
+        w_tile = w + row[:, None] * (HIDDEN // PACK) + column
+        scales = row // SHARE * groups
+        x_scales = x_scale + token * xs_row if X_SCALED else token
+        acc = sums(
+            x_tile, valid, x_scales, xs_group, w_tile, w_scale + scales,
+            w_zero + scales if ZERO else scales, 0, HIDDEN // K,
+            N, ROWS, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
+        )  # fmt: skip
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (2, 1, 0)))
+        y = (gate / (1.0 + tl.exp(-gate)) * up).to(h.dtype.element_ty)
+        columns = (tile % tiles) * HALF + tl.arange(0, HALF)
+        target = h + rows.to(tl.int64)[:, None] * INNER + columns[None, :]
+        tl.store(target, y, mask=valid[:, None] & (columns < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["limit", "hs_group"])
+def _quantized_down_kernel(
+    h,
+    h_scale,
+    w,
+    w_scale,
+    w_zero,
+    y,
+    order,
+    blocks,
+    count,
+    limit,
+    h_row,
+    hs_row,
+    hs_group,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    SORTED: tl.constexpr,
+    K: tl.constexpr,
+    INT4: tl.constexpr,
+    SHARE: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    ZERO: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """y[pick] = down[expert] h[row], N columns a program."""
+    wait_for_inputs(DEPENDENT)
+    PACK: tl.constexpr = 2 if INT4 else 1
+    WIDTH: tl.constexpr = K // PACK
+    groups: tl.constexpr = (INNER + W_GROUP - 1) // W_GROUP if W_GROUP else 1
+    tiles: tl.constexpr = (HIDDEN + N - 1) // N
+    total = tl.load(count) if SORTED else limit
+    for tile in range(tl.program_id(0), total * tiles, tl.num_programs(0)):
+        expert, rows, valid, picks = _block(order, blocks, limit, tile // tiles, ROWS, SORTED)
+        pick = tl.load(picks, mask=valid, other=0) if SORTED else rows
+        present = rows.to(tl.int64)
+        columns = (tile % tiles) * N + tl.arange(0, N)
+        row = tl.maximum(expert, 0).to(tl.int64) * HIDDEN + tl.minimum(columns, HIDDEN - 1)
+        column = tl.arange(0, WIDTH)[None, :]
+        h_tile = h + present[:, None] * h_row + column
+        w_tile = w + row[:, None] * (INNER // PACK) + column
+        scales = row // SHARE * groups
+        h_scales = h_scale + present * hs_row if X_SCALED else present
+        acc = sums(
+            h_tile, valid, h_scales, hs_group, w_tile, w_scale + scales,
+            w_zero + scales if ZERO else scales, 0, INNER // K,
+            N, ROWS, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
+        )  # fmt: skip
+        target = y + pick.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+        mask = valid[:, None] & (columns < HIDDEN)[None, :]
+        tl.store(target, acc.T.to(y.dtype.element_ty), mask=mask)
+
+
+def supported(w: ExpertWeights) -> bool:
+    """Both matrices as operands.supported says."""
+    return operands.supported(w.gate_up) and operands.supported(w.down)
+
+
+def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsPlan:
+    """By the mean number of picks an expert; the last `shared` experts and their picks do not
+    count."""
+    slots, hidden, _ = down.data.shape
+    return tuning.config_for(
+        "experts_quantized",
+        QuantizedExpertsPlan,
+        down.data.device,
+        kind=operands.kind_of(down),
+        mean=num_picks / max(1, slots - shared),
+        slots=slots - shared,
+        hidden=hidden,
+        inner=down.columns,
+    )
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
+) -> Tensor:
+    """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
+    -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded."""
+    if ids.numel() == 0:
+        return torch.zeros_like(x) if base is None else base.clone()
+    shared = w.num_fused_shared_experts
+    num_picks = ids.numel() - ids.shape[0] * shared
+    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared)
+    direct = num_picks <= DIRECT_PICKS
+    y = products(x, w, plan, None if direct else sorted_picks(ids, w, plan), ids)
+    return combine(y, ids, weights, base)
+
+
+def sorted_picks(ids: Tensor, w: ExpertWeights, plan: QuantizedExpertsPlan) -> ExpertBlocks:
+    return moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
+
+
+def products(
+    x: Tensor,
+    w: ExpertWeights,
+    plan: QuantizedExpertsPlan,
+    blocks: Blocks | None,
+    ids: Tensor,
+) -> Tensor:
+    """What each pick gives, [picks, hidden], before weights and sum. blocks None: every pick by
+    itself. Rows of picks that are not here stay unwritten."""
+    found = blocks or PickBlocks(ids.contiguous().view(-1), plan.rows)
+    assert found.rows == plan.rows
+    h = gate_up_product(x, w.gate_up, found, ids.shape[1], plan.up)
+    return down_product(h, w.down, found, plan.down)
+
+
+def gate_up_product(
+    x: Tensor, weight: Weight, blocks: Blocks, top_k: int, tile: QuantizedTile
+) -> Tensor:
+    """silu(gate x) * (up x) of each pick, in the blocks' order: [picks, inner] in x's dtype."""
+    inner = weight.data.shape[1] // 2
+    tile = _fitting(tile, weight)
+    data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
+    h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=weight.data.device)
+    order, table, count, limit = _places(blocks)
+    _quantized_gate_up_kernel[limit * triton.cdiv(inner, tile.n // 2),](
+        data,
+        scale,
+        weight.data,
+        weight.scale,
+        weight.zero,
+        h,
+        order,
+        table,
+        count,
+        limit,
+        data.stride(0),
+        xs_row,
+        xs_group,
+        weight.columns,
+        inner,
+        top_k,
+        blocks.rows,
+        tile.n,
+        isinstance(blocks, ExpertBlocks),
+        **operands.constants(weight, x_group, scale is not None),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(h.device),
+    )
+    return h
+
+
+def down_product(h: Tensor, weight: Weight, blocks: Blocks, tile: QuantizedTile) -> Tensor:
+    """down h for each pick, in the pick's own row: [picks, hidden] in h's dtype."""
+    hidden = weight.data.shape[1]
+    tile = _fitting(tile, weight)
+    data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
+    y = torch.empty(blocks.num_picks, hidden, dtype=h.dtype, device=weight.data.device)
+    order, table, count, limit = _places(blocks)
+    _quantized_down_kernel[limit * triton.cdiv(hidden, tile.n),](
+        data,
+        scale,
+        weight.data,
+        weight.scale,
+        weight.zero,
+        y,
+        order,
+        table,
+        count,
+        limit,
+        data.stride(0),
+        hs_row,
+        hs_group,
+        hidden,
+        weight.columns,
+        blocks.rows,
+        tile.n,
+        isinstance(blocks, ExpertBlocks),
+        **operands.constants(weight, h_group, scale is not None),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(y.device),
+    )
+    return y
+
+
+def _places(blocks: Blocks) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """(order, blocks, count, limit) as the kernels take them."""
+    if isinstance(blocks, ExpertBlocks):
+        return blocks.order, blocks.blocks, blocks.count, blocks.limit
+    return blocks.ids, None, None, blocks.num_picks
+
+
+def _fitting(tile: QuantizedTile, weight: Weight) -> QuantizedTile:
+    """GPUs before sm_90 have less shared memory."""
+    if is_hopper(weight.data.device):
+        return tile
+    return replace(tile, n=min(tile.n, PORTABLE_ROWS), stages=min(tile.stages, 2))

@@ -1,0 +1,252 @@
+"""How int4 weights lie in memory for the kernels here, and how they become operands in registers.
+
+A chunk is 128 neighbouring columns of a row (64 where groups are of 32, or 128 do not divide the
+columns): byte c of it holds column c in the low half and column c + chunk / 2 in the high half, so
+that a step's halves are two tiles of neighbouring columns and x is multiplied as it lies. Bytes are
+ordered such that a thread of the tensor cores finds its columns side by side: it needs of 16 (8-bit
+operands: 32) columns those at 2 q, 2 q + 1 (4 q to 4 q + 3) and as many 8 (16) further on, and
+reads them for the whole chunk in one load of 16 bytes.
+
+A half byte holds the number plus 8. Where it meets e4m3 rows it holds bits of e4m3 itself: 0 to 7
+as they are, and 8 - v - 1 for v below zero, of which one multiplication makes the sign bit. These
+are e4m3's smallest numbers, 2^-9 times the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.rounding import pack_int4, unpack_int4
+from rorqual.ops.triton.runtime.launch import INTERPRETED
+
+CHUNKS = (128, 64)
+LEAST_GROUP = 32
+PIECE = 64 << 20  # bytes that are turned at once
+ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter knows no assembly
+
+
+def group_of(weight: Weight) -> int:
+    """Columns that share a scale."""
+    return min(weight.block[1], weight.columns)
+
+
+def chunk_of(weight: Weight) -> int:
+    """Columns of a chunk, 0 where the weight cannot lie like this. A chunk is of one group, or
+    its halves are of two neighbouring ones."""
+    group = group_of(weight)
+    for chunk in CHUNKS:
+        alike = group % chunk == 0 or group == chunk // 2
+        if alike and group >= LEAST_GROUP and weight.columns % max(chunk, group) == 0:
+            return chunk
+    return 0
+
+
+def _coded(numbers: Tensor, activation: str) -> Tensor:
+    """Numbers plus 8, [...] uint8, as half bytes; and back."""
+    if not activation.startswith("fp8"):
+        return numbers
+    # 0 to 7 are negative here and 8 to 15 there: 15 - v mirrors the former, v - 8 shifts the latter
+    return torch.where(numbers < 8, 15 - numbers, numbers - 8)
+
+
+def _decoded(codes: Tensor, activation: str) -> Tensor:
+    if not activation.startswith("fp8"):
+        return codes
+    return torch.where(codes < 8, codes + 8, 15 - codes)
+
+
+def _shape(chunk: int, activation: str) -> tuple[int, int, int, int]:
+    """Of a chunk's bytes in column order: pieces of a product's depth, halves, threads, columns
+    side by side."""
+    each = 2 if activation == "wide" else 4
+    return chunk // 2 // (8 * each), 2, 4, each
+
+
+def turned(packed: Tensor, chunk: int, activation: str) -> Tensor:
+    """Data [..., columns / 2] as rounding.pack_int4 packs it, in the order of this file."""
+    low, high = unpack_int4(packed).unflatten(-1, (-1, 2, chunk // 2)).unbind(-2)
+    bytes_ = _coded(low, activation) | _coded(high, activation) << 4
+    parts = bytes_.unflatten(-1, _shape(chunk, activation))
+    return parts.movedim(-2, -4).flatten(-5)
+
+
+def turned_back(data: Tensor, chunk: int, activation: str) -> Tensor:
+    """The inverse of `turned`."""
+    pieces, halves, threads, each = _shape(chunk, activation)
+    parts = data.unflatten(-1, (-1, threads, pieces, halves, each)).movedim(-4, -2)
+    bytes_ = parts.flatten(-4)
+    numbers = torch.cat((bytes_ & 15, bytes_ >> 4), -1)
+    return pack_int4(_decoded(numbers, activation).flatten(-2))
+
+
+def turn(weight: Weight) -> None:
+    """In place, and in pieces: a layer's experts may fill most of the memory that is left."""
+    chunk = chunk_of(weight)
+    assert chunk
+    assert not weight.turned
+    weight.turned = True
+    if weight.data.is_meta:
+        return
+    rows = weight.data.view(-1, weight.data.shape[-1])
+    for piece in rows.split(max(1, PIECE // rows.shape[1])):
+        piece.copy_(turned(piece, chunk, weight.activation))
+
+
+def plain(weight: Weight) -> Weight:
+    """The weight as the reference reads it: a copy where it has been turned."""
+    if not weight.turned:
+        return weight
+    data = turned_back(weight.data, chunk_of(weight), weight.activation)
+    parts = (data, weight.scale, weight.block, weight.zero, weight.activation, weight.group_index)
+    return Weight(*parts)
+
+
+# ---- in a kernel
+
+
+@triton.jit
+def in_order(packed, HALF: tl.constexpr, EACH: tl.constexpr):
+    """A chunk's bytes [n, HALF] in the order of their columns. EACH: columns side by side, 2 of
+    16 bits or 4 of 8. No byte moves between threads."""
+    parts = tl.reshape(packed, (packed.shape[0], 4, HALF // (8 * EACH), 2, EACH))
+    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), (packed.shape[0], HALF))
+
+
+# what the numbers of `low_half` and `high_half` are multiplied with to be the weights
+FP8_UNIT = tl.constexpr(512.0)
+INT8_UNIT = tl.constexpr(0.0625)
+
+
+@triton.jit
+def _numbers(half, kind: tl.constexpr):
+    """Half bytes in the low bits, by ordinary arithmetic."""
+    wide = half.to(tl.int32)
+    if kind == tl.int8:
+        return ((wide - 8) * 16).to(tl.int8)
+    elif kind == tl.float8e4nv:
+        value = tl.where(wide < 8, wide, 7 - wide)
+        return (value.to(tl.float32) / 512.0).to(kind)
+    else:
+        return (wide - 8).to(tl.float32).to(kind)
+
+
+# One operand and one result: the compiler then reads bytes from shared memory as the tensor cores
+# want them, and moves nothing once they are unpacked. 16-bit types: a number below 16 in the last
+# bits of 128 (fp16: 1024) is 128 and that number; 136 (1032) comes off again.
+
+
+@triton.jit
+def low_half(packed, kind: tl.constexpr):
+    """The low half bytes in `kind`, but for the factor above."""
+    if ARITHMETIC:
+        return _numbers(packed & 15, kind)
+    elif kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, high, one, off;
+            mov.b32 high, 0x43434343;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 off, 0xc308c308;
+            and.b32 a, $2, 0x0f0f0f0f;
+            prmt.b32 $0, a, high, 0x4140;
+            prmt.b32 $1, a, high, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, off;
+            fma.rn.bf16x2 $1, $1, one, off;
+            }""",
+            "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif kind == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, high, one, off;
+            mov.b32 high, 0x64646464;
+            mov.b32 one, 0x3c003c00;
+            mov.b32 off, 0xe408e408;
+            and.b32 a, $2, 0x0f0f0f0f;
+            prmt.b32 $0, a, high, 0x4140;
+            prmt.b32 $1, a, high, 0x4342;
+            fma.rn.f16x2 $0, $0, one, off;
+            fma.rn.f16x2 $1, $1, one, off;
+            }""",
+            "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif kind == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a;
+            shl.b32 a, $1, 4;
+            lop3.b32 $0, a, 0xf0f0f0f0, 0x80808080, 0x6a;
+            }""",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, s;
+            and.b32 a, $1, 0x0f0f0f0f;
+            shr.u32 s, $1, 3;
+            and.b32 s, s, 0x01010101;
+            mad.lo.u32 $0, s, 0x79, a;
+            }""",
+            "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def high_half(packed, kind: tl.constexpr):
+    """The high half bytes in `kind`, but for the factor above."""
+    if ARITHMETIC:
+        return _numbers(packed >> 4, kind)
+    elif kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, high, one, off;
+            mov.b32 high, 0x43434343;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 off, 0xc308c308;
+            shr.u32 a, $2, 4;
+            and.b32 a, a, 0x0f0f0f0f;
+            prmt.b32 $0, a, high, 0x4140;
+            prmt.b32 $1, a, high, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, off;
+            fma.rn.bf16x2 $1, $1, one, off;
+            }""",
+            "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif kind == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, high, one, off;
+            mov.b32 high, 0x64646464;
+            mov.b32 one, 0x3c003c00;
+            mov.b32 off, 0xe408e408;
+            shr.u32 a, $2, 4;
+            and.b32 a, a, 0x0f0f0f0f;
+            prmt.b32 $0, a, high, 0x4140;
+            prmt.b32 $1, a, high, 0x4342;
+            fma.rn.f16x2 $0, $0, one, off;
+            fma.rn.f16x2 $1, $1, one, off;
+            }""",
+            "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif kind == tl.int8:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, s;
+            shr.u32 a, $1, 4;
+            and.b32 a, a, 0x0f0f0f0f;
+            shr.u32 s, $1, 7;
+            and.b32 s, s, 0x01010101;
+            mad.lo.u32 $0, s, 0x79, a;
+            }""",
+            "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4,
+        )  # fmt: skip

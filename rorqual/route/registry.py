@@ -1,0 +1,216 @@
+"""Servers that are found in etcd: a list, a watch on what changes, and the list again and again, by
+which the router knows that etcd is there and that it missed nothing.
+
+While etcd is away the router keeps the servers that it knows for as long as they are ready; one
+that has not been ready for KEEP_SECONDS is forgotten. When it is back nothing leaves for as long as
+servers need to come again: it may have lost its data, or have slept past the end of every lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any
+
+import aiohttp
+
+from rorqual.errors import ConfigError
+from rorqual.registry.address import EtcdAddress
+from rorqual.registry.gateway import (
+    LONGEST_ANSWER,
+    MOST_RECORDS,
+    SECONDS,
+    EtcdError,
+    decoded,
+    keys_below,
+)
+from rorqual.registry.membership import LEASE_SECONDS
+from rorqual.registry.records import BadRecord, ServerRecord, read_record
+from rorqual.route.config import MOST_SERVERS, ROLES, server_url
+from rorqual.route.health import HealthChecks
+from rorqual.route.servers import READY, ServerList
+
+log = logging.getLogger("rorqual.route")
+
+# between two lists: a sleeping etcd is noticed before a lease ends in its sleep
+LIST_SECONDS = 5.0
+RETRY_SECONDS = 1.0  # while etcd is away
+KEEP_SECONDS = 600.0
+
+
+class RegistryWatch:
+    """found: what was joined for each key. away: etcd does not answer. grace: until when nothing
+    leaves. seen: the newest revision that the present watch told of."""
+
+    def __init__(
+        self,
+        address: EtcdAddress,
+        secret: str,
+        servers: ServerList,
+        checks: HealthChecks,
+        session: aiohttp.ClientSession,
+    ):
+        self.bases = list(address.bases)
+        self.prefix = address.prefix
+        self.secret = secret
+        self.servers = servers
+        self.checks = checks
+        self.session = session
+        self.found: dict[str, ServerRecord] = {}
+        self.refused: dict[str, str] = {}  # why, by key
+        self.away = False
+        self.grace = 0.0
+        self.seen = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                self.seen = 0
+                revision = await self.refresh()
+                self._note(None)
+                await self._watch_and_list(revision)
+            except Exception as error:  # whatever an answer holds, the watch goes on
+                self._note(f"{type(error).__name__}: {error}")
+                self._keep()
+                self.bases.append(self.bases.pop(0))
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def start(self) -> None:
+        """The first list, where etcd is there."""
+        try:
+            await self.refresh()
+        except Exception as error:
+            self._note(f"{type(error).__name__}: {error}")
+
+    def _note(self, error: str | None) -> None:
+        if error is not None and not self.away:
+            log.warning("etcd at %s is away: %s", self.bases[0], error)
+        elif error is None and self.away:
+            log.warning("etcd at %s is back", self.bases[0])
+            self.grace = time.monotonic() + LEASE_SECONDS
+        self.away = error is not None
+
+    # ---- what is there
+
+    async def refresh(self) -> int:
+        """Takes in all records; returns etcd's revision."""
+        asked = {**keys_below(self.prefix), "limit": str(MOST_RECORDS)}
+        timeout = aiohttp.ClientTimeout(total=SECONDS)
+        url = f"{self.bases[0]}/v3/kv/range"
+        async with self.session.post(url, json=asked, timeout=timeout) as answer:
+            data = await self._read(answer)
+        revision = int(data["header"]["revision"])
+        if revision < self.seen:  # the watch was faster
+            return revision
+        there = dict(decoded(kv) for kv in data.get("kvs", ()))
+        for key, value in there.items():
+            self._join(key, value)
+        for key in [key for key in self.found if key not in there]:
+            self._leave(key, "it is not in etcd any more")
+        self.refused = {key: why for key, why in self.refused.items() if key in there}
+        return revision
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+        data = bytearray()
+        async for part in answer.content.iter_any():
+            data += part
+            if len(data) > LONGEST_ANSWER:
+                raise EtcdError(f"an answer has more than {LONGEST_ANSWER} bytes")
+        found = json.loads(data)
+        if answer.status != 200 or not isinstance(found, dict) or "header" not in found:
+            raise EtcdError(f"it answers {answer.status} {bytes(data[:200])!r}")
+        return found
+
+    async def _watch_and_list(self, revision: int) -> None:
+        """Until one of both fails."""
+        watch = asyncio.create_task(self._watch(revision + 1))
+        try:
+            while True:
+                await asyncio.wait({watch}, timeout=LIST_SECONDS)
+                if watch.done():
+                    await watch  # raises
+                    return
+                await self.refresh()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch(self, revision: int) -> None:
+        """Takes in what changes from a revision on. Ends where etcd ends it."""
+        asked = {"create_request": {**keys_below(self.prefix), "start_revision": str(revision)}}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS)
+        url = f"{self.bases[0]}/v3/watch"
+        async with self.session.post(url, json=asked, timeout=timeout) as answer:
+            rest = b""
+            async for part in answer.content.iter_any():
+                *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > LONGEST_ANSWER:
+                    raise EtcdError(f"an event has more than {LONGEST_ANSWER} bytes")
+                for line in lines:
+                    if line.strip():
+                        self._take(json.loads(line))
+        raise EtcdError("the watch ended")
+
+    def _take(self, message: Any) -> None:
+        found = message.get("result") if isinstance(message, dict) else None
+        if not isinstance(found, dict) or found.get("canceled"):
+            raise EtcdError(f"the watch ended: {str(message)[:200]}")
+        for event in found.get("events", ()):
+            key, value = decoded(event["kv"])
+            self.seen = max(self.seen, int(event["kv"]["mod_revision"]))
+            if event.get("type") == "DELETE":
+                self._leave(key, "its registration ended")
+            else:
+                self._join(key, value)
+
+    # ---- what comes of it
+
+    def _join(self, key: str, value: bytes) -> None:
+        try:
+            record = read_record(value, self.secret, ROLES)
+            url = server_url(record.url)
+            if key != record.key(self.prefix) or url != record.url:
+                raise BadRecord("it stands under another's key")
+            if url not in self.servers.servers and len(self.servers.servers) >= MOST_SERVERS:
+                raise BadRecord(f"there are {MOST_SERVERS} servers already")
+        except (BadRecord, ConfigError) as error:
+            self._refuse(key, str(error))
+            return
+        self.refused.pop(key, None)
+        new = key not in self.found
+        self.found[key] = record
+        server = self.servers.add(url, record.role, time.monotonic() + KEEP_SECONDS)
+        self.checks.start(server)
+        if new:
+            log.info("%s joined as %s", url, record.role)
+            server.look.set()
+
+    def _refuse(self, key: str, why: str) -> None:
+        if key not in self.refused and len(self.refused) < MOST_RECORDS:
+            log.warning("a record in etcd is passed over: %s: %s", key, why)
+            self.refused[key] = why
+        self._leave(key, why)
+
+    def _leave(self, key: str, why: str) -> None:
+        record = self.found.get(key)
+        if record is None or self.away or time.monotonic() < self.grace:
+            return  # if it does not come again, a later list says so
+        del self.found[key]
+        server = self.servers.servers.get(record.url)
+        if server is None or server.leases.get(record.role) is None:
+            return
+        if len(server.leases) == 1:
+            self.checks.leave(server, why)
+        else:
+            del server.leases[record.role]
+
+    def _keep(self) -> None:
+        """Nobody can say who is there: those who are ready are."""
+        now = time.monotonic()
+        for record in self.found.values():
+            server = self.servers.servers.get(record.url)
+            if server is not None and server.state == READY:
+                self.servers.add(record.url, record.role, now + KEEP_SECONDS)

@@ -1,0 +1,61 @@
+"""Spans of the router: of a client's request, and of each attempt at a server as its child."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rorqual.route.calls import GENERATES, RoutedCall
+from rorqual.telemetry.spans import RequestSpan, RequestTracer, SpanKind, Value
+
+LONGEST_REASON = 300  # characters of why a server was left
+
+
+def request_span(tracer: RequestTracer, request: web.Request) -> RequestSpan:
+    if not tracer.active:
+        return tracer.start("", {})
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    route = request.path if request.path in GENERATES else "/v1/*"
+    attributes: dict[str, Value] = {
+        "http.request.method": request.method,
+        "http.route": route,
+        "url.path": request.path,
+    }
+    return tracer.start(f"{request.method} {route}", headers, attributes)
+
+
+def note_call(call: RoutedCall) -> None:
+    """What the request says of itself."""
+    if not call.span.recording:
+        return
+    found: dict[str, Value] = {"gen_ai.request.id": call.headers["X-Request-Id"]}
+    if call.fields is not None:
+        found["gen_ai.request.stream"] = call.streams
+        model = call.fields.get("model")
+        if isinstance(model, str):
+            found["gen_ai.request.model"] = model
+    call.span.set(found)
+
+
+def attempt_span(
+    call: RoutedCall, url: str, why: str, after: BaseException | str = ""
+) -> RequestSpan:
+    """why: prefill, first, retry (nothing was sent to the client) or resume (the stream goes on).
+    after: what became of the attempt before."""
+    call.attempts += 1
+    if not call.span.recording:
+        return call.span.child("")  # that others may go on with the same trace
+    parts = urlsplit(url)
+    found: dict[str, Value] = {
+        "http.request.method": call.method,
+        "url.full": url + call.path,
+        "server.address": parts.hostname or "",
+        "rorqual.attempt.number": call.attempts,
+        "rorqual.attempt.why": why,
+    }
+    if parts.port is not None:
+        found["server.port"] = parts.port
+    if after:
+        found["rorqual.attempt.after"] = str(after)[:LONGEST_REASON]
+    return call.span.child(f"{why} {call.path}", found, SpanKind.CLIENT)

@@ -1,0 +1,71 @@
+"""`rorqual bench micro-batches` on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rorqual import LLM
+from rorqual.bench.micro_batches import run as bench
+from rorqual.bench.micro_batches.run import BenchSizes, Cell, permitted
+from rorqual.engine.micro_batches.step_times import (
+    MeasuredSize,
+    PhaseTimes,
+    StageSeconds,
+    StepTimes,
+)
+from rorqual.errors import ConfigError
+
+ENGINE: dict[str, Any] = {
+    "dp": 2,
+    "ep": 2,
+    "threads": 1,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 1024,
+    "num_pages": 400,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+}
+
+
+def test_what_overlap_permits() -> None:
+    """Computing 3 ms and the wire 2 ms a layer, two layers, and 4 ms beside them."""
+    stages = (StageSeconds(1e-3, 1e-3), StageSeconds(1e-3, 1e-3), StageSeconds(0.0))
+    phase = PhaseTimes((MeasuredSize(8, 8, "alltoall", 1e-3, stages, (14e-3,)),))
+    found = permitted(StepTimes(2, phase, PhaseTimes(reason="none")), True, 8)
+    assert found == pytest.approx((0.4, 0.4))
+    assert permitted(StepTimes(2, phase, PhaseTimes(reason="none")), False, 8) == (0, 0)
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    cell = Cell("decode", 8, 8, 0.4, 0.4)
+    cell.rates = {"1": [10.0, 20.0, 40.0], "2": [12.0, 22.0, 48.0], "auto": [12.0, 24.0, 48.0]}
+    assert cell.ratio("2", "1") == pytest.approx(1.2)
+    assert cell.best_fixed == "2"
+    assert cell.ratio("auto", cell.best_fixed) == 1
+    assert cell.spread("auto") == pytest.approx(0.0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(**ENGINE, micro_batches="auto")
+    sizes = BenchSizes(prompts=(24,), batches=(4,), requests=4, repeats=2)
+    told: list[str] = []
+    cells = bench.run(llm.engine, sizes, told.append)
+    assert [(cell.phase, cell.tokens) for cell in cells] == [("prompts", 24), ("decode", 4)]
+    for cell in cells:
+        assert set(cell.rates) == {"1", "2", "3", "4", "auto"}
+        assert all(len(rates) == 2 and min(rates) > 0 for rates in cell.rates.values())
+    assert {2, 3, 4} <= set(llm.engine.stats.steps_by_parts)
+    bench.print_table(cells)
+    assert "tokens a rank" in capsys.readouterr().out
+    times = llm.engine.worker.step_times
+    assert times is not None
+    assert json.loads(bench.as_json(cells, times))["measured"] == json.loads(times.as_json())
+    with pytest.raises(ConfigError, match="batch 5 exceeds max_num_seqs=4"):
+        bench.run(llm.engine, BenchSizes((24,), (5,), 4, 1), told.append)
+    llm.engine.close()

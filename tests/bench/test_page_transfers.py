@@ -1,0 +1,27 @@
+"""rorqual bench pages: a prompt's pages between two processes."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from rorqual.bench.comm.page_transfers import TransferSetup, as_json, bench, print_table
+
+
+@pytest.mark.exhaustive
+def test_pages_travel_and_are_timed() -> None:
+    setup = TransferSetup("deepseek-v2-lite", tokens=32, page_size=8, repeats=2)
+    found = bench(setup)
+    assert found.bytes == 32 * 27 * 576 * 2
+    assert (found.pieces, found.piece) == (4 * 27, 8 * 576 * 2)
+    (times,) = found.transports
+    assert (times.transport, len(times.pages), times.library) == ("tcp", 2, [])
+    assert min(*times.pages, *found.socket, *found.copy) > 0
+    assert json.loads(as_json(found, setup))["figures"]["pieces"] == 108
+    out = io.StringIO()
+    print_table(found, setup, Console(file=out, width=200))
+    assert "pages by tcp" in out.getvalue()
+    assert "plain socket" in out.getvalue()

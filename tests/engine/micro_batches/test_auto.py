@@ -1,0 +1,132 @@
+"""Engines that measure, and decide for each step, into how many parts it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual import LLM
+from rorqual.engine.execution import worker
+from rorqual.engine.micro_batches import policy
+from rorqual.engine.micro_batches.measure import Limits, PartsTimer, measure
+from rorqual.engine.micro_batches.policy import MeasuredParts
+from rorqual.engine.micro_batches.report import parts_of
+from rorqual.engine.micro_batches.step_times import StepTimes
+from rorqual.engine.scheduling.scheduler_output import SchedulerOutput
+from tests.engine.micro_batches.paced_wire import pace
+from tests.engine.mixed_batch import COMMON, TEXTS, everything, params
+
+SHORT = partial(measure, seconds=6.0)  # rank 0's limit ends it for all
+OPTIONS: dict[str, Any] = {
+    **COMMON,
+    "dp": 2,
+    "ep": 2,
+    "micro_batches": "auto",
+    "max_num_batched_tokens": 192,
+    "enable_prefix_caching": False,
+}
+PROMPTS = [[7 * i + 3 * j for j in range(30)] for i in range(1, 13)]
+
+
+@contextmanager
+def engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[LLM]:
+    monkeypatch.setattr(worker, "measure", SHORT)
+    llm = LLM(**{**OPTIONS, **options})
+    try:
+        yield llm
+    finally:
+        llm.engine.close()
+
+
+def measured(llm: LLM) -> StepTimes:
+    times = llm.engine.worker.step_times
+    assert times is not None
+    return times
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param(
+            {"exchange": "alltoall", "num_speculative_tokens": 1}, marks=pytest.mark.longest
+        ),
+    ],
+)
+def test_steps_are_cut_where_the_wire_is_slow(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """As long as computing, or longer, for prompts. Tokens are those of one process."""
+    single = LLM(**{**COMMON, "enable_prefix_caching": False})
+    expected = [out.outputs[0].token_ids for out in single.generate(PROMPTS, params(max_tokens=6))]
+    mixed = everything(single, TEXTS)
+    pace(monkeypatch, 40e-9)
+    monkeypatch.setattr(policy, "noise_at", lambda *_: 0.0)  # of whatever else runs here
+    with engine(monkeypatch, **more) as llm:
+        times = measured(llm)
+        found = llm.generate(PROMPTS, params(max_tokens=6))
+        assert [out.outputs[0].token_ids for out in found] == expected
+        assert max(llm.engine.stats.steps_by_parts) > 1, times
+        assert everything(llm, TEXTS) == mixed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_what_is_decided_follows_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback as it is, which is fast only while the other rank gets a processor at once."""
+    with engine(monkeypatch) as llm:
+        times = measured(llm)
+        assert times.layers == sum(llm.engine.model_config.moe_layers)
+        assert isinstance(llm.engine.scheduler.micro_batches, MeasuredParts)
+        for decodes, phase in ((True, times.decode), (False, times.prompts)):
+            for size in phase.sizes:
+                parts = parts_of(times, size, decodes)
+                assert parts == 1 or size.passes[parts - 1] < size.passes[0]
+        llm.generate([[5, 6, 7]], params(max_tokens=9))  # alone: nothing to cut
+        assert set(llm.engine.stats.steps_by_parts) == {1}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"dp": 1, "ep": 1, "tp": 2}, "nothing travels"),
+        pytest.param({"pp": 2}, "pipeline", marks=pytest.mark.longest),
+    ],
+)
+def test_where_nothing_can_overlap_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], told: str
+) -> None:
+    with engine(monkeypatch, **sizes) as llm:
+        times = measured(llm)
+        assert told in times.decode.reason
+        assert told in times.prompts.reason
+        llm.generate([[5, 6, 7]] * 8, params(max_tokens=3))
+        assert set(llm.engine.stats.steps_by_parts) == {1}
+
+
+@pytest.mark.exhaustive
+def test_a_captured_pass_computes_what_a_launched_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a platform that keeps the work it is to capture."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    monkeypatch.setattr(runner.platform, "capture", lambda work: work, raising=False)
+    timer = PartsTimer(runner, Limits(4, 1, 64, 64), 1.0)
+    with torch.inference_mode(), timer._rows():
+        runner.rows.length[:3] = 8
+        output = SchedulerOutput([0, 1, 2], [9, 9, 9])
+        metadata = timer._metadata(output, 1)
+        captured = timer._pass(output, metadata, True)()
+        runner.rows.length[:3] = 8
+        launched = timer._pass(output, metadata, False)()
+    assert torch.equal(captured, launched)
+    assert captured.shape == (3, runner.model.config.hidden_size)
+    assert not runner.rows.length.any()
+    assert not runner.rows.last_token.any()

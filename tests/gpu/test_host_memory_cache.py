@@ -1,0 +1,72 @@
+"""Pages in pinned host memory and back on a GPU, beside steps in flight: the tokens of a cache that
+holds all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rorqual import LLM, SamplingParams
+from rorqual.cache.host_memory import HostMemory
+from rorqual.cache.host_tier import PageCopy
+from rorqual.cache.pool import KVPool
+from rorqual.cache.spec import KVSpec, Plane
+from rorqual.platforms.cuda import CudaPlatform
+from tests.models.checkpoints import VOCAB, save
+
+
+def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int]:
+    """(tokens, tokens found in host memory): eight prompts twice, all at once."""
+    llm = LLM(
+        folder,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        **options,
+    )
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (330,), generator=random).tolist() for _ in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params)]
+    return found, llm.engine.scheduler.usage().host_hits
+
+
+@pytest.mark.parametrize("model", ["v3", "qwen"])
+def test_tokens_are_those_of_a_large_cache(tmp_path: Path, model: str) -> None:
+    save(model, tmp_path)
+    wanted, _ = answers(tmp_path)
+    tokens, hits = answers(tmp_path, num_pages=25, kv_host_memory=0.5)
+    assert tokens == wanted
+    assert hits > 1000
+
+
+def test_copies_wait_for_what_was_launched_and_are_waited_for() -> None:
+    """Pages are written by slow kernels, copied out, overwritten, and copied back."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    platform = CudaPlatform(device)
+    pool = KVPool(KVSpec(((Plane("k", "float32", (1024,)),),) * 4, 64), 40, device)
+    host = HostMemory(pool, platform, 32)
+    assert all(block.is_pinned() for block in host.blocks)
+    planes = [layer["k"] for layer in pool.layers]
+    slow = torch.ones(4096, 4096, device=device)
+    for value in range(1, 6):
+        for _ in range(10):
+            slow = slow @ slow / 4096
+        for plane in planes:
+            plane[:32].fill_(value).mul_(slow[0, 0])
+        host.start([PageCopy(page, page, True) for page in range(32)])
+        host.settle()
+        for plane in planes:
+            plane[:32].fill_(-1)
+        host.start([PageCopy(page, page, False) for page in range(32)])
+        host.settle()
+        for plane in planes:
+            assert torch.equal(plane[:32], torch.full_like(plane[:32], value))

@@ -1,0 +1,52 @@
+"""The compiled kernels of every processor that this machine can run or emulate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rorqual.ops.cpu.native import Native, library
+from tests.ops.cpu import remote
+
+OLDER = pytest.mark.exhaustive
+# what this machine may lack, in plain C++: the very kernels for it are compiled and run
+EMULATED = {
+    f"{name}, emulated": Path(__file__).with_name(f"{name}.h") for name in ("vnni", "bf16", "amx")
+}
+BOTH = "bf16, emulated"
+PROCESSORS = [
+    "native",
+    *(pytest.param(name, marks=OLDER) for name in ("haswell", "x86-64")),
+    *(pytest.param(name, marks=OLDER) for name in EMULATED if name != BOTH),
+    pytest.param(BOTH, marks=(OLDER, pytest.mark.longest)),  # AMX's form has its instructions too
+    *(pytest.param(name, marks=(OLDER, pytest.mark.longest)) for name in remote.AARCH64),
+]
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def native(request: pytest.FixtureRequest) -> Iterator[Native]:
+    name = request.param
+    if name in remote.AARCH64:
+        with remote.kernels_of(name) as kernels:
+            yield Native(kernels)
+        return
+    header = EMULATED.get(name)
+    if header and not torch.cpu._is_avx512_supported():
+        pytest.skip("emulated in AVX-512")
+    found = library("native", ("-include", str(header))) if header else library(name)
+    if found is None:
+        pytest.skip(f"no compiler for {name}")
+    yield Native(found)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
