@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from copy import copy
 
 import pytest
 
@@ -21,7 +22,8 @@ def axis(gone: threading.Event) -> GroupAxis:
 def test_whoever_asks_while_groups_are_being_abandoned_waits_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mesh = Mesh.single()
+    mesh = copy(Mesh.single())  # that one is shared
+    mesh.leaving = []
     gone = threading.Event()
     mesh.axes = {"tp": axis(gone), "ep": axis(gone)}
     begun = threading.Event()

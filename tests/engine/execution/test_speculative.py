@@ -171,8 +171,8 @@ def test_requests_may_opt_out(
     ]
     watched = {}
     add = llm.engine.scheduler.add
-    llm.engine.scheduler.add = lambda request: (
-        add(request),
+    llm.engine.scheduler.add = lambda request, dp_rank: (
+        add(request, dp_rank),
         watched.update({request.id: llm.engine.scheduler.sequences[request.id]}),
     )
     assert tokens_of(llm, texts, params) == expected

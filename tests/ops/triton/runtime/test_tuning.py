@@ -31,6 +31,8 @@ from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
 from rorqual.ops.triton.gemm import gemv, int4_gemm, skinny_gemm
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
+from rorqual.ops.triton.quantized import experts as quantized_experts
+from rorqual.ops.triton.quantized import linear as quantized_linear
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import keep_compiled
 
@@ -41,6 +43,8 @@ KINDS = {
     "experts_direct": small_batch.DirectPlan,
     "linear_fp8": LinearPlan,
     "linear_int4": int4_gemm.Int4Plan,
+    "linear_quantized": quantized_linear.QuantizedLinearPlan,
+    "experts_quantized": quantized_experts.QuantizedExpertsPlan,
     "linear_small": gemv.SmallPlan,
     "linear_skinny": skinny_gemm.SkinnyPlan,
     "gate": router_gemm.GatePlan,
