@@ -27,9 +27,9 @@ SECONDS = 3.0
 
 def bomb(number: int) -> StructuredOutput:
     """A grammar of exponential size."""
-    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1} r{i + 1} r{i + 1} | [a-z]\n" for i in range(12))
+    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1} r{i + 1} r{i + 1} | [a-z]\n" for i in range(20))
     return StructuredOutput(
-        "grammar", f"root ::= r0\n{rules}" + f'r12 ::= "x"{{0,{3000 + number}}}'
+        "grammar", f"root ::= r0\n{rules}" + f'r20 ::= "x"{{0,{3000 + number}}}'
     )
 
 
