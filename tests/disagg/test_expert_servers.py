@@ -17,6 +17,8 @@ import torch
 
 from rorqual import LLM
 from rorqual.disagg.expert_server import ExpertServer, serve_experts
+from rorqual.disagg.kv_transfers import KVTransfers
+from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import ConfigError, ExpertsMissing, RorqualError
 from rorqual.parallel.remote import exchange as remote_exchange
 from rorqual.parallel.remote.link import LinkError, introduce, receive, send, shut
@@ -178,6 +180,14 @@ def until(done: Callable[[], bool], seconds: float = 10) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.exhaustive
+def test_no_pages_arrive_while_steps_take_turns(start: Start, secret_file: str) -> None:
+    with engine([start("0-15")], secret_file, pipeline_turns=2) as llm:
+        config = TransferConfig("decode", "a secret that is long enough")
+        with pytest.raises(ConfigError, match="role='decode' does not go with pipeline_turns=2"):
+            KVTransfers(llm.engine, config, lambda: None)
 
 
 @pytest.mark.exhaustive
@@ -435,6 +445,10 @@ def test_an_engine_says_which_experts_it_misses_at_its_start(
         (
             {"experts": ("127.0.0.1:1",), "pipeline_turns": 2, "micro_batches": 2},
             "goes with one rank, and with micro_batches=1, not 2",
+        ),
+        (
+            {"experts": ("127.0.0.1:1",), "pipeline_turns": 2, "kv_host_memory": 1},
+            "does not go with kv_host_memory=1",
         ),
         ({"exchange": "remote"}, "exchange='remote' is not known"),
     ],
