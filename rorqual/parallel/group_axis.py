@@ -70,6 +70,10 @@ class GroupAxis:
         self.watched = []
 
     def count(self, call: str, message: int) -> None:
+        """Not of what is traced: a compiled step would count it once, and what it has counted
+        would be one of its guards."""
+        if torch.compiler.is_compiling():
+            return
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
