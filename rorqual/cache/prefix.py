@@ -54,9 +54,20 @@ def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) 
     one the last, which is not full and holds the entries of all tokens but the last."""
     full = whole_pages(len(tokens), page_size, lookahead)
     keys = chain_keys(tokens, salt, page_size, lookahead, full)
-    if lookahead <= 1 and full * page_size < len(tokens) - 1:
-        keys.append(tail_key(keys[-1] if keys else root_key(salt), tokens[full * page_size :]))
-    return keys
+    tail = tail_behind(tokens, keys[-1] if keys else root_key(salt), page_size, lookahead)
+    return keys if tail is None else [*keys, tail]
+
+
+def tail_behind(
+    tokens: Sequence[int], previous: bytes, page_size: int, lookahead: int
+) -> bytes | None:
+    """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
+    one's: entries of all tokens but the last. None where there are none, or where prediction
+    modules look further ahead than that token."""
+    full = whole_pages(len(tokens), page_size, lookahead) * page_size
+    if lookahead > 1 or full >= len(tokens) - 1:
+        return None
+    return tail_key(previous, tokens[full:])
 
 
 class PrefixCache:
@@ -126,13 +137,10 @@ class PrefixCache:
         return whole_pages(length, self.page_size, self.lookahead)
 
     def tail(self, tokens: Sequence[int], previous: bytes) -> bytes | None:
-        """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
-        one's: entries of all tokens but the last. None where there are none, or where prediction
-        modules look further ahead than that token."""
-        full = self.full_pages(len(tokens)) * self.page_size
-        if not self.enabled or self.lookahead > 1 or full == len(tokens) - 1:
+        """See tail_behind."""
+        if not self.enabled:
             return None
-        return tail_key(previous, tokens[full:])
+        return tail_behind(tokens, previous, self.page_size, self.lookahead)
 
     def insert_tail(self, key: bytes, page: int) -> None:
         """Keep a page that is not full, for one who takes it whole."""
