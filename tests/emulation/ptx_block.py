@@ -74,6 +74,8 @@ class Block(Products):
             self.asynchronous(op, text, mask)
         elif head == "mbarrier":
             self.barrier(rest[:2], text, mask)
+        elif head == "mma":
+            self.mma(op, text, mask)
         elif head == "ldmatrix":
             self.ldmatrix(vector(text[0]), self.address(text[1]), "trans" in rest, mask)
         elif head == "stmatrix":

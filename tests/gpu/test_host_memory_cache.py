@@ -19,7 +19,7 @@ from rorqual.cache.host_tier import PageCopy
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.platforms.cuda import CudaPlatform
-from tests.models.checkpoints import VOCAB, save
+from tests.models.checkpoints import VOCAB, rewrite_config, save
 
 
 def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int]:
@@ -42,6 +42,7 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("model", ["v3", "qwen"])
 def test_tokens_are_those_of_a_large_cache(tmp_path: Path, model: str) -> None:
     save(model, tmp_path)
+    rewrite_config(tmp_path, max_position_embeddings=512)
     wanted, _ = answers(tmp_path)
     tokens, hits = answers(tmp_path, num_pages=25, kv_host_memory=0.5)
     assert tokens == wanted

@@ -15,13 +15,16 @@ from rorqual.bench.kernels import quantized as cases
 from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
 from rorqual.bench.kernels.quantized import QuantizedFormat
 from rorqual.bench.kernels.tuning import TuningSearch, keep, row_candidates, timed
-from rorqual.ops.reference import ExpertWeights
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import moe_align_block_size
-from rorqual.ops.triton.quantized import experts, operands
+from rorqual.ops.triton.quantized import experts, int4_direct, operands
 from rorqual.ops.triton.quantized.experts import QuantizedExpertsPlan, QuantizedTile
+from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear, plan_for
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import next_power
+
+DIRECT_ROWS = (8, 16)  # tokens of a tile
 
 
 def linear_candidates(tokens: int, int4: bool) -> Iterator[QuantizedLinearPlan]:
@@ -35,6 +38,14 @@ def linear_candidates(tokens: int, int4: bool) -> Iterator[QuantizedLinearPlan]:
             yield QuantizedLinearPlan(m, n, warps, stages, split)
 
 
+def direct_linear_candidates(weight: Weight, tokens: int) -> Iterator[QuantizedLinearPlan]:
+    heights = [m for m in DIRECT_ROWS if m <= 2 * max(8, tokens) and 4 * m >= tokens]
+    tiles = [tile for tile in direct_tiles() if tile.depth == 3 and tile.registers == 128]
+    for m, tile, split in itertools.product(heights, tiles, (1, 2, 4)):
+        if int4_direct.fits(weight.columns, m, tile.parts, split):
+            yield QuantizedLinearPlan(m, split=split, direct=tile)
+
+
 def tune_linear(
     form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
 ) -> None:
@@ -45,9 +56,11 @@ def tune_linear(
 
     used = plan_for(held[0], tokens)
     options = [used, *linear_candidates(tokens, form.numbers == "int4")]
+    if int4_direct.takes(held[0]):
+        options += direct_linear_candidates(held[0], tokens)
     results = timed(f"linear {form.name} {rows}x{columns} M{tokens}", options, calls)
     named = {"kind": operands.kind_of(held[0]), "rows": rows, "columns": columns}
-    named["tokens"] = tuning.near(tokens)
+    named |= {"tokens": tuning.near(tokens), "direct": int4_direct.takes(held[0])}
     keep("linear_quantized", named, results, calls, used, 1e-4, device)
 
 
@@ -56,6 +69,20 @@ def tile_candidates(rows: int, int4: bool) -> Iterator[QuantizedTile]:
         room = (n * (0.5 if int4 else 1) + rows * (2 if int4 else 1)) * 128 * stages
         if room < 220_000 and rows * n / (32 * warps) <= 128 and n >= 16 * warps:
             yield QuantizedTile(n, warps, stages)
+
+
+def direct_tiles() -> Iterator[DirectTile]:
+    shapes = ((1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))  # warps, parts
+    for (warps, parts), depth, registers in itertools.product(shapes, (2, 3), (128, 168)):
+        for tiles in (1, 2):
+            yield DirectTile(warps, parts, depth, registers, tiles)
+
+
+def direct_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
+    if rows in DIRECT_ROWS and int4_direct.takes(weight):
+        for tile in direct_tiles():
+            if int4_direct.fits(weight.columns, rows, tile.parts):
+                yield QuantizedTile(direct=tile)
 
 
 def tune_experts(
@@ -67,7 +94,8 @@ def tune_experts(
     picks = tokens * shape.top_k
     used = experts.plan_for(w.down, picks)
     plans = [used]
-    for rows in row_candidates(picks, shape.slots):
+    few = [8] if int4_direct.takes_experts(w.down) and picks < 32 * shape.slots else []
+    for rows in few + row_candidates(picks, shape.slots):
         sorted_ids = [(x, moe_align_block_size(ids, shape.slots, rows)) for x, ids, _ in picked]
 
         def first(tile: QuantizedTile, pairs: Any = sorted_ids) -> list[Call]:
@@ -76,7 +104,8 @@ def tune_experts(
                 for x, blocks in pairs
             ]
 
-        options = list(tile_candidates(rows, form.numbers == "int4"))
+        shared = [] if rows < 16 else list(tile_candidates(rows, form.numbers == "int4"))
+        options = [*shared, *direct_candidates(w.gate_up, rows)]
         up = timed(f"rows {rows} up", options, first)
         if not up:
             continue
@@ -88,6 +117,7 @@ def tune_experts(
                 for h, (_, blocks) in zip(made, pairs, strict=True)
             ]
 
+        options = [*shared, *direct_candidates(w.down, rows)]
         down = timed(f"rows {rows} down", options, second)
         if down:
             plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))
@@ -98,6 +128,7 @@ def tune_experts(
     named: Mapping[str, Any] = {
         "kind": operands.kind_of(w.down), "slots": shape.slots, "hidden": shape.hidden,
         "inner": shape.inner, "mean": tuning.near(picks / shape.slots),
+        "direct": int4_direct.takes_experts(w.down),
     }  # fmt: skip
     results = timed("whole layer", plans, whole)
     keep("experts_quantized", named, results, whole, used, 1e-3, device)

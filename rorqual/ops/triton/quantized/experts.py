@@ -20,7 +20,8 @@ from torch import Tensor
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
-from rorqual.ops.triton.quantized import operands
+from rorqual.ops.triton.quantized import int4_direct, operands
+from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
@@ -31,11 +32,13 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 
 @dataclass(frozen=True)
 class QuantizedTile:
-    """n weight rows (of the first product half gates, half ups), warps, pipeline stages."""
+    """n weight rows (of the first product half gates, half ups), warps, pipeline stages. direct:
+    as int4_direct.py has it, instead."""
 
-    n: int
-    warps: int
-    stages: int
+    n: int = 64
+    warps: int = 4
+    stages: int = 4
+    direct: DirectTile | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,7 @@ def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsP
         slots=slots - shared,
         hidden=hidden,
         inner=down.columns,
+        direct=int4_direct.takes_experts(down),
     )
 
 
@@ -251,7 +255,7 @@ def products(
     found = blocks or PickBlocks(ids.contiguous().view(-1), plan.rows)
     assert found.rows == plan.rows
     h = gate_up_product(x, w.gate_up, found, ids.shape[1], plan.up)
-    return down_product(h, w.down, found, plan.down)
+    return down_product(h, w.down, found, plan.down, early=plan.up.direct is not None)
 
 
 def gate_up_product(
@@ -263,6 +267,10 @@ def gate_up_product(
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=weight.data.device)
     order, table, count, limit = _places(blocks)
+    if tile.direct:
+        places = (order, table, count, limit)
+        int4_direct.gate_up(data, weight, h, places, tile.direct, blocks.rows, top_k)
+        return h
     _quantized_gate_up_kernel[limit * triton.cdiv(inner, tile.n // 2),](
         data,
         scale,
@@ -291,13 +299,20 @@ def gate_up_product(
     return h
 
 
-def down_product(h: Tensor, weight: Weight, blocks: Blocks, tile: QuantizedTile) -> Tensor:
-    """down h for each pick, in the pick's own row: [picks, hidden] in h's dtype."""
+def down_product(
+    h: Tensor, weight: Weight, blocks: Blocks, tile: QuantizedTile, early: bool = False
+) -> Tensor:
+    """down h for each pick, in the pick's own row: [picks, hidden] in h's dtype. early: the kernel
+    before is int4_direct.gate_up."""
     hidden = weight.data.shape[1]
     tile = _fitting(tile, weight)
     data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     y = torch.empty(blocks.num_picks, hidden, dtype=h.dtype, device=weight.data.device)
     order, table, count, limit = _places(blocks)
+    if tile.direct:
+        places = (order, table, count, limit)
+        int4_direct.down(data, weight, y, places, tile.direct, blocks.rows, early)
+        return y
     _quantized_down_kernel[limit * triton.cdiv(hidden, tile.n),](
         data,
         scale,
@@ -334,6 +349,6 @@ def _places(blocks: Blocks) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
 
 def _fitting(tile: QuantizedTile, weight: Weight) -> QuantizedTile:
     """GPUs before sm_90 have less shared memory."""
-    if is_hopper(weight.data.device):
+    if is_hopper(weight.data.device) or tile.direct:
         return tile
     return replace(tile, n=min(tile.n, PORTABLE_ROWS), stages=min(tile.stages, 2))

@@ -139,6 +139,31 @@ def _numbers(half, kind: tl.constexpr):
 # bits of 128 (fp16: 1024) is 128 and that number; 136 (1032) comes off again.
 
 
+def _to_16_bits(take: str, magic: str, one: str, off: str, pair: str) -> tl.constexpr:
+    """Four bytes' half bytes, which `take` puts into a, as two pairs of numbers."""
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 a, high, one, off;
+        mov.b32 high, {magic};
+        mov.b32 one, {one};
+        mov.b32 off, {off};
+        {take}
+        prmt.b32 $0, a, high, 0x4140;
+        prmt.b32 $1, a, high, 0x4342;
+        fma.rn.{pair} $0, $0, one, off;
+        fma.rn.{pair} $1, $1, one, off;
+        }}"""
+    )
+
+
+_LOW = "and.b32 a, $2, 0x0f0f0f0f;"
+_HIGH = "shr.u32 a, $2, 4; and.b32 a, a, 0x0f0f0f0f;"
+BF16_LOW = _to_16_bits(_LOW, "0x43434343", "0x3f803f80", "0xc308c308", "bf16x2")
+BF16_HIGH = _to_16_bits(_HIGH, "0x43434343", "0x3f803f80", "0xc308c308", "bf16x2")
+FP16_LOW = _to_16_bits(_LOW, "0x64646464", "0x3c003c00", "0xe408e408", "f16x2")
+FP16_HIGH = _to_16_bits(_HIGH, "0x64646464", "0x3c003c00", "0xe408e408", "f16x2")
+
+
 @triton.jit
 def low_half(packed, kind: tl.constexpr):
     """The low half bytes in `kind`, but for the factor above."""
@@ -146,34 +171,12 @@ def low_half(packed, kind: tl.constexpr):
         return _numbers(packed & 15, kind)
     elif kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, high, one, off;
-            mov.b32 high, 0x43434343;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 off, 0xc308c308;
-            and.b32 a, $2, 0x0f0f0f0f;
-            prmt.b32 $0, a, high, 0x4140;
-            prmt.b32 $1, a, high, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, off;
-            fma.rn.bf16x2 $1, $1, one, off;
-            }""",
-            "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            BF16_LOW, "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     elif kind == tl.float16:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, high, one, off;
-            mov.b32 high, 0x64646464;
-            mov.b32 one, 0x3c003c00;
-            mov.b32 off, 0xe408e408;
-            and.b32 a, $2, 0x0f0f0f0f;
-            prmt.b32 $0, a, high, 0x4140;
-            prmt.b32 $1, a, high, 0x4342;
-            fma.rn.f16x2 $0, $0, one, off;
-            fma.rn.f16x2 $1, $1, one, off;
-            }""",
-            "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            FP16_LOW, "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+        )
     elif kind == tl.int8:
         return tl.inline_asm_elementwise(
             """{
@@ -203,36 +206,12 @@ def high_half(packed, kind: tl.constexpr):
         return _numbers(packed >> 4, kind)
     elif kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, high, one, off;
-            mov.b32 high, 0x43434343;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 off, 0xc308c308;
-            shr.u32 a, $2, 4;
-            and.b32 a, a, 0x0f0f0f0f;
-            prmt.b32 $0, a, high, 0x4140;
-            prmt.b32 $1, a, high, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, off;
-            fma.rn.bf16x2 $1, $1, one, off;
-            }""",
-            "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            BF16_HIGH, "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     elif kind == tl.float16:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, high, one, off;
-            mov.b32 high, 0x64646464;
-            mov.b32 one, 0x3c003c00;
-            mov.b32 off, 0xe408e408;
-            shr.u32 a, $2, 4;
-            and.b32 a, a, 0x0f0f0f0f;
-            prmt.b32 $0, a, high, 0x4140;
-            prmt.b32 $1, a, high, 0x4342;
-            fma.rn.f16x2 $0, $0, one, off;
-            fma.rn.f16x2 $1, $1, one, off;
-            }""",
-            "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            FP16_HIGH, "=&r,=&r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+        )
     elif kind == tl.int8:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;",

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.quantized import operands
+from rorqual.ops.triton.quantized import int4_direct, operands
+from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.quantized.rows import RoundedRows
 from rorqual.ops.triton.runtime import tuning
@@ -34,13 +35,15 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 @dataclass(frozen=True)
 class QuantizedLinearPlan:
     """m tokens and n weight rows a tile; split: at most so many programs share a tile's
-    columns."""
+    columns. direct: as int4_direct.py has it, with tiles of m tokens and exactly `split`
+    programs."""
 
     m: int
-    n: int
-    warps: int
-    stages: int
+    n: int = 64
+    warps: int = 4
+    stages: int = 4
     split: int = 1
+    direct: DirectTile | None = None
 
 
 @triton.jit(do_not_specialize=["tokens", "share_steps", "split", "xs_group"])
@@ -131,6 +134,7 @@ def plan_for(weight: Weight, tokens: int) -> QuantizedLinearPlan:
         tokens=tokens,
         rows=weight.data.shape[0],
         columns=weight.columns,
+        direct=int4_direct.takes(weight),
     )
 
 
@@ -161,6 +165,9 @@ def _launch(
     (tokens, rows) = y.shape
     device = y.device
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
+    if plan.direct:
+        int4_direct.linear(data, weight, bias, y, plan.direct, plan.m, plan.split)
+        return
     if not is_hopper(device):  # less shared memory as well
         plan = replace(plan, n=min(plan.n, PORTABLE_ROWS), stages=min(plan.stages, 3))
     tiles = triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n)

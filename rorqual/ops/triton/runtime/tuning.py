@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import triton
@@ -149,9 +150,12 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
             continue
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
-        made[name] = build(hints[name], value) if is_dataclass(hints[name]) else value
-        if not isinstance(made[name], hints[name]):
-            raise TypeError(f"{kind.__name__}.{name} is no {hints[name].__name__}: {value!r}")
+        wanted = hints[name]
+        if get_origin(wanted) is UnionType:  # a dataclass that may be left out
+            wanted = NoneType if value is None else get_args(wanted)[0]
+        made[name] = build(wanted, value) if is_dataclass(wanted) else value  # type: ignore[arg-type]
+        if not isinstance(made[name], wanted):
+            raise TypeError(f"{kind.__name__}.{name} is no {wanted.__name__}: {value!r}")
     return kind(**made)
 
 
