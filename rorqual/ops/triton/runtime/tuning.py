@@ -150,10 +150,10 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
             continue
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
-        wanted = hints[name]
+        wanted: Any = hints[name]
         if get_origin(wanted) is UnionType:  # a dataclass that may be left out
             wanted = NoneType if value is None else get_args(wanted)[0]
-        made[name] = build(wanted, value) if is_dataclass(wanted) else value  # type: ignore[arg-type]
+        made[name] = build(wanted, value) if is_dataclass(wanted) else value
         if not isinstance(made[name], wanted):
             raise TypeError(f"{kind.__name__}.{name} is no {wanted.__name__}: {value!r}")
     return kind(**made)
