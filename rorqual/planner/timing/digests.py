@@ -5,7 +5,8 @@ A family is a set of modules of `ops/triton` with all they import from there, th
 backend that choose between them, and the rules of the shipped tuning files that they read. Of the
 source only the syntax tree counts, without docstrings and with local names numbered in the order
 they appear: comments, layout and a renamed local change nothing. Parameters keep their names, since
-kernels are called by them. Of a tuning rule the time it once took does not count.
+kernels are called by them. Of a tuning rule the time it once took does not count, and of the module
+that reads rules only what chooses between them: how a file becomes rules says nothing of a kernel.
 
 What it cannot see: torch, Triton, the driver and the user's own tuning files; `rorqual bench
 calibrate --full` writes down the first three and says whether there is one of the last.
@@ -28,6 +29,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 KERNELS = "rorqual.ops.triton."
 BACKEND = "ops/triton/backend.py"
 QUANTIZED_BACKEND = "ops/triton/quantized/backend.py"
+RULES = "ops/triton/runtime/tuning.py"
+CHOOSES_RULES = ("config_for", "_chosen", "fits", "_within", "shipped")
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,12 @@ def family_digest(name: str, package: Path = PACKAGE) -> str:
     family = FAMILIES[name]
     found = hashlib.sha256()
     for path in _closure(package, family.modules):
-        found.update(f"{path.relative_to(package).as_posix()}\n".encode())
-        found.update(_source(path).words.encode())
+        module = path.relative_to(package).as_posix()
+        found.update(f"{module}\n".encode())
+        source = _source(path)
+        chosen = module == RULES
+        parts = [source.functions[name] for name in CHOOSES_RULES] if chosen else [source.words]
+        found.update("\n".join(parts).encode())
     for backend, names in ((BACKEND, family.chosen_by), (QUANTIZED_BACKEND, family.quantized_by)):
         for words in _chosen(package, backend, names):
             found.update(words.encode())

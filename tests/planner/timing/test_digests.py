@@ -140,6 +140,13 @@ def test_a_tuning_rule_counts_and_its_time_does_not(source: Path) -> None:
     assert edited(source, TUNED, rules(lambda kernels: kernels.pop("gqa_decode"))) == {"gqa_decode"}
 
 
+def test_of_what_reads_rules_only_what_chooses_counts(source: Path) -> None:
+    choice = swap("(most is None or value <= most)", "(most is None or value < most)")
+    assert "gqa_decode" in edited(source, digests.RULES, choice)
+    reading = swap('raise TypeError(f"{kind.__name__} has no field', 'raise TypeError(f"no field')
+    assert edited(source, digests.RULES, reading) == set()
+
+
 def test_what_chooses_between_kernels_counts(source: Path) -> None:
     change = swap("if gemv.chosen(rows, weight.data):", "if rows.shape[0] < 3:")
     seen = edited(source, digests.BACKEND, change)

@@ -153,7 +153,9 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
         wanted: Any = hints[name]
         if get_origin(wanted) is UnionType:  # a dataclass that may be left out
             wanted = NoneType if value is None else get_args(wanted)[0]
-        made[name] = build(wanted, value) if is_dataclass(wanted) else value
+        made[name] = value
+        if is_dataclass(wanted):
+            made[name] = build(wanted, value)  # type: ignore[arg-type]
         if not isinstance(made[name], wanted):
             raise TypeError(f"{kind.__name__}.{name} is no {wanted.__name__}: {value!r}")
     return kind(**made)
