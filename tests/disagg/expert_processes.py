@@ -56,6 +56,12 @@ class ExpertProcess:
         self.process.kill()
         self.process.communicate()
 
+    def end(self) -> None:
+        """As it is told to, by SIGTERM."""
+        assert self.process is not None
+        self.process.terminate()
+        self.process.communicate(timeout=30)
+
     def restart(self) -> None:
         self.kill()
         self.start()
