@@ -46,6 +46,9 @@ SOCKET_BYTES = 4 * 2**20
 GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST_SHARE = 0.05
 DAMPING = 0.25  # of a correction of shares
+# of a share's way back to 1, at each correction: without it one that was slow once, and answers as
+# fast as the others since, would keep the share that it had fallen to
+RECOVERY = 0.05
 SMOOTH = 0.2  # weight of the newest call in a server's mean
 RESHARE_SECONDS = 0.25
 RESHARE_CHANGE = 0.1
@@ -249,7 +252,9 @@ class ExpertServers:
         if len(measured) < len(links):
             return
         middle = sum(link.seconds for link in measured) / len(measured)
-        wanted = [link.share * (middle / link.seconds) ** DAMPING for link in measured]
+        wanted = [
+            link.share ** (1 - RECOVERY) * (middle / link.seconds) ** DAMPING for link in measured
+        ]
         most = max(wanted)
         changed = False
         for link, share in zip(measured, wanted, strict=True):
@@ -370,6 +375,9 @@ class ExpertServers:
             for lane in (None, *range(self.lanes)):
                 sock = socket.create_connection(address, CONNECT_SECONDS)
                 opened.append(sock)
+                if sock.getsockname() == sock.getpeername():
+                    # on loopback a port that nobody listens at may meet itself, and be taken then
+                    raise LinkError("Connection refused")
                 sock.settimeout(GREETING_SECONDS)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
