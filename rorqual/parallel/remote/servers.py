@@ -48,7 +48,7 @@ LEAST_SHARE = 0.05
 DAMPING = 0.25  # of a correction of shares
 # of a share's way back to 1, at each correction: without it one that was slow once, and answers as
 # fast as the others since, would keep the share that it had fallen to
-RECOVERY = 0.05
+RECOVERY = 0.1
 SMOOTH = 0.2  # weight of the newest call in a server's mean
 RESHARE_SECONDS = 0.25
 RESHARE_CHANGE = 0.1
