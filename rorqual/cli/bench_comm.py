@@ -51,23 +51,36 @@ def bench_hop(
     fp8: Annotated[
         bool, typer.Option("--fp8/--no-fp8", help="Rows travel in fp8 with scales, or in bf16.")
     ] = True,
+    intermediate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Columns of experts that are read here too, by one row, for comparison "
+            "(DeepSeek-V3: 2048); 0: none are.",
+        ),
+    ] = 0,
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
     """Time rows to expert servers of this host and back, without the experts' time."""
     from rorqual.bench.comm import expert_hop
+    from rorqual.bench.comm.expert_reads import bench_reads
     from rorqual.platforms import device_of
 
     if experts < max(servers, top_k):
         raise typer.BadParameter(f"{experts} experts for {servers} servers and {top_k} picks")
     counts = tuple(numbers(rows))
     setup = expert_hop.HopSetup(
-        counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type
+        counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type, intermediate
     )
     found = expert_hop.bench(setup)
     expert_hop.print_table(found, setup)
+    reads = None
+    if intermediate:
+        reads = bench_reads(hidden, intermediate, top_k, setup.device, repeats)
+        expert_hop.print_reads(reads, found, setup)
     if json_file:
-        json_file.write_text(expert_hop.as_json(found, setup) + "\n")
+        json_file.write_text(expert_hop.as_json(found, setup, reads) + "\n")
 
 
 def bench_pages(

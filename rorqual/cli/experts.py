@@ -6,13 +6,21 @@ import logging
 import signal
 import threading
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rorqual.cli.options import Flags, Given, Model, Recipe, Settings, engine_options, with_options
 from rorqual.config.log import log_to_stderr
 from rorqual.engine.config import EngineConfig
+from rorqual.errors import ConfigError
+from rorqual.parallel.remote.config import read_link_secret
+from rorqual.registry.address import SCHEME
+from rorqual.registry.expert_registry import ExpertMembership, ExpertRegistry, expert_registry
+from rorqual.registry.experts import ExpertRecord
+
+if TYPE_CHECKING:
+    from rorqual.disagg.expert_server import ExpertServer
 
 log = logging.getLogger("rorqual.experts")
 ENGINE = Flags(
@@ -29,6 +37,21 @@ ENGINE = Flags(
     ),
 )
 MAX_ROWS = 16_384
+Register = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--register",
+        help="Where callers look (--experts-from): http://HOST:PORT of a `rorqual route`, or "
+        "etcd://HOST:PORT; may be repeated.",
+    ),
+]
+RegisterSecret = Annotated[
+    str | None,
+    typer.Option(
+        "--register-secret-file",
+        help="A file with the router's --admin-secret-file secret; etcd needs none.",
+    ),
+]
 
 
 @with_options(engine=ENGINE)
@@ -58,6 +81,8 @@ def experts(
         str | None,
         typer.Option("--expert-secret-file", help="A file with the secret that callers know."),
     ] = None,
+    register: Register = None,
+    register_secret_file: RegisterSecret = None,
     max_rows: Annotated[
         int, typer.Option("--max-rows", min=1, max=1_048_576, help="Most rows of a call.")
     ] = MAX_ROWS,
@@ -69,9 +94,18 @@ def experts(
 
     log_to_stderr("rorqual experts: %(message)s", logging.INFO)
     named, options = engine_options(config, settings, engine)
+    told = (slots.replace(" ", ""), layers.replace(" ", ""))
+    registries = _registries(register or [], register_secret_file, secret_file)
+    if registries:
+        ExpertRecord("127.0.0.1:1", *told)  # not after minutes of loading
     server = serve_experts(
         model or named, options, layers, slots, listen, secret_file, max_rows, max_slots or 0
     )
+    _serve(server, registries, told)
+
+
+def _serve(server: ExpertServer, registries: list[ExpertRegistry], told: tuple[str, str]) -> None:
+    """Until a signal says to end."""
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -80,5 +114,28 @@ def experts(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     print(f"experts at {server.host}:{server.port}", flush=True)
+    record = ExpertRecord(f"{server.host}:{server.port}", *told)
+    members = [ExpertMembership(registry, record) for registry in registries]
     stopped.wait()
+    for member in members:
+        member.leave()
     server.close()
+
+
+def _registries(
+    given: list[str], register_secret_file: str | None, secret_file: str | None
+) -> list[ExpertRegistry]:
+    """Raises ConfigError."""
+    if not given:
+        if register_secret_file is not None:
+            raise ConfigError("register_secret_file goes with register alone")
+        return []
+    secret = read_link_secret(secret_file, "expert_secret_file")
+    etcd = [url for url in given if url.startswith(SCHEME)]
+    if register_secret_file is not None and len(etcd) == len(given):
+        raise ConfigError("register_secret_file goes with a router's address alone")
+    files = [None if url in etcd else register_secret_file for url in given]
+    return [
+        expert_registry(url, secret, file, "register")
+        for url, file in zip(given, files, strict=True)
+    ]

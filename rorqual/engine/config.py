@@ -19,6 +19,7 @@ from rorqual.parallel.remote.config import (
     read_address,
     read_link_secret,
 )
+from rorqual.registry.expert_registry import check_registry, expert_registry
 
 # The documents' names for the modes are understood too.
 EXE_MODES = {
@@ -323,8 +324,18 @@ class EngineConfig:
         "HOST:PORT of expert servers (`rorqual experts`), which hold the routed experts in place "
         "of this engine; may be repeated, or given with commas.",
     )
+    experts_from: str | None = _parallel(
+        None,
+        "Where expert servers register (`rorqual experts --register`): http://HOST:PORT of a "
+        "`rorqual route`, or etcd://HOST:PORT. They are taken in and left out while requests run.",
+    )
+    experts_from_secret_file: str | None = _parallel(
+        None, "A file with the router's --admin-secret-file secret; etcd needs none."
+    )
     expert_secret_file: str | None = _parallel(
-        None, "A file with the secret that they know as well; needed with --experts."
+        None,
+        "A file with the secret that expert servers know as well; needed with --experts and "
+        "--experts-from.",
     )
     expert_timeout: float = _parallel(
         2.0, "Seconds of silence after which an expert server is left out until it answers again."
@@ -407,7 +418,7 @@ class EngineConfig:
 
     def _check_turns(self) -> None:
         """Without pipeline stages only where steps wait for experts elsewhere."""
-        if not self.experts:
+        if not self.remote:
             raise ConfigError(
                 f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
             )
@@ -429,18 +440,22 @@ class EngineConfig:
 
     def _check_experts(self) -> None:
         """What goes with experts in other processes."""
-        if self.exchange == REMOTE or (self.experts and self.exchange != "auto"):
+        if self.exchange == REMOTE or (self.remote and self.exchange != "auto"):
             raise ConfigError(
                 f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
-                if not self.experts
+                if not self.remote
                 else f"exchange={self.exchange!r} does not go with experts; accepted: auto"
             )
-        if not self.experts:
+        if self.experts_from is None and self.experts_from_secret_file is not None:
+            raise ConfigError("experts_from_secret_file goes with experts_from alone")
+        if not self.remote:
             if self.expert_secret_file is not None:
-                raise ConfigError("expert_secret_file goes with experts alone")
+                raise ConfigError("expert_secret_file goes with experts or experts_from alone")
             if self.expert_rebalance:
-                raise ConfigError("expert_rebalance goes with experts alone")
+                raise ConfigError("expert_rebalance goes with experts or experts_from alone")
             return
+        if self.experts_from is not None:
+            check_registry(self.experts_from)
         others = {
             "fixed_experts": self.fixed_experts,
             "single_rank_bench": self.single_rank_bench,
@@ -472,12 +487,24 @@ class EngineConfig:
         names = [name.strip() for given in self.experts for name in given.split(",")]
         return tuple(dict.fromkeys(read_address(name, "experts") for name in names))
 
+    @property
+    def remote(self) -> bool:
+        """Whether experts are in other processes."""
+        return bool(self.experts) or self.experts_from is not None
+
     def remote_experts(self) -> RemoteConfig | None:
-        """With the secret read from its file; None without expert servers."""
-        if not self.experts:
+        """With secrets read from their files; None without expert servers."""
+        if not self.remote:
             return None
         secret = read_link_secret(self.expert_secret_file, "expert_secret_file")
-        return RemoteConfig(self.expert_servers, secret, self.expert_timeout, self.expert_wait)
+        registry = None
+        if self.experts_from is not None:
+            registry = expert_registry(
+                self.experts_from, secret, self.experts_from_secret_file, "experts_from"
+            )
+        return RemoteConfig(
+            self.expert_servers, secret, self.expert_timeout, self.expert_wait, registry
+        )
 
     def _check_compiled_ranks(self) -> None:
         """What one traced step of a rank cannot hold."""
@@ -601,7 +628,7 @@ class EngineConfig:
     @property
     def parallel(self) -> ParallelConfig:
         given = {item.name: getattr(self, item.name) for item in fields(ParallelConfig)}
-        if self.experts:
+        if self.remote:
             given["exchange"] = REMOTE
         return ParallelConfig(**given)
 

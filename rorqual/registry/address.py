@@ -21,17 +21,33 @@ class EtcdAddress:
     prefix: str
 
 
-def etcd_address(given: str) -> EtcdAddress:
-    """Raises ConfigError. Hosts are names, or loopback or private addresses: what is said to etcd
-    is not encrypted."""
+def etcd_address(given: str, prefix: str = PREFIX) -> EtcdAddress:
+    """prefix: of keys, where the address names no path. Raises ConfigError. Hosts are names, or
+    loopback or private addresses: what is said to etcd is not encrypted."""
     if not given.startswith(SCHEME):
         raise ConfigError(f"{given!r} is no address of etcd; accepted: {FORM}")
     hosts, _, path = given[len(SCHEME) :].partition("/")
     bases = tuple(_base(host, given) for host in hosts.split(","))
-    path = "/" + path.strip("/") if path.strip("/") else PREFIX
+    path = "/" + path.strip("/") if path.strip("/") else prefix
     if not path.isascii() or not path.isprintable() or " " in path:
         raise ConfigError(f"{given!r}: its path is no prefix of keys; accepted: printable ASCII")
     return EtcdAddress(bases, path + "/")
+
+
+def router_address(given: str) -> str:
+    """URL of a router that is asked for servers, without a slash at its end. Raises ConfigError."""
+    found = given.rstrip("/")
+    try:
+        parts = urlsplit(found)
+        known = bool(parts.hostname) and parts.port != 0 and not (parts.path or parts.query)
+        known = known and parts.scheme in ("http", "https") and "@" not in parts.netloc
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(f"{given!r} is no address; accepted: http://HOST:PORT, or {FORM}")
+    if parts.scheme == "http" and not is_private(parts.hostname or ""):
+        raise ConfigError(f"{given!r} is public; accepted: private addresses, names, or https://")
+    return found
 
 
 def _base(host: str, given: str) -> str:

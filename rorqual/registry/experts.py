@@ -42,7 +42,7 @@ class ExpertRecord:
 
 
 class RegistryError(Exception):
-    """A router does not answer, or says no."""
+    """A registry does not answer, or says no."""
 
 
 def register_experts(router: str, secret: str, record: ExpertRecord, seconds: float) -> None:
@@ -58,11 +58,18 @@ def forget_experts(router: str, secret: str, record: ExpertRecord) -> None:
 
 def find_experts(router: str, secret: str) -> list[ExpertRecord]:
     """Those whose leases have not ended. Raises RegistryError."""
+    return list_experts(router, secret)[0]
+
+
+def list_experts(router: str, secret: str) -> tuple[list[ExpertRecord], str]:
+    """Those whose leases have not ended, and the name of the list: another one where the router was
+    started anew, and knows nobody of before. Raises RegistryError."""
     found = _ask(f"{router}/admin/experts", secret, None)
     try:
-        return [
+        records = [
             ExpertRecord(one["address"], one["slots"], one["layers"]) for one in found["servers"]
         ]
+        return records, str(found["list"])
     except (KeyError, TypeError, ConfigError) as error:
         raise RegistryError(f"{router} answers something else than a list: {error}") from None
 

@@ -68,6 +68,18 @@ class EtcdClient:
         if int(found.get("result", {}).get("TTL", 0)) <= 0:
             raise EtcdError("the lease has ended", gone=True)
 
+    def below(self, prefix: str, most: int = MOST_RECORDS) -> tuple[str, int, dict[str, bytes]]:
+        """All that is there under keys that begin so: the cluster's name, its revision, and values
+        by key."""
+        found = self._ask("kv/range", {**keys_below(prefix), "limit": str(most)})
+        try:
+            head = found["header"]
+            cluster, revision = str(head.get("cluster_id", "")), int(head["revision"])
+            kvs = list(found.get("kvs", ()))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise EtcdError("it answers something else than a list") from None
+        return cluster, revision, dict(map(decoded, kvs))
+
     def revoke(self, lease: str) -> None:
         """With all that is there until it ends."""
         self._ask("lease/revoke", {"ID": lease})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from rorqual.registry.address import EtcdAddress
 from rorqual.registry.gateway import EtcdClient, EtcdError
@@ -12,16 +13,13 @@ from rorqual.registry.records import SIGNED_SECONDS, ServerRecord
 LEASE_SECONDS = 15.0  # after which a server that renews nothing is there no more
 
 
-class Membership:
-    """roles: under each of which the URL is told. Calls wait for etcd, and so are for threads; they
-    raise EtcdError. Nothing is renewed once it leaves."""
+class LeasedRecords:
+    """records: what is written, by key, signed anew. Calls wait for etcd, and so are for threads;
+    they raise EtcdError. Nothing is renewed once it leaves."""
 
-    def __init__(self, address: EtcdAddress, secret: str, url: str, roles: tuple[str, ...]):
-        self.client = EtcdClient(address)
-        self.prefix = address.prefix
-        self.secret = secret
-        self.url = url
-        self.roles = roles
+    def __init__(self, client: EtcdClient, records: Callable[[], dict[str, bytes]]):
+        self.client = client
+        self.records = records
         self.lease: str | None = None
         self.signed = 0.0  # when, on the monotonic clock
         self.left = False
@@ -50,9 +48,8 @@ class Membership:
             self._write(self.lease)
 
     def _write(self, lease: str) -> None:
-        for role in self.roles:
-            record = ServerRecord.new(self.url, role)
-            self.client.put(record.key(self.prefix), record.signed(self.secret), lease)
+        for key, value in self.records().items():
+            self.client.put(key, value, lease)
         self.signed = time.monotonic()
 
     def leave(self) -> None:
@@ -61,3 +58,18 @@ class Membership:
         with self.lock:
             if self.lease is not None:
                 self.client.revoke(self.lease)
+
+
+class Membership(LeasedRecords):
+    """Of a server that answers requests. roles: under each of which the URL is told."""
+
+    def __init__(self, address: EtcdAddress, secret: str, url: str, roles: tuple[str, ...]):
+        self.prefix = address.prefix
+        self.secret = secret
+        self.url = url
+        self.roles = roles
+        super().__init__(EtcdClient(address), self._signed)
+
+    def _signed(self) -> dict[str, bytes]:
+        made = [ServerRecord.new(self.url, role) for role in self.roles]
+        return {record.key(self.prefix): record.signed(self.secret) for record in made}

@@ -1,6 +1,6 @@
-"""What a server writes about itself: where it is and for what, signed with the secret of the
-routers and good for a while. Who can write to etcd but does not know the secret can delete records,
-but make none, and bring back none that is older than SIGNED_SECONDS."""
+"""What a server writes about itself: where it is and for what, signed with the secret of those who
+look there and good for a while. Who can write to etcd but does not know the secret can delete
+records, but make none, and bring back none that is older than SIGNED_SECONDS."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hmac
 import json
 import time
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from rorqual.registry.address import is_private
@@ -39,33 +40,52 @@ class ServerRecord:
         return f"{prefix}{self.role}/{hashlib.sha256(self.url.encode()).hexdigest()[:32]}"
 
     def signed(self, secret: str) -> bytes:
-        told = json.dumps({"url": self.url, "role": self.role, "expires": self.expires})
-        return json.dumps({"record": told, "mac": _mac(secret, told)}).encode()
+        told = {"url": self.url, "role": self.role, "expires": self.expires}
+        return sealed(told, secret, PURPOSE)
 
 
-def read_record(value: bytes, secret: str, roles: tuple[str, ...]) -> ServerRecord:
-    """Raises BadRecord."""
+def sealed(told: dict[str, Any], secret: str | bytes, purpose: bytes) -> bytes:
+    """A record of `purpose`, signed."""
+    text = json.dumps(told)
+    return json.dumps({"record": text, "mac": _mac(secret, text, purpose)}).encode()
+
+
+def unsealed(value: bytes, secret: str | bytes, purpose: bytes) -> Any:
+    """What was signed. Raises BadRecord."""
     if len(value) > LONGEST_RECORD:
         raise BadRecord(f"it has more than {LONGEST_RECORD} bytes")
     try:
         outer = json.loads(value)
         told, mac = outer["record"], outer["mac"]
-        genuine = hmac.compare_digest(_mac(secret, told).encode(), mac.encode())
+        genuine = hmac.compare_digest(_mac(secret, told, purpose).encode(), mac.encode())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadRecord("it is no signed record") from None
     if not genuine:
         raise BadRecord("its signature is of another secret")
     try:
-        found = json.loads(told)
-        record = ServerRecord(str(found["url"]), str(found["role"]), float(found["expires"]))
-        host = urlsplit(record.url).hostname or ""
-    except (ValueError, KeyError, TypeError):
-        raise BadRecord("it says no URL, role and time") from None
-    late = time.time() - record.expires
+        return json.loads(told)
+    except ValueError:
+        raise BadRecord("it is no signed record") from None
+
+
+def check_expiry(expires: float) -> None:
+    """Raises BadRecord."""
+    late = time.time() - expires
     if late > 0:
         raise BadRecord(f"its signature ended {late:.0f} s ago (do the clocks agree?)")
     if not late >= -2 * SIGNED_SECONDS:
         raise BadRecord("its signature ends too far in the future (do the clocks agree?)")
+
+
+def read_record(value: bytes, secret: str, roles: tuple[str, ...]) -> ServerRecord:
+    """Raises BadRecord."""
+    found = unsealed(value, secret, PURPOSE)
+    try:
+        record = ServerRecord(str(found["url"]), str(found["role"]), float(found["expires"]))
+        host = urlsplit(record.url).hostname or ""
+    except (ValueError, KeyError, TypeError):
+        raise BadRecord("it says no URL, role and time") from None
+    check_expiry(record.expires)
     if record.role not in roles:
         raise BadRecord(f"its role {record.role!r} is not known")
     if not is_private(host):
@@ -73,5 +93,6 @@ def read_record(value: bytes, secret: str, roles: tuple[str, ...]) -> ServerReco
     return record
 
 
-def _mac(secret: str, told: str) -> str:
-    return hmac.new(secret.encode(), PURPOSE + told.encode(), hashlib.sha256).hexdigest()
+def _mac(secret: str | bytes, told: str, purpose: bytes = PURPOSE) -> str:
+    key = secret.encode() if isinstance(secret, str) else secret
+    return hmac.new(key, purpose + told.encode(), hashlib.sha256).hexdigest()

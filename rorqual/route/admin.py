@@ -59,7 +59,7 @@ class Admin:
         return web.json_response({"servers": [server.told() for server in self.servers]})
 
     async def list_experts(self, request: web.Request) -> web.Response:
-        return web.json_response({"servers": self.experts.told()})
+        return web.json_response({"list": self.experts.name, "servers": self.experts.told()})
 
     async def register(self, request: web.Request) -> web.Response:
         fields = await _fields(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import asdict
 from typing import Any
@@ -14,9 +15,10 @@ EXPERTS = "experts"  # their role
 
 
 class ExpertList:
-    """By address, each until its lease ends."""
+    """By address, each until its lease ends. name: of this list, another one after a restart."""
 
     def __init__(self) -> None:
+        self.name = secrets.token_hex(8)
         self.known: dict[str, tuple[ExpertRecord, float]] = {}
 
     def join(self, record: ExpertRecord, seconds: float) -> dict[str, Any]:

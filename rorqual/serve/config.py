@@ -79,7 +79,7 @@ class ServeConfig:
         "none",
         "prefill: keep the pages of prompts whose answers go on elsewhere, and serve them; decode: "
         "fetch the pages of prompts that were computed elsewhere; both; attention: experts are in "
-        "other processes (needs --experts, which the other roles may have too).",
+        "other processes (needs --experts or --experts-from, which the other roles may have too).",
         choices=("none", *ROLES, ATTENTION),
     )
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
@@ -163,8 +163,10 @@ class ServeConfig:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
-        if self.role == ATTENTION and not self.engine.get("experts"):
-            raise ConfigError("role='attention' needs experts")
+        if self.role == ATTENTION and not (
+            self.engine.get("experts") or self.engine.get("experts_from")
+        ):
+            raise ConfigError("role='attention' needs experts or experts_from")
         if self.role in ROLES:
             self._check_role()
         self._check_register()

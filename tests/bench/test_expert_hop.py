@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rorqual.bench.comm.expert_hop import HopSetup, as_json, bench
+from rorqual.bench.comm.expert_hop import HopSetup, as_json, bench, print_reads
+from rorqual.bench.comm.expert_reads import bench_reads
 
 
 @pytest.mark.exhaustive
@@ -23,3 +24,16 @@ def test_rows_travel_and_are_counted(fp8: bool) -> None:
         assert 0 < hop.us <= hop.p90
         assert hop.plain > 0
     assert json.loads(as_json(found, setup))["setup"]["servers"] == 2
+
+
+@pytest.mark.exhaustive
+def test_experts_are_read_here_for_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = HopSetup((1,), 2, 256, 4, 2, repeats=5, intermediate=512)
+    reads = bench_reads(256, 512, 2, "cpu", 5)
+    assert reads.bytes == 3 * 256 * 512 * 2
+    assert 0 < reads.one < reads.us
+    hops = bench(setup)
+    print_reads(reads, hops, setup)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"through one each on 2 servers: {hops[0].us + reads.one:.0f} us" in told
+    assert json.loads(as_json(hops, setup, reads))["reads"]["picks"] == 2

@@ -1,14 +1,11 @@
-"""Expert servers as processes of their own, and a proxy that stalls, for tests."""
+"""Expert servers as processes of their own, for tests."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -56,6 +53,12 @@ class ExpertProcess:
         self.process.kill()
         self.process.communicate()
 
+    def end(self) -> None:
+        """As it is told to, by SIGTERM."""
+        assert self.process is not None
+        self.process.terminate()
+        self.process.communicate(timeout=30)
+
     def restart(self) -> None:
         self.kill()
         self.start()
@@ -65,51 +68,6 @@ class ExpertProcess:
         self.signal(signal.SIGSTOP)
         time.sleep(seconds)
         self.signal(signal.SIGCONT)
-
-
-class StallingProxy:
-    """Passes links on, and nothing while `stalled` is set."""
-
-    def __init__(self, port: int):
-        self.target = port
-        self.stalled = threading.Event()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self.listener.accept()
-                other = socket.create_connection(("127.0.0.1", self.target), 5)
-            except OSError:
-                if self.listener.fileno() < 0:
-                    return
-                sock.close()
-                continue
-            for one, two in ((sock, other), (other, sock)):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=self._pass, args=(one, two), daemon=True).start()
-
-    def _pass(self, one: socket.socket, two: socket.socket) -> None:
-        try:
-            while data := one.recv(1 << 20):
-                while self.stalled.is_set():
-                    time.sleep(0.01)
-                two.sendall(data)
-        except OSError:
-            pass
-        for sock in (one, two):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def stall(self, seconds: float) -> None:
-        self.stalled.set()
-        time.sleep(seconds)
-        self.stalled.clear()
-
-    def close(self) -> None:
-        self.listener.close()
 
 
 def write_secret(folder: Path) -> str:

@@ -208,5 +208,5 @@ def test_a_server_fails_in_the_midst_of_a_move(
 
 
 def test_rebalancing_needs_servers() -> None:
-    with pytest.raises(ConfigError, match="expert_rebalance goes with experts alone"):
+    with pytest.raises(ConfigError, match="expert_rebalance goes with experts or experts_from"):
         LLM(**COMMON, expert_rebalance=True)

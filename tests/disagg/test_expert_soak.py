@@ -1,5 +1,5 @@
-"""Expert servers that are killed, stopped, stalled and started again while requests run: no wrong
-token."""
+"""Expert servers that are killed, stopped, stalled, slow and started again, answer garbage, or come
+back with another checkpoint, while requests run: no wrong token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from typing import Any
 import pytest
 
 from rorqual import LLM, SamplingParams
-from tests.disagg.expert_processes import ExpertProcess, StallingProxy, write_secret
+from tests.disagg.expert_processes import ExpertProcess, write_secret
+from tests.disagg.link_proxy import GARBAGE, LinkProxy
 from tests.engine.mixed_batch import COMMON, TEXTS
 
 pytestmark = pytest.mark.longest
 REQUESTS = 1000
 READERS = 12
 TOKENS = 16
+OTHER = ["--set", "weights=random"]
+KINDS = (
+    "kill",
+    "stop",
+    "stall",
+    "short stop",
+    "garbage",
+    "another checkpoint",
+    "slow",
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +87,7 @@ def allowed(alone: LLM, number: int) -> list[list[int]]:
 class Chaos:
     """One fault after another until `stop`; never two servers at once. counts: by kind."""
 
-    def __init__(self, servers: list[ExpertProcess], proxy: StallingProxy):
+    def __init__(self, servers: list[ExpertProcess], proxy: LinkProxy):
         self.servers = servers
         self.proxy = proxy
         self.draw = random.Random(3)
@@ -86,20 +97,33 @@ class Chaos:
         self.thread.start()
 
     def _run(self) -> None:
-        for kind in itertools.cycle(("kill", "stop", "stall", "short stop")):
+        for kind in itertools.cycle(KINDS):
             if self.stopped.wait(self.draw.uniform(0.2, 0.6)):
                 return
-            server = self.draw.choice(self.servers)
-            if kind == "kill":
-                server.restart()
-            elif kind == "stop":
-                server.pause(2.5)
-            elif kind == "short stop":
-                server.pause(0.2)
-            else:
-                self.proxy.stall(2.0)
+            self._do(kind, self.draw.choice(self.servers))
             self.counts[kind] = self.counts.get(kind, 0) + 1
             time.sleep(1.0)  # it is linked again, and the next may fail
+
+    def _do(self, kind: str, server: ExpertProcess) -> None:
+        if kind == "kill":
+            server.restart()
+        elif kind == "stop":
+            server.pause(2.5)
+        elif kind == "short stop":
+            server.pause(0.2)
+        elif kind == "stall":
+            self.proxy.stall(2.0)
+        elif kind == "slow":
+            self.proxy.slow(0.02, 2.0)
+        elif kind == "garbage":
+            self.proxy.garbage = GARBAGE[self.draw.choice(sorted(GARBAGE))]
+        else:
+            server.kill()
+            server.arguments += OTHER
+            server.restart()
+            time.sleep(1.0)  # callers find it there, and are refused
+            del server.arguments[-len(OTHER) :]
+            server.restart()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -114,7 +138,7 @@ def test_a_thousand_requests_under_faults(
     alone: LLM,
     expected: list[list[int]],
 ) -> None:
-    proxy = StallingProxy(servers[1].port)
+    proxy = LinkProxy(servers[1].port, alone.engine.worker.model_config.hidden_size)
     ports = [servers[0].port, proxy.port, servers[2].port]
     llm = LLM(
         **OPTIONS,
@@ -149,4 +173,5 @@ def test_a_thousand_requests_under_faults(
     print(f"\n{REQUESTS} requests in {seconds:.0f} s under {chaos.counts}; near ties: {other}")
     assert [n for n in other if found[n] not in allowed(alone, n)] == []
     assert len(other) <= REQUESTS // 200
-    assert set(chaos.counts) == {"kill", "stop", "stall", "short stop"}
+    assert set(chaos.counts) == set(KINDS)
+    assert proxy.garbled

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from rorqual.bench.comm.expert_reads import Reads
 from rorqual.disagg.expert_server import ExpertServer
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
@@ -39,7 +40,8 @@ WARM = 20
 
 @dataclass(frozen=True)
 class HopSetup:
-    """experts: of the layer, dealt out to `servers` processes; each row picks `top_k` of them."""
+    """experts: of the layer, dealt out to `servers` processes; each row picks `top_k` of them.
+    intermediate: columns of experts that are read here, for comparison; 0 for none."""
 
     rows: tuple[int, ...]
     servers: int = 1
@@ -49,6 +51,7 @@ class HopSetup:
     repeats: int = 200
     fp8: bool = True
     device: str = "cpu"
+    intermediate: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,25 @@ def print_table(found: list[Hop], setup: HopSetup, console: Console | None = Non
     (console or Console()).print(table)
 
 
-def as_json(found: list[Hop], setup: HopSetup) -> str:
-    return json.dumps({"setup": asdict(setup), "hops": [asdict(hop) for hop in found]}, indent=1)
+def print_reads(reads: Reads, hops: list[Hop], setup: HopSetup) -> None:
+    """Beside calls of one row, where these were timed."""
+    console = Console()
+    size = reads.bytes / 1e6
+    console.print(
+        f"one row through {reads.picks} experts of {setup.hidden} x {setup.intermediate} here: "
+        f"{reads.us:.0f} us; through one ({size:.0f} MB in bf16): {reads.one:.0f} us"
+    )
+    for hop in hops:
+        if hop.rows == 1 and setup.servers >= reads.picks:
+            console.print(
+                f"through one each on {setup.servers} servers: {hop.us + reads.one:.0f} us, as the "
+                "sum of a call and of one expert, each server with a machine of its own"
+            )
+
+
+def as_json(found: list[Hop], setup: HopSetup, reads: Reads | None = None) -> str:
+    told = {"setup": asdict(setup), "hops": [asdict(hop) for hop in found]}
+    return json.dumps({**told, "reads": asdict(reads) if reads else None}, indent=1)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
+from rorqual.parallel.remote.discovery import ExpertDiscovery
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
@@ -371,7 +372,7 @@ class Worker:
         model = self.model_config
         seed = config.seed if config.weights == "random" else None
         dtype = getattr(torch, self.dtype)
-        return ExpertServers(
+        servers = ExpertServers(
             remote,
             expert_fingerprint(config.model, model, dtype, seed),
             self.expert_layers,
@@ -379,6 +380,9 @@ class Worker:
             self.calls_at_once,
             max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
         )
+        if remote.registry is not None:
+            ExpertDiscovery(servers, remote.registry, remote.servers).start()
+        return servers
 
     def abandon(self) -> None:
         """Steps in flight are nobody's: what is not computed yet never will be."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.link import SHORTEST_SECRET
+from rorqual.registry.expert_registry import ExpertRegistry
 
 MOST_SERVERS = 256
 
@@ -15,12 +16,14 @@ MOST_SERVERS = 256
 @dataclass(frozen=True)
 class RemoteConfig:
     """servers: HOST:PORT of each. timeout: seconds of silence after which a server is left out.
-    wait: seconds that a step may wait for a server where none holds an expert."""
+    wait: seconds that a step may wait for a server where none holds an expert. registry: where
+    others are found."""
 
     servers: tuple[tuple[str, int], ...]
     secret: bytes
     timeout: float = 2.0
     wait: float = 30.0
+    registry: ExpertRegistry | None = None
 
 
 def read_address(text: str, name: str, least: int = 1) -> tuple[str, int]:

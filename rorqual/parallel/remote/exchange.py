@@ -287,8 +287,11 @@ class RemoteExchange:
 
     def _ready(self, call: ExpertCall, event: int) -> bool:
         """Wait for the socket; False where the server ends before."""
+        number = call.data.sock.fileno()
+        if number < 0:  # another thread has just closed it
+            return False
         poll = select.poll()
-        poll.register(call.data.sock, event)
+        poll.register(number, event)
         while not poll.poll(LOOK_MS):
             if not call.link.alive:
                 return False
@@ -306,10 +309,10 @@ class RemoteExchange:
         poll = select.poll()
         lost = []
         for call in calls:
-            if not call.sent or not call.link.alive:
+            number = call.data.sock.fileno()
+            if not call.sent or not call.link.alive or number < 0:
                 lost.append(call)
                 continue
-            number = call.data.sock.fileno()
             waiting[number] = call
             poll.register(number, select.POLLIN)
         while waiting:

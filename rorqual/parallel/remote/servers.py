@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ SOCKET_BYTES = 4 * 2**20
 GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST_SHARE = 0.05
 DAMPING = 0.25  # of a correction of shares
+# of a share's way back to 1, at each correction: without it one that was slow once, and answers as
+# fast as the others since, would keep the share that it had fallen to
+RECOVERY = 0.1
 SMOOTH = 0.2  # weight of the newest call in a server's mean
 RESHARE_SECONDS = 0.25
 RESHARE_CHANGE = 0.1
@@ -84,12 +87,13 @@ class Holders:
 
 @dataclass
 class KnownServer:
-    """failure: why there is no link, for messages."""
+    """failure: why there is no link, for messages. gone: it is to be linked no more."""
 
     address: Address
     link: ServerLink | None = None
     failure: str = "has not answered yet"
     told: str = ""
+    gone: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class ExpertServers:
         self.num_experts = num_experts
         self.lanes = lanes
         self.max_rows = max_rows
-        self.known = [KnownServer(address) for address in config.servers]
+        self.known: list[KnownServer] = []  # replaced as a whole
+        self.registry = ""  # what is to be said of where others are found
         self.changed = threading.Condition()
         self.links: tuple[ServerLink, ...] = ()  # replaced as a whole, in the order of addresses
         self.tables: dict[int, Holders] = {}
@@ -129,9 +134,45 @@ class ExpertServers:
         self.reshared = time.monotonic()
         self.turn = 0.0
         self.closing = threading.Event()
-        for server in self.known:
-            name = f"experts {server.address[0]}:{server.address[1]}"
-            threading.Thread(target=self._keep, args=(server,), name=name, daemon=True).start()
+        for address in config.servers:
+            self.join(address)
+
+    def join(self, address: Address) -> None:
+        """Link a server, and again whenever it answers anew. Any thread."""
+        with self.changed:
+            if self.closing.is_set() or any(one.address == address for one in self.known):
+                return
+            server = KnownServer(address)
+            self.known = [*self.known, server]
+        name = f"experts {address[0]}:{address[1]}"
+        threading.Thread(target=self._keep, args=(server,), name=name, daemon=True).start()
+
+    def leave(self, address: Address) -> bool:
+        """Link a server no more: whether it is left out. One that is linked, and alone holds an
+        expert, stays. Any thread."""
+        with self.changed:
+            server = next((one for one in self.known if one.address == address), None)
+            if server is None:
+                return True
+            link = server.link
+            if link is not None and link.alive and self._holds_alone(link):
+                return False
+            server.gone.set()
+            self.known = [one for one in self.known if one is not server]
+            self.links = tuple(one for one in self.links if one is not link)
+            self.changed.notify_all()
+        if link is not None:
+            link.close()
+        log.warning("experts of %s:%d are left out: they left the registry", *address)
+        return True
+
+    def _holds_alone(self, link: ServerLink) -> bool:
+        others = [one for one in self.links if one is not link and one.alive]
+        for layer in self.needed:
+            held = {expert for one in others for expert in one.holdings.layers.get(layer, ())}
+            if not held.issuperset(link.holdings.layers.get(layer, ())):
+                return True
+        return False
 
     def wait_for_all(self, seconds: float) -> None:
         """Until every expert that is needed has a holder. Raises ConfigError."""
@@ -159,11 +200,12 @@ class ExpertServers:
 
     def describe(self) -> str:
         """Of every address whether it is linked, or why not."""
-        return "; ".join(
+        told = [
             f"{server.address[0]}:{server.address[1]} "
             + ("is linked" if server.link else server.failure)
             for server in self.known
-        )
+        ]
+        return "; ".join([*told, self.registry] if self.registry else told)
 
     def holders(self, layer: int) -> Holders:
         """Of one moment: links may come and go at any time."""
@@ -210,7 +252,9 @@ class ExpertServers:
         if len(measured) < len(links):
             return
         middle = sum(link.seconds for link in measured) / len(measured)
-        wanted = [link.share * (middle / link.seconds) ** DAMPING for link in measured]
+        wanted = [
+            link.share ** (1 - RECOVERY) * (middle / link.seconds) ** DAMPING for link in measured
+        ]
         most = max(wanted)
         changed = False
         for link, share in zip(measured, wanted, strict=True):
@@ -269,6 +313,8 @@ class ExpertServers:
         with self.changed:
             links = self.links
             self.links = ()
+            for server in self.known:
+                server.gone.set()
             self.changed.notify_all()
         for link in links:
             link.close()
@@ -277,12 +323,12 @@ class ExpertServers:
 
     def _keep(self, server: KnownServer) -> None:
         pause = RETRY[0]
-        while not self.closing.is_set():
+        while not server.gone.is_set():
             try:
                 link = self._connect(server.address)
             except (OSError, LinkError) as error:
                 self._failed(server, error)
-                self.closing.wait(pause)
+                server.gone.wait(pause)
                 pause = min(2 * pause, RETRY[1])
                 continue
             pause = RETRY[0]
@@ -301,13 +347,13 @@ class ExpertServers:
         text = "does not answer" if isinstance(error, TimeoutError) else said(error)
         with self.changed:
             server.failure = text
-        if text != server.told and not self.closing.is_set():
+        if text != server.told and not server.gone.is_set():
             server.told = text
             log.warning("experts of %s:%d: %s", *server.address, text)
 
     def _add(self, server: KnownServer, link: ServerLink) -> None:
         with self.changed:
-            if self.closing.is_set():
+            if server.gone.is_set():
                 link.close()
                 return
             server.link = link
@@ -329,6 +375,9 @@ class ExpertServers:
             for lane in (None, *range(self.lanes)):
                 sock = socket.create_connection(address, CONNECT_SECONDS)
                 opened.append(sock)
+                if sock.getsockname() == sock.getpeername():
+                    # on loopback a port that nobody listens at may meet itself, and be taken then
+                    raise LinkError("Connection refused")
                 sock.settimeout(GREETING_SECONDS)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):

@@ -41,6 +41,7 @@ from rorqual.planner.validation.deployed import (
     small_clusters,
     speculation,
 )
+from rorqual.planner.validation.expert_calls import expert_rpc
 
 GIB = 2**30
 # seconds of everything but the experts for 128 rows on one 4090, without graphs, as measured
@@ -281,39 +282,6 @@ def network_floor() -> list[Line]:
             )
         )
     return lines
-
-
-def expert_rpc() -> list[Line]:
-    """When does an expert of one's own cost as much to call as to compute?"""
-    config = published(R1)
-    lines = []
-    for name, gbit in (("rtx4090", 10), ("rtx4090", 100), ("h800", 400)):
-        device = with_link(load_device(name), gbit)
-        own = expert_seconds(config, device)
-        lines.append(
-            Line(
-                f"{device.title}, {gbit} Gb/s: read one expert",
-                f"{own * 1e6:.0f} us",
-                f"44.0 MB / {device.bandwidth / 1e9:.0f} GB/s",
-            )
-        )
-        call = rpc_seconds(config, device, 1)
-        row = config.hidden_size * 2
-        even = max(0.0, (own / 2 - device.network.latency) * device.network.bandwidth / row)
-        how = (
-            f"as long as the read at {even:.0f} tokens"
-            if even >= 1
-            else "latency alone is longer than the read"
-        )
-        lines.append(Line("  call it for one token", f"{call * 1e6:.0f} us", how))
-    return [
-        *lines,
-        Line(
-            "floor of a step with an expert a GPU",
-            f"{58 * expert_seconds(config, load_device('h800')) * 1e3:.2f} ms of experts on H800",
-            "58 reads, whatever the batch",
-        ),
-    ]
 
 
 def host_embedding() -> list[Line]:

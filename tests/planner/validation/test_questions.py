@@ -77,6 +77,20 @@ def test_factor_thirty_two() -> None:
     assert "1,184 in all" in found["NVIDIA H20 96 GB: compute-bound from"]
 
 
+def test_eight_experts_elsewhere_against_eight_here() -> None:
+    """By hand: 8 x 44.04 MB at 1.008 TB/s; one of them, 10 us, and 8 copies of a row, 7168 + 224
+    bytes out and 14,336 back, at 3.125 GB/s."""
+    found = values("expert-rpc")
+    here = 8 * 44.04e6 / 1.008e12
+    line = found["NVIDIA GeForce RTX 4090: one row reads its 8 experts of a layer"]
+    assert line.startswith(f"{here * 1e6:.0f} us | {58 * here * 1e3:.1f} ms")
+    away = here / 8 + 10e-6 + 8 * (7168 + 224 + 14336) / 3.125e9
+    line = found["NVIDIA GeForce RTX 4090: on 8 servers at once, 25 Gbit/s"]
+    assert line.startswith(f"{away * 1e6:.0f}, ")
+    assert line.endswith("shorter up to 100 us")
+    assert sum("never shorter" in line for line in found.values()) == 4
+
+
 def test_network_and_embedding() -> None:
     assert values("network")["rate for 1 ms a layer"].startswith("14.7 Gb/s")
     assert values("host-embedding")["the table"].startswith("1.8534 GB, 1.7261 GiB")

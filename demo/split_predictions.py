@@ -1,0 +1,158 @@
+"""What the planner predicts for attention and experts on two cards, beside three other ways to use
+these two: written down before anybody has run it.
+
+    python demo/split_predictions.py                      # a table for docs
+    python demo/split_predictions.py --json FILE          # every cell, milliseconds and tokens/s
+
+The split is the one over driver handles in a captured step, with the link's own latency and
+bandwidth: no such transport is there yet. Contexts are those of every request; decoding alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rorqual.config.hardware import DeviceSpec, load_device
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.catalog import published
+from rorqual.planner.costs.costs import BatchShape, GroupWork
+from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.timing.profiles import Profile, profile_for
+from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.timing.split import split_memory, split_step
+
+MODELS = {
+    "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", {}),
+    "V2-Lite": ("deepseek-ai/DeepSeek-V2-Lite", {}),
+    "V3, 8 layers": ("deepseek-ai/DeepSeek-V3", {"num_hidden_layers": 8}),
+}
+CONTEXTS = (1024, 8192, 32768)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+SHOWN = (1, 8, 64, 256)
+PARTS = (1, 2, 3)
+LAYOUTS = {
+    "dp 2 ep 2": ParallelConfig(dp=2, ep=2),
+    "tp 2": ParallelConfig(tp=2),
+    "two replicas": ParallelConfig(),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """ms: a step. rate: tokens/s a card. busy: of the split, the shares of a step in which
+    attention's card and the experts' have work."""
+
+    model: str
+    context: int
+    requests: int
+    layout: str
+    ms: float
+    rate: float
+    busy: tuple[float, float] | None = None
+
+
+def cells(device: DeviceSpec, profile: Profile) -> Iterator[Cell]:
+    for name, (model, changes) in MODELS.items():
+        config = published(model, overrides=changes)
+        for context in CONTEXTS:
+            for requests in REQUESTS:
+                given = (config, device, profile, context, requests)
+                for layout, ms, busy in (*_layouts(*given), *_splits(*given)):
+                    rate = requests / ms * 1e3 / 2
+                    yield Cell(name, context, requests, layout, ms, rate, busy)
+
+
+Found = tuple[str, float, tuple[float, float] | None]
+
+
+def _layouts(
+    config: ModelConfig, device: DeviceSpec, profile: Profile, context: int, requests: int
+) -> Iterator[Found]:
+    for layout, sizes in LAYOUTS.items():
+        model = StepModel(config, sizes, device, profile)
+        each = requests if layout == "tp 2" else -(-requests // 2)
+        if each * context > model.cache_tokens(each):
+            continue
+        work = GroupWork(BatchShape.decode(each, context))
+        if layout == "dp 2 ep 2":
+            work = GroupWork(BatchShape.decode(each, context), stage_tokens=requests)
+        yield layout, 1e3 * model.step(work).seconds, None
+
+
+def _splits(
+    config: ModelConfig, device: DeviceSpec, profile: Profile, context: int, requests: int
+) -> Iterator[Found]:
+    model = StepModel(config, ParallelConfig(), device, profile)
+    memory = split_memory(model, 1, "experts", requests)
+    each = rank_kv_bytes_per_token(config, model.sizes, model.fmt)
+    if not memory.fits or requests * context * each > memory.left:
+        return
+    for parts in PARTS:
+        if requests < parts:
+            continue
+        work = GroupWork(BatchShape.decode(-(-requests // parts), context))
+        step = split_step(model, work, 1, 1, "experts", parts)
+        busy = (parts * step.attention / step.seconds, parts * step.expert_gpu / step.seconds)
+        yield f"split, {parts} at once", 1e3 * step.seconds, busy
+
+
+def table(found: list[Cell]) -> Iterator[str]:
+    """Tokens/s a card of some, in Markdown; the best of a row in bold."""
+    names = [*LAYOUTS, *(f"split, {parts} at once" for parts in PARTS)]
+    yield f"| model | context | requests | {' | '.join(names)} | busy |"
+    yield "|---" * (len(names) + 4) + "|"
+    rates = {(one.model, one.context, one.requests, one.layout): one for one in found}
+    for model in MODELS:
+        for context in CONTEXTS:
+            for requests in SHOWN:
+                row = {name: rates.get((model, context, requests, name)) for name in names}
+                best = max((one.rate for one in row.values() if one), default=0.0)
+                yield (
+                    f"| {model} | {context:,} | {requests} | "
+                    + " | ".join(
+                        [*(_shown(one, best) for one in row.values()), _busy(row[names[4]])]
+                    )
+                    + " |"
+                )
+
+
+def _shown(cell: Cell | None, best: float) -> str:
+    if cell is None:
+        return "-"
+    return f"**{cell.rate:,.0f}**" if cell.rate == best else f"{cell.rate:,.0f}"
+
+
+def _busy(cell: Cell | None) -> str:
+    if cell is None or cell.busy is None:
+        return "-"
+    return ", ".join(f"{share:.0%}" for share in cell.busy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    try:
+        device = load_device(given.gpu)
+    except ConfigError as error:
+        parser.error(str(error))
+    found = list(cells(device, profile_for(device)))
+    print(*table(found), sep="\n")
+    if given.json:
+        lines = ",\n".join(json.dumps(_rounded(one)) for one in found)
+        given.json.write_text(f"[\n{lines}\n]\n")
+
+
+def _rounded(cell: Cell) -> dict[str, object]:
+    busy = None if cell.busy is None else [round(share, 3) for share in cell.busy]
+    return {**vars(cell), "ms": round(cell.ms, 4), "rate": round(cell.rate, 1), "busy": busy}
+
+
+if __name__ == "__main__":
+    main()
