@@ -118,6 +118,7 @@ class Engine:
             "expired": figures[4],
             "came": figures[2],
             "sent": figures[3],
+            "brought": self.engine.scheduler.usage().host_pages_in,
         }
 
     def _request(self, prompt: list[int], given: Any, max_tokens: int = 12, **more: Any) -> Any:
