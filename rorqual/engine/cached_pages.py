@@ -109,16 +109,8 @@ class CachedPages:
     def hold_next(self, dp_rank: int, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Those of the pages with these keys, in order, that are cached up to the first which is
         not; held for the caller."""
-        found: dict[bytes, int] = {}
         with self.engine.changing():
-            prefix = self.prefix(dp_rank)
-            for key in keys:
-                page = prefix.pages.get(key)
-                if page is None:
-                    break
-                prefix.hold(page)
-                found[key] = page
-        return found
+            return hold_next(self.prefix(dp_rank), keys)
 
     def keep(
         self,
@@ -154,3 +146,15 @@ class CachedPages:
                         prefix.insert_tail(tail, page)
             prefix.release(kept.held + taken)
             return max(0, min(count, skipped + len(taken)))
+
+
+def hold_next(prefix: PrefixCache, keys: Sequence[bytes]) -> dict[bytes, int]:
+    """See CachedPages; for who is in the midst of a change of the engine."""
+    found: dict[bytes, int] = {}
+    for key in keys:
+        page = prefix.pages.get(key)
+        if page is None:
+            break
+        prefix.hold(page)
+        found[key] = page
+    return found
