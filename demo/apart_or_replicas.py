@@ -7,7 +7,8 @@ Each server has a core of its own (its engine one thread, its API process beside
 measured first, on one engine in this process, on one of the two plain servers and between two
 processes that pass pages; then the simulator says what each load will bring; then both deployments
 get the same requests, in turns. Loads: `--streams` requests at a time for the peak, then Poisson
-arrivals at shares of the peak that two plain servers reached.
+arrivals at shares of the peak that two plain servers reached. `carried`: tokens/s of two cores that
+nobody else used, by the processor time that each server took.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def options(longest: int) -> list[str]:
 
 
 @contextmanager
-def router(*given: str) -> Iterator[str]:
-    """Its address."""
+def router(*given: str) -> Iterator[tuple[str, int]]:
+    """Its address and process."""
     command = [sys.executable, "-m", "rorqual", "route", "--port", "0", *given]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -93,7 +94,7 @@ def router(*given: str) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit("the router did not start")
                 time.sleep(0.1)
-            yield found
+            yield found, process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -107,11 +108,25 @@ def _address(log: Any) -> str:
 
 @dataclass(frozen=True)
 class Deployed:
-    """Addresses: of both routers, and of a plain server behind the first."""
+    """Addresses: of both routers, and of a plain server behind the first. processes: of each
+    deployment its two servers, and its router."""
 
     replicas: str
     apart: str
     plain: str
+    processes: dict[str, tuple[int, int, int]]
+
+    def spent(self, name: str) -> list[float]:
+        """Processor seconds of these so far."""
+        return [processor_seconds(pid) for pid in self.processes[name]]
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process and those that it started."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(processor_seconds(int(child)) for child in children)
 
 
 @contextmanager
@@ -122,16 +137,22 @@ def deployed(longest: int, cores: tuple[int, int], folder: Path) -> Iterator[Dep
     apart = ("--kv-secret-file", str(secret), "--kv-port", "0", "--kv-peers", "127.0.0.1")
     roles = [(), (), ("--role", "prefill", *apart), ("--role", "decode", *apart)]
     with ExitStack() as stack:
-        urls = []
+        urls, pids = [], []
         for number, role in enumerate(roles):
             with on_core(cores[number % 2]):
                 started = launched_server([*options(longest), *role])
-                urls.append(stack.enter_context(started).url)
+                server = stack.enter_context(started)
+            urls.append(server.url)
+            pids.append(server.pid)
         both = ("--replica", urls[0], "--replica", urls[1], "--policy", "least_loaded")
         split = ("--prefill", urls[2], "--decode", urls[3], "--prefill-from", "1")
-        one, other = stack.enter_context(router(*both)), stack.enter_context(router(*split))
+        (one, first), (other, second) = (
+            stack.enter_context(router(*given)) for given in (both, split)
+        )
         time.sleep(2)  # both have asked their servers for their health
-        yield Deployed(one, other, urls[0])
+        replicas, apart_pids = (pids[0], pids[1], first), (pids[2], pids[3], second)
+        processes = {"replicas": replicas, "apart": apart_pids}
+        yield Deployed(one, other, urls[0], processes)
 
 
 def made_prompts(count: int, shape: tuple[int, int], seed: int) -> list[Prompt]:
@@ -376,7 +397,7 @@ class Row:
 
     @property
     def measured(self) -> dict[str, float]:
-        return {key: median(turn[key] for turn in self.turns) for key in FIGURES}
+        return {key: median(turn[key] for turn in self.turns) for key in (*FIGURES, "carried")}
 
 
 def rows_of(load: Load, known: Constants, where: Deployed, turns: int, folder: Path) -> list[Row]:
@@ -387,10 +408,21 @@ def rows_of(load: Load, known: Constants, where: Deployed, turns: int, folder: P
             prompts = made_prompts(
                 load.count, load.shape, hash((load.label, row.name, turn)) % 2**32
             )
-            row.turns.append(measured(play(getattr(where, row.name), prompts, load.sent(), 0)))
+            before = where.spent(row.name)
+            turn_found = measured(play(getattr(where, row.name), prompts, load.sent(), 0))
+            spent = [now - b for now, b in zip(where.spent(row.name), before, strict=True)]
+            turn_found["carried"] = load.count * load.shape[1] / busiest(row.name, spent)
+            row.turns.append(turn_found)
     for row in rows:
         print_row(row)
     return rows
+
+
+def busiest(name: str, spent: list[float]) -> float:
+    """Seconds that two cores of their own would take at least: the router shares them, and two
+    replicas share the work."""
+    first, second, router = spent
+    return (max(first, second) if name == "apart" else (first + second) / 2) + router / 2
 
 
 def print_row(row: Row) -> None:
@@ -398,7 +430,8 @@ def print_row(row: Row) -> None:
         f"{row.measured[key]:9.1f} ({row.predicted[key] / row.measured[key] - 1:+5.0%})"
         for key in FIGURES
     )
-    print(f"{row.load.label:16} {row.name:9} {shown}", flush=True)
+    carried = row.measured["carried"]
+    print(f"{row.load.label:16} {row.name:9} {shown}  {carried:9.1f}", flush=True)
 
 
 def run_shape(shape: tuple[int, int], asked: argparse.Namespace) -> dict[str, Any]:
@@ -415,7 +448,7 @@ def run_shape(shape: tuple[int, int], asked: argparse.Namespace) -> dict[str, An
             f"\n{shape[0]} tokens in, {shape[1]} out; load of the machine {os.getloadavg()[0]:.1f}"
         )
         print(json.dumps(known.told()))
-        print(f"{'':26}" + "  ".join(f"{key:>17}" for key in FIGURES), flush=True)
+        print(f"{'':26}" + "  ".join(f"{key:>17}" for key in FIGURES) + "    carried", flush=True)
         peak = Load("peak", shape, asked.requests, streams=asked.streams)
         rows = rows_of(peak, known, where, asked.turns, Path(name))
         most = rows[0].measured["tokens_s"] / shape[1]
