@@ -235,7 +235,7 @@ def page(size: int) -> tuple[PageMessage, bytes]:
     ("says", "half", "found", "error"),
     [
         ([page(SIZE)], HEAD.pack(PageMessage.PAGE, SIZE) + bytes(SIZE // 2), 1, "ended"),
-        ([page(SIZE), piece(1, 8)], HEAD.pack(PageMessage.PIECE, 20) + bytes(6), 1, "ended"),
+        ([page(SIZE), piece(1, 8)], HEAD.pack(PageMessage.PIECE, 20) + PIECE.pack(1), 1, "ended"),
         ([piece(1, SIZE), piece(0, SIZE - 1)], b"", 0, "ended"),
         ([piece(1, 5), piece(0, SIZE), piece(1, SIZE - 5)], b"", 2, ""),
         ([piece(0, SIZE), piece(0, 1)], b"", 1, "of page 0, where none were to"),

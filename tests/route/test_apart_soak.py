@@ -1,6 +1,6 @@
 """Two thousand requests through a router, a prefill server and two decode servers; a quarter of the
-clients leave, and every ten seconds a server, or the router, is killed: no wrong token, nothing is
-held in the end, and who stays has tokens or a clear error."""
+clients leave, and every ten seconds, or once the one before is back, a server or the router is
+killed: no wrong token, nothing is held in the end, and who stays has tokens or a clear error."""
 
 from __future__ import annotations
 
