@@ -449,6 +449,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("load.json", "other.json", "morning.json", "evening.json")):
         counts = [[1 + (7 * i * i + number) % 50 for i in range(256)]] * 2
         (folder / name).write_text(json.dumps({"logical_count": counts}))
+    transports = [{"transport": "tcp", "pages": [0.06, 0.07]}]
+    figures = {"bytes": 75e6, "transports": transports}
+    (folder / "pages.json").write_text(json.dumps({"runs": [{"figures": figures}]}))
     same = dict.fromkeys(("card", "torch", "triton", "driver"), "here")
     given = ("h200", folder / "h200.json", 60, None, lambda row: 9.0, same)
     measure_kernels(*given, FakeEngine, RATES)

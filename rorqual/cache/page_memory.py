@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rorqual.cache.page_parts import PagePart, whole_part
 from rorqual.cache.pool import KVPool
+from rorqual.cache.written_layers import Mark
 from rorqual.platforms.base import Platform
 
 
@@ -45,9 +46,14 @@ class PageMemory:
         """Host memory for so many pages, [count, size] uint8."""
         return self.platform.host_empty((count, size or self.size), torch.uint8)
 
-    def read(self, page: int, into: Tensor, part: PagePart | None = None) -> None:
-        """Copy a page, or `part` of it, to `into` [size], beside the steps: on any thread."""
+    def read(
+        self, page: int, into: Tensor, part: PagePart | None = None, after: Mark | None = None
+    ) -> None:
+        """Copy a page, or `part` of it, to `into` [size], beside the steps: on any thread. after:
+        behind what is still being written (WrittenLayers)."""
         with self.platform.background() as wait:
+            if after is not None:
+                after()
             start = 0
             for plane in self._planes(part or self.held):
                 data = plane[page].contiguous().view(-1).view(torch.uint8)

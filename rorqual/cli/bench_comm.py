@@ -87,7 +87,7 @@ def bench_pages(
     model: Annotated[
         str, typer.Argument(help="A folder or a Hugging Face id; of it, the shape of the cache.")
     ] = "deepseek-v2-lite",
-    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 2048,
+    tokens: Annotated[str, typer.Option(help="Of the prompt; several: 256,2048.")] = "2048",
     page_size: Annotated[int, typer.Option(min=1)] = 64,
     transports: Annotated[str, typer.Option(help="Comma-separated: tcp, nixl, mooncake.")] = "tcp",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are taken over this many.")] = 5,
@@ -103,10 +103,13 @@ def bench_pages(
     for name in names:
         if name not in TRANSPORTS:
             raise typer.BadParameter(f"{name!r}; accepted: {', '.join(TRANSPORTS)}")
-    if tokens < page_size:
-        raise typer.BadParameter(f"{tokens} tokens are less than a page of {page_size}")
-    setup = page_transfers.TransferSetup(model, tokens, page_size, names, repeats, staging_mb)
-    found = page_transfers.bench(setup)
-    page_transfers.print_table(found, setup)
+    runs = []
+    for length in numbers(tokens):
+        if length < page_size:
+            raise typer.BadParameter(f"{length} tokens are less than a page of {page_size}")
+        setup = page_transfers.TransferSetup(model, length, page_size, names, repeats, staging_mb)
+        found = page_transfers.bench(setup)
+        page_transfers.print_table(found, setup)
+        runs.append((setup, found))
     if json_file:
-        json_file.write_text(page_transfers.as_json(found, setup) + "\n")
+        json_file.write_text(page_transfers.as_json(runs) + "\n")

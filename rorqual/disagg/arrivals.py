@@ -233,7 +233,7 @@ class PromptArrivals:
         error = ""
         if arrival.placed < arrival.wanted:
             self.failed += len(requests)
-            why = arrival.error or "the cache has no room for them"
+            why = arrival.error or "no room in the cache, or the pages before them have gone"
             error = f"{arrival.placed} of {arrival.wanted} pages of the prompt came: {why}"
         for request in requests:
             del self.waiting[request.id]

@@ -41,6 +41,7 @@ from rorqual.disagg.rank_pages import SERVICE, RankPages, cache_shape
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
+from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
 from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import Request
@@ -107,6 +108,10 @@ class KVTransfers:
         self.bytes = PageTraffic()
         self._wait_for_ranks(sizes.world)
         engine.on_restart = self._close_leases
+        # requests that are answered before they are computed: whoever answers sets it
+        self.answer: Callable[[str, dict[str, Any]], None] = lambda name, params: None
+        if config.by_layer:
+            engine.on_launch = self._announce
 
     def _hear(self, rank: int, message: bytes) -> None:
         """On any thread."""
@@ -161,9 +166,15 @@ class KVTransfers:
         configuration says so."""
         asked = request.kv_transfer_params or {}
         scheduler = self.engine.scheduler
-        if self.config.overlap and self.config.sends and asked.get("do_remote_decode"):
+        early = self.config.overlap or self.config.by_layer
+        if early and self.config.sends and asked.get("do_remote_decode"):
             dp_rank = scheduler.schedulers.index(scheduler.assigned_rank[request.id])
             self.offers.begin(scheduler.sequences[request.id], dp_rank)
+
+    def _announce(self, step: DataParallelInFlight) -> None:
+        if self.offers.begun:
+            for name, params in self.offers.announce(step):
+                self.answer(name, params)
 
     def advance(self) -> list[tuple[str, dict[str, Any]]]:
         """After each step: requests that are to be answered now, though they are still being

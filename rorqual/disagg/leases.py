@@ -14,13 +14,15 @@ import hmac
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from rorqual.cache.prefix import PrefixCache
+from rorqual.cache.written_layers import Mark, WrittenLayers
 from rorqual.disagg.page_link import LEASE
 
+CopyLayers = Callable[..., None]
 NUMBER = struct.Struct("!Q")
 OPENING_SECONDS = 5.0  # for a rank that has yet to hear of a lease; less than a reader waits
 COMING_SECONDS = 2.0  # for a page that is not there yet, until its reader is told so
@@ -126,12 +128,39 @@ class Found(Enum):
 
 @dataclass
 class OpenLease:
-    """pages: those that this rank's device has written. complete: no more will come."""
+    """pages: those that this rank's device has written. writing: those that a step writes, with how
+    far it has come. complete: no more will come. by_layer: pages are read as layers write them."""
 
     pages: dict[bytes, int] = field(default_factory=dict)
+    writing: dict[bytes, tuple[int, WrittenLayers]] = field(default_factory=dict)
+    by_layer: bool = False
     complete: bool = False
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def layers(self, key: bytes, most: int) -> int:
+        """How many of a page's first `most` layers may be read, behind their mark."""
+        if key in self.pages:
+            return most
+        _, written = self.writing.get(key, (0, None))
+        return min(most, len(written.marks)) if written is not None else 0
+
+    def has(self, key: bytes) -> bool:
+        """Whether all of the page may be read."""
+        _, written = self.writing.get(key, (0, None))
+        return key in self.pages or (written is not None and len(written.marks) == written.layers)
+
+    def never(self, key: bytes) -> bool:
+        """Whether it will not come."""
+        return self.complete and key not in self.pages and key not in self.writing
+
+    def place(self, key: bytes, layers: int | None = None) -> tuple[int] | tuple[int, Mark]:
+        """The page, and what those of its first `layers` layers that are written wait for."""
+        if key in self.pages:
+            return (self.pages[key],)
+        page, written = self.writing[key]
+        count = len(written.marks)
+        return page, written.marks[min(count, count if layers is None else layers) - 1]
 
 
 class LeaseTable:
@@ -145,11 +174,11 @@ class LeaseTable:
         self.changed = threading.Condition()
 
     def open(
-        self, name: bytes, pages: dict[bytes, int], complete: bool = True
+        self, name: bytes, pages: dict[bytes, int], complete: bool = True, by_layer: bool = False
     ) -> Callable[[], None]:
         """What is returned says that the pages are written. complete: these are all."""
         with self.changed:
-            self.leases[name] = OpenLease()
+            self.leases[name] = OpenLease(by_layer=by_layer)
         self.note(name)
         return self.add(name, pages, complete)
 
@@ -181,26 +210,69 @@ class LeaseTable:
                 with lease.lock:
                     lease.closed = True
 
-    def read(self, name: bytes, key: bytes, copy: Callable[[int], None]) -> Found:
-        """`copy(page)` of the page with this key, if it is here. One that is still to be computed,
-        or written by this rank's device, is waited for a little."""
+    def write(self, name: bytes, pages: dict[bytes, int], written: WrittenLayers) -> None:
+        """The next step writes them."""
+        with self.changed:
+            lease = self.leases.get(name)
+            if lease is not None:
+                lease.writing.update((key, (page, written)) for key, page in pages.items())
+            self.changed.notify_all()
+
+    def is_by_layer(self, name: bytes) -> bool:
+        lease = self._find(name)
+        return lease is not None and lease.by_layer
+
+    def read(self, name: bytes, key: bytes, copy: Callable[..., None]) -> Found:
+        """`copy(page)` of the page with this key, if it is here, or copy(page, mark) of one that a
+        step has written once its mark is reached. One that is still to be computed, or written by
+        this rank's device, is waited for a little."""
         lease = self._find(name)
         if lease is None:
             return Found.GONE
         with self.changed:
             self.changed.wait_for(
-                lambda: key in lease.pages or lease.complete or name not in self.leases,
+                lambda: lease.has(key) or lease.never(key) or name not in self.leases,
                 COMING_SECONDS,
             )
-            page = lease.pages.get(key)
-            if page is None:
-                over = lease.complete or name not in self.leases
+            if not lease.has(key):
+                over = lease.never(key) or name not in self.leases
                 return Found.GONE if over else Found.COMING
-        with lease.lock:
-            if lease.closed:
-                return Found.GONE
-            copy(page)
-            return Found.HERE
+            place = lease.place(key)
+        return _copy(lease, lambda: copy(*place))
+
+    def read_more(
+        self, name: bytes, keys: Sequence[bytes], sent: Sequence[int], last: int, copy: CopyLayers
+    ) -> tuple[Found, int]:
+        """Of the first page of which more than its `sent` layers are written, up to `last`:
+        `copy(number, page, layers)`, or copy(number, page, layers, mark), with how many are now,
+        and the page's number among `keys`. Layers count from this rank's first."""
+        lease = self._find(name)
+        if lease is None:
+            return Found.GONE, 0
+
+        def first(wanted: Callable[[int, bytes], bool]) -> int | None:
+            left = (i for i, key in enumerate(keys) if sent[i] < last and wanted(i, key))
+            return next(left, None)
+
+        def more() -> int | None:
+            return first(lambda i, key: lease.layers(key, last) > sent[i])
+
+        def gone() -> int | None:
+            return first(lambda i, key: lease.never(key))
+
+        with self.changed:
+            self.changed.wait_for(
+                lambda: more() is not None or gone() is not None or name not in self.leases,
+                COMING_SECONDS,
+            )
+            number = more()
+            if number is None:
+                lost = gone()
+                over = lost is not None or name not in self.leases
+                return (Found.GONE if over else Found.COMING), lost or 0
+            page, *mark = lease.place(keys[number], last)
+            layers = lease.layers(keys[number], last)
+        return _copy(lease, lambda: copy(number, page, layers, *mark)), number
 
     def _find(self, name: bytes) -> OpenLease | None:
         number = _number(name)
@@ -209,6 +281,14 @@ class LeaseTable:
         with self.changed:
             self.changed.wait_for(lambda: self.newest >= number, OPENING_SECONDS)
             return self.leases.get(name)
+
+
+def _copy(lease: OpenLease, copy: Callable[[], None]) -> Found:
+    with lease.lock:
+        if lease.closed:
+            return Found.GONE
+        copy()
+        return Found.HERE
 
 
 def lease_name(secret: bytes, number: int) -> bytes:

@@ -11,8 +11,15 @@ from rorqual.cache.prefix import page_keys
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_sources import Address
-from rorqual.disagg.rank_messages import LeaseGrown, LeaseOpened, LeasesClosed, ToRank
-from rorqual.engine.cached_pages import CachedPages
+from rorqual.disagg.rank_messages import (
+    LeaseGrown,
+    LeaseOpened,
+    LeasesClosed,
+    LeaseWritten,
+    ToRank,
+)
+from rorqual.engine.cached_pages import CachedPages, hold_next
+from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
 from rorqual.engine.scheduling.sequence import Sequence
 
 
@@ -81,6 +88,42 @@ class Offers:
 
     # ---- while a prompt is being computed
 
+    def announce(self, step: DataParallelInFlight) -> list[tuple[str, dict[str, Any]]]:
+        """Before a step is launched: pages that it writes to their ends, of prompts that were
+        begun, may leave layer by layer. Requests of which it computes the first part, and
+        kv_transfer_params of their answers."""
+        answers = []
+        for part in step.parts:
+            for sequence, stop in part.computed if part is not None else ():
+                name = sequence.request.id
+                begun = self.begun.get(name)
+                if begun is None:
+                    continue
+                if begun.lease is None:
+                    params = self._open(begun, by_layer=True)
+                    if params is not None:
+                        answers.append((name, params))
+                if begun.lease in self.leases.open:
+                    self._announce(begun, stop)
+        return answers
+
+    def _announce(self, begun: BegunPrompt, stop: int) -> None:
+        assert begun.lease is not None
+        prefix = self.cache.prefix(begun.dp_rank)
+        length = begun.sequence.prompt_len
+        last = begun.full if stop < length else len(begun.keys)
+        ends = (min(stop, length - prefix.lookahead) // prefix.page_size) if stop < length else last
+        places = range(begun.held, min(ends, last))
+        pages = {begun.keys[place]: begun.sequence.pages[place] for place in places}
+        if not pages:
+            return
+        for page in pages.values():
+            prefix.hold(page)
+        begun.held = places.stop
+        self.leases.add(begun.lease, pages, complete=False)
+        told = LeaseWritten(begun.lease, begun.dp_rank, list(pages), list(pages.values()))
+        self.tell(told)
+
     def begin(self, sequence: Sequence, dp_rank: int) -> None:
         """Its pages may leave as they are computed."""
         request = sequence.request
@@ -116,17 +159,22 @@ class Offers:
             if self._over(name) or (begun.lease is not None and (lease is None or lease.complete)):
                 del self.begun[name]
 
-    def _open(self, begun: BegunPrompt) -> dict[str, Any] | None:
-        pages = self.cache.hold_next(begun.dp_rank, begun.keys[: begun.full])
-        more = len(begun.keys) - len(pages)
+    def _open(self, begun: BegunPrompt, by_layer: bool = False) -> dict[str, Any] | None:
+        full = begun.keys[: begun.full]
         prefix = self.cache.prefix(begun.dp_rank)
-        name = self.leases.make(prefix, begun.dp_rank, pages, more) if pages and more else None
+        # layer by layer the engine is in the midst of launching a step
+        pages = hold_next(prefix, full) if by_layer else self.cache.hold_next(begun.dp_rank, full)
+        more = len(begun.keys) - len(pages)
+        wanted = more and (pages or by_layer)
+        name = self.leases.make(prefix, begun.dp_rank, pages, more) if wanted else None
         if name is None:
             prefix.release(list(pages.values()))
             return None
         begun.lease = name
         begun.held = len(pages)
-        self.tell(LeaseOpened(name, begun.dp_rank, list(pages), list(pages.values()), False))
+        begun.by_layer = by_layer
+        held = list(pages.values())
+        self.tell(LeaseOpened(name, begun.dp_rank, list(pages), held, False, by_layer))
         return self._params(name, begun.dp_rank, len(begun.keys))
 
     def _grow(self, begun: BegunPrompt, over: bool) -> None:
@@ -134,7 +182,8 @@ class Offers:
         full = begun.keys[: begun.full]
         pages = self.cache.hold_next(begun.dp_rank, full[begun.held :])
         begun.held += len(pages)
-        complete = over or begun.held == len(begun.keys)
+        # layer by layer all may be held before it is written
+        complete = over or (begun.held == len(begun.keys) and not begun.by_layer)
         if over and begun.held == begun.full:
             request = begun.sequence.request
             prompt, salt = request.prompt, request.cache_salt
@@ -149,7 +198,7 @@ class Offers:
 @dataclass
 class BegunPrompt:
     """keys of its pages, the first `full` of them full ones, of which the lease has `held`. The
-    last one is there when the request has ended."""
+    last one is there when the request has ended, or with the others where they leave by_layer."""
 
     sequence: Sequence
     dp_rank: int
@@ -157,6 +206,7 @@ class BegunPrompt:
     full: int
     lease: bytes | None = None
     held: int = 0
+    by_layer: bool = False
 
     @property
     def computes(self) -> bool:

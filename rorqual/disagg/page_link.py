@@ -4,7 +4,11 @@
     reader -> READ       lease (32 bytes), part (16 bytes), keys (32 bytes each), at most MOST_KEYS
     keeper -> PAGE       for each key in order: the bytes of this part of the page, or nothing where
                          it is kept no more
-    keeper -> COMING     before a PAGE or STAGED, any number of times: it is still being computed
+    keeper -> PIECE      in place of PAGEs, of a prompt whose pages leave layer by layer: a page's
+                         number among the keys, and the next bytes of it; of any of the pages, and
+                         no bytes for one that is kept no more
+    keeper -> COMING     before a PAGE, PIECE or STAGED, any number of times: it is still being
+                         computed
     reader -> DONE       lease: its pages may go; to rank 0 of the keeper's engine alone
 
 Where a library carries the bytes (transports/):
@@ -40,6 +44,7 @@ MOST_KEYS = 256
 PART = struct.Struct("!4I")
 STAGED = struct.Struct("!QQII")
 CONFIRM = struct.Struct("!Q")
+PIECE = struct.Struct("!I")
 
 
 class PageMessage(IntEnum):
@@ -54,6 +59,7 @@ class PageMessage(IntEnum):
     UNSTAGED = 11
     CONFIRM = 12
     CONFIRMED = 13
+    PIECE = 14
 
 
 def engine_secret(secret: str, engine_id: str) -> bytes:

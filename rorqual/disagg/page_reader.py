@@ -17,6 +17,7 @@ from rorqual.cache.page_parts import PagePart
 from rorqual.disagg.page_link import (
     LEASE,
     MOST_KEYS,
+    PIECE,
     PageMessage,
     introduce,
     pack_read,
@@ -24,7 +25,13 @@ from rorqual.disagg.page_link import (
 )
 from rorqual.disagg.staged_reader import StagedReads
 from rorqual.disagg.transports.interface import TransportError
-from rorqual.parallel.remote.link import Fingerprint, LinkError, receive_into, send
+from rorqual.parallel.remote.link import (
+    Fingerprint,
+    LinkError,
+    receive_exactly,
+    receive_into,
+    send,
+)
 
 CONNECT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
@@ -118,9 +125,8 @@ class PageReader:
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
-                for _ in some:
-                    if not self._receive_page(sock, fetch, fetch.rows[fetch.found], patience):
-                        return
+                if not self._receive_pages(sock, fetch, fetch.rows[start:][: len(some)], patience):
+                    return
 
     def _fetch_staged(
         self,
@@ -142,24 +148,37 @@ class PageReader:
             if fetch.found < len(fetch.keys):
                 patience.check()
 
-    def _receive_page(
-        self, sock: socket.socket, fetch: PageFetch, row: Tensor, patience: Patience
+    def _receive_pages(
+        self, sock: socket.socket, fetch: PageFetch, rows: Tensor, patience: Patience
     ) -> bool:
-        """False where nobody wants it any more."""
-        kind = PageMessage.COMING
-        while kind is PageMessage.COMING:
+        """One after the other, or in pieces, of any of them the next. False where nobody wants them
+        any more."""
+        count, size = rows.shape
+        first = fetch.found
+        filled = [0] * count
+        while fetch.found < first + count:
             if fetch.cancelled.is_set():
                 return False
             patience.check()
-            kind, size = receive_head(sock, row.numel())
+            kind, length = receive_head(sock, size + PIECE.size)
             if kind is PageMessage.COMING:
                 patience.renew()
-        if kind is not PageMessage.PAGE or size not in (0, row.numel()):
-            raise LinkError(f"{kind.name} of {size} bytes came where a page was to")
-        if not size:
-            raise LinkError("the pages are kept no more")
-        receive_into(sock, row.numpy().data)
-        fetch.found += 1
+                continue
+            number = fetch.found - first
+            if kind is PageMessage.PIECE and length >= PIECE.size:
+                (number,) = PIECE.unpack(receive_exactly(sock, PIECE.size))
+                length -= PIECE.size
+                patience.renew()
+            elif kind is not PageMessage.PAGE or length not in (0, size):
+                raise LinkError(f"{kind.name} of {length} bytes came where a page was to")
+            if number >= count or filled[number] + length > size:
+                raise LinkError(f"{length} bytes came of page {number}, where none were to")
+            if not length:
+                raise LinkError("the pages are kept no more")
+            receive_into(sock, rows[number].numpy().data[filled[number] :][:length])
+            filled[number] += length
+            while fetch.found < first + count and filled[fetch.found - first] == size:
+                fetch.found += 1
         return True
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
     LEASE,
     MOST_KEYS,
     PART,
+    PIECE,
     PURPOSE,
     PageMessage,
     receive,
@@ -85,7 +89,9 @@ class PageServer:
                 self.events.done(name)
                 continue
             part, keys = self._asked(sock, message)
-            self._send_pages(sock, row[: self.memory.part_size(part)], name, part, keys)
+            own = row[: self.memory.part_size(part)]
+            send_all = self._send_pieces if self.leases.is_by_layer(name) else self._send_pages
+            send_all(sock, own, name, part, keys)
 
     def _asked(self, sock: socket.socket, message: bytes) -> tuple[PagePart, list[bytes]]:
         part, keys = unpack_read(message[LEASE:])
@@ -124,7 +130,7 @@ class PageServer:
         told = 0.0
         sent = 0
         for key in keys:
-            there = self._read(sock, lease, key, lambda page: self.memory.read(page, row, part))
+            there = self._read(sock, lease, key, partial(self._copy, row, part))
             now = time.monotonic()
             if there and now - told > self.told_seconds:
                 self.events.reading(lease, sent, sent * row.numel())
@@ -134,8 +140,49 @@ class PageServer:
         if sent:
             self.events.reading(lease, sent, sent * row.numel())
 
+    def _send_pieces(
+        self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]
+    ) -> None:
+        """Of all pages what is written, as soon as it is."""
+        offset = self.memory.held.first_layer
+        last = part.last_layer - offset
+        sent = [part.first_layer - offset] * len(keys)
+        size = 0
+
+        def copy(number: int, page: int, layers: int, after: Mark | None = None) -> None:
+            nonlocal size
+            some = replace(part, first_layer=sent[number] + offset, last_layer=layers + offset)
+            size = self.memory.part_size(some)
+            self.memory.read(page, row[:size], some, after)
+            sent[number] = layers
+
+        told = 0.0
+        pages = size_sent = 0
+        while min(sent, default=last) < last:
+            found, number = self.leases.read_more(lease, keys, sent, last, copy)
+            if found is Found.COMING:
+                send(sock, PageMessage.COMING)
+                continue
+            head = PIECE.pack(number)
+            if found is Found.GONE:
+                send(sock, PageMessage.PIECE, head)
+                break
+            send(sock, PageMessage.PIECE, head + bytes(row[:size].numpy().data))
+            size_sent += size
+            pages += sent[number] == last
+            now = time.monotonic()
+            if now - told > self.told_seconds:
+                self.events.reading(lease, pages, size_sent)
+                told = now
+                pages = size_sent = 0
+        if size_sent:
+            self.events.reading(lease, pages, size_sent)
+
+    def _copy(self, row: Tensor, part: PagePart, page: int, after: Mark | None = None) -> None:
+        self.memory.read(page, row, part, after)
+
     def _read(
-        self, sock: socket.socket, lease: bytes, key: bytes, copy: Callable[[int], None]
+        self, sock: socket.socket, lease: bytes, key: bytes, copy: Callable[..., None]
     ) -> bool:
         """Whether the page is there, once that is known."""
         while (found := self.leases.read(lease, key, copy)) is Found.COMING:

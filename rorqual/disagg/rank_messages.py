@@ -18,7 +18,7 @@ from rorqual.disagg.page_sources import Address
 @dataclass(frozen=True)
 class LeaseOpened:
     """Ranks of a data-parallel rank serve these pages under this lease; others take note of its
-    name. complete: they are all it will have."""
+    name. complete: they are all it will have. by_layer: others are served as layers write them."""
 
     kind: ClassVar[str] = "open"
     lease: bytes
@@ -26,6 +26,18 @@ class LeaseOpened:
     keys: list[bytes]
     pages: list[int]
     complete: bool
+    by_layer: bool = False
+
+
+@dataclass(frozen=True)
+class LeaseWritten:
+    """The next step writes these pages, to the last of their tokens."""
+
+    kind: ClassVar[str] = "written"
+    lease: bytes
+    dp_rank: int
+    keys: list[bytes]
+    pages: list[int]
 
 
 @dataclass(frozen=True)
@@ -117,12 +129,15 @@ class PagesFetched:
     seconds: float
 
 
-ToRank = LeaseOpened | LeaseGrown | LeasesClosed | FetchPages | PagesPlaced | FetchOver
+ToRank = (
+    LeaseOpened | LeaseWritten | LeaseGrown | LeasesClosed | FetchPages | PagesPlaced | FetchOver
+)
 FromRank = ServerStarted | LeaseRead | LeaseDone | PagesFetched
 KINDS: dict[str, Any] = {
     made.kind: made
     for made in (
         LeaseOpened,
+        LeaseWritten,
         LeaseGrown,
         LeasesClosed,
         FetchPages,

@@ -16,6 +16,7 @@ from typing import Any
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
+from rorqual.cache.written_layers import WrittenLayers
 from rorqual.disagg.leases import LeaseTable
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
@@ -29,6 +30,7 @@ from rorqual.disagg.rank_messages import (
     LeaseOpened,
     LeaseRead,
     LeasesClosed,
+    LeaseWritten,
     PagesFetched,
     PagesPlaced,
     ServerStarted,
@@ -44,7 +46,7 @@ from rorqual.engine.execution.worker import Worker
 from rorqual.engine.rank_service import ServicePlace
 from rorqual.parallel.remote.link import Fingerprint
 
-FORMAT = "3"  # of pages as bytes, and of what their keys cover
+FORMAT = "4"  # of pages as bytes, and of what their keys cover
 SERVICE = f"{__name__}:RankPages"
 
 
@@ -52,7 +54,7 @@ class RankPages:
     """config: TransferConfig as JSON, its secret that of this engine's own links."""
 
     def __init__(self, place: ServicePlace, config: bytes):
-        worker = place.worker
+        self.worker = worker = place.worker
         self.tell = place.tell
         self.mesh = worker.mesh
         settings = TransferConfig.from_json(config)
@@ -108,7 +110,9 @@ class RankPages:
         told = decode(message)
         if isinstance(told, LeaseOpened | LeaseGrown):
             return self._lease(told)
-        if isinstance(told, LeasesClosed):
+        if isinstance(told, LeaseWritten):
+            self._write(told)
+        elif isinstance(told, LeasesClosed):
             self.leases.close(told.leases)
         elif isinstance(told, FetchPages):
             self._fetch(told)
@@ -125,8 +129,21 @@ class RankPages:
         if told.dp_rank != self.mesh.dp_rank:
             self.leases.note(told.lease)
             return None
-        take = self.leases.open if isinstance(told, LeaseOpened) else self.leases.add
-        return take(told.lease, dict(zip(told.keys, told.pages, strict=True)), told.complete)
+        pages = dict(zip(told.keys, told.pages, strict=True))
+        if isinstance(told, LeaseGrown):
+            return self.leases.add(told.lease, pages, told.complete)
+        return self.leases.open(told.lease, pages, told.complete, told.by_layer)
+
+    def _write(self, told: LeaseWritten) -> None:
+        """Whatever several leases are told of one step is one step's."""
+        if told.dp_rank != self.mesh.dp_rank:
+            return
+        runner = self.worker.runner
+        if runner.watch is None:
+            layers = len(self.worker.cache_layers)
+            runner.watch = WrittenLayers(layers, self.worker.platform.mark, self.leases.changed)
+        pages = dict(zip(told.keys, told.pages, strict=True))
+        self.leases.write(told.lease, pages, runner.watch)
 
     def _fetch(self, told: FetchPages) -> None:
         if told.dp_rank != self.mesh.dp_rank:

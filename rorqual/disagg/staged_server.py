@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage
 from rorqual.disagg.transports.interface import Transport, TransportError
@@ -74,7 +75,7 @@ class StagedLink:
 
     def _comes(self, sock: socket.socket, lease: bytes, key: bytes) -> bool:
         """Whether the page is there, once that is known."""
-        while (found := self.pages.leases.read(lease, key, lambda page: None)) is Found.COMING:
+        while (found := self.pages.leases.read(lease, key, nothing)) is Found.COMING:
             send(sock, PageMessage.COMING)
         return found is Found.HERE
 
@@ -90,8 +91,8 @@ class StagedLink:
                 break
             self.count += 1
 
-    def _copy(self, row: Tensor, part: PagePart, page: int) -> None:
-        self.pages.memory.read(page, row, part)
+    def _copy(self, row: Tensor, part: PagePart, page: int, after: Mark | None = None) -> None:
+        self.pages.memory.read(page, row, part, after)
 
     def confirm(self, sock: socket.socket, message: bytes) -> int:
         """Whether a window holds to this moment what it was filled with; pages, if so."""
@@ -115,6 +116,10 @@ class StagedLink:
         if window.offered_at:
             self.pages.transport.serve(-1)
         self.pages.windows.release(window)
+
+
+def nothing(page: int, after: Mark | None = None) -> None:
+    pass
 
 
 def check_confirm(message: bytes) -> None:

@@ -24,9 +24,9 @@ class TransferConfig:
     peers: addresses, in PEER_FORMS, that pages may be fetched from. secret: known to all of them.
     lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
     becomes of a request whose pages do not come. overlap: pages leave while their prompt is still
-    being computed. transport: what carries the bytes of pages, one of TRANSPORTS, the same on both
-    sides. staging_mb: MiB of host memory of each rank that a library's peers can read, and that it
-    reads into."""
+    being computed, chunk by chunk; by_layer: layer by layer. transport: what carries the bytes of
+    pages, one of TRANSPORTS, the same on both sides. staging_mb: MiB of host memory of each rank
+    that a library's peers can read, and that it reads into."""
 
     role: str
     secret: str
@@ -38,6 +38,7 @@ class TransferConfig:
     overlap: bool = False
     transport: str = "tcp"
     staging_mb: int = 256
+    by_layer: bool = False
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -4,9 +4,20 @@ engines. On the engine's thread. Each data-parallel rank has a cache of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rorqual.cache.prefix import PrefixCache, chain_keys, next_key, root_key
 from rorqual.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """A prompt's full pages from its first on, without a gap: `count` of them are on the device or
+    in host memory, and the last has `key`. Those on the device are `held` for the caller."""
+
+    held: list[int]
+    count: int
+    key: bytes
 
 
 class CachedPages:
@@ -22,14 +33,37 @@ class CachedPages:
         return [scheduler.prefix for scheduler in self.engine.scheduler.schedulers]
 
     def count(self, dp_rank: int, tokens: Sequence[int], salt: str) -> int:
-        """How many pages of a prompt are cached; the last one, which is not full, counts where all
-        are and a request could take it."""
+        """How many pages of a prompt are here, on the device or in host memory, from which the
+        scheduler brings them when the request is queued; the last one, which is not full, counts
+        where all are and a request could take it. Those in host memory are now the newest there."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
-            pages, key = prefix.match(tokens, salt)
-            prefix.release(pages)
-        full = len(pages) == prefix.full_pages(len(tokens))
-        return len(pages) + (full and prefix.is_free_tail(prefix.tail(tokens, key)))
+            kept = self._kept(prefix, tokens, salt)
+            prefix.release(kept.held)
+        full = kept.count == prefix.full_pages(len(tokens))
+        return kept.count + (full and prefix.is_free_tail(prefix.tail(tokens, kept.key)))
+
+    def _kept(self, prefix: PrefixCache, tokens: Sequence[int], salt: str) -> KeptPages:
+        held: list[int] = []
+        in_host: list[bytes] = []
+        slots = prefix.host.slots if prefix.host is not None else {}
+        key = root_key(salt)
+        count = 0
+        while (found := prefix.following(tokens, count, key)) is not None:
+            page = prefix.pages.get(found)
+            if page is not None:
+                prefix.hold(page)
+                held.append(page)
+            elif found in slots:
+                in_host.append(found)
+            else:
+                break
+            key = found
+            count += 1
+        if prefix.host is not None:
+            for one in reversed(in_host):  # a chain is pushed out from its end
+                prefix.host.slots.move_to_end(one)
+        return KeptPages(held, count, key)
 
     def hold(
         self, tokens: Sequence[int], salt: str, following: Sequence[int] = ()
@@ -75,16 +109,8 @@ class CachedPages:
     def hold_next(self, dp_rank: int, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Those of the pages with these keys, in order, that are cached up to the first which is
         not; held for the caller."""
-        found: dict[bytes, int] = {}
         with self.engine.changing():
-            prefix = self.prefix(dp_rank)
-            for key in keys:
-                page = prefix.pages.get(key)
-                if page is None:
-                    break
-                prefix.hold(page)
-                found[key] = page
-        return found
+            return hold_next(self.prefix(dp_rank), keys)
 
     def keep(
         self,
@@ -96,12 +122,16 @@ class CachedPages:
         write: Callable[[list[int], int], None],
     ) -> int:
         """Take in `count` pages of a prompt from its page number `first` on: `write(pages, i)`
-        fills them with what belongs to those from the i-th on. Returns how many are cached now;
-        fewer where pages before them have gone, or there is no room."""
+        fills them with what belongs to those from the i-th on. Returns how many are here now; fewer
+        where pages before them have gone, or there is no room.
+
+        Pages before them may be in host memory: what is taken in then waits on the device for the
+        scheduler to bring these."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
-            before, key = prefix.match(tokens, salt)
-            skipped = len(before) - first
+            kept = self._kept(prefix, tokens, salt)
+            before, key = kept.count, kept.key
+            skipped = before - first
             taken: list[int] = []
             if 0 <= skipped < count:
                 room = min(count - skipped, prefix.available)
@@ -109,10 +139,22 @@ class CachedPages:
                 if taken:
                     write(taken, skipped)
                 full = prefix.full_pages(len(tokens))
-                for place, page in enumerate(taken, len(before)):
+                for place, page in enumerate(taken, before):
                     if place < full:
                         key = prefix.insert(key, prefix.covered(tokens, place), page)
                     elif (tail := prefix.tail(tokens, key)) is not None:
                         prefix.insert_tail(tail, page)
-            prefix.release(before + taken)
+            prefix.release(kept.held + taken)
             return max(0, min(count, skipped + len(taken)))
+
+
+def hold_next(prefix: PrefixCache, keys: Sequence[bytes]) -> dict[bytes, int]:
+    """See CachedPages; for who is in the midst of a change of the engine."""
+    found: dict[bytes, int] = {}
+    for key in keys:
+        page = prefix.pages.get(key)
+        if page is None:
+            break
+        prefix.hold(page)
+        found[key] = page
+    return found

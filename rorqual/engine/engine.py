@@ -99,6 +99,7 @@ class Engine:
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
         self.on_restart: Callable[[], None] = lambda: None  # pages mean nothing any more
+        self.on_launch: Callable[[DataParallelInFlight], None] = lambda step: None  # it comes next
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
         self._whole = True
@@ -385,6 +386,7 @@ class Engine:
             step = self.scheduler.schedule()
             if step is None:
                 return False
+            self.on_launch(step)
             step.launched = time.perf_counter()
             self.in_flight.append((step, self.executor.launch(step.output)))
             self.stats.steps += 1

@@ -36,7 +36,8 @@ class ForwardBatch:
     where a kind is absent; both, on a rank that has no token. `layout` says where tokens are on
     several ranks: Transformer.layout makes it. `recorder`: the pass is captured for any step of so
     many tokens, whose segments are not known yet. `parts`: the step is computed as these, side by
-    side in the packed tokens.
+    side in the packed tokens. `layer_written`: called once a layer has launched what it writes to
+    its pages.
     """
 
     token_ids: Tensor
@@ -49,6 +50,7 @@ class ForwardBatch:
     layout: Layout = SINGLE_LAYOUT
     recorder: PieceRecorder | None = None
     parts: Sequence[ForwardBatch] = ()
+    layer_written: Callable[[], None] | None = None
 
     def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
         """Some of the packed tokens, those of whole requests, as a step of their own. It has no

@@ -109,6 +109,8 @@ def forward_layers(
     """
     for layer in layers:
         h, state.residual = layer.attend(state.x, state.residual, step)
+        if step.layer_written is not None:
+            step.layer_written()
         first, *rest = layer.mlp.stages(step.layout)
         x = first(h)
         for stage in rest:

@@ -117,6 +117,10 @@ class ServeConfig:
         "Answer a prefill request once a first chunk of its prompt is computed: pages are fetched "
         "while the rest is.",
     )
+    kv_by_layer: bool = _transfer(
+        False,
+        "Answer a prefill request before its prompt is computed: pages are fetched layer by layer.",
+    )
     kv_events: str | None = _routers(
         None,
         "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are told, in vLLM's "
@@ -228,4 +232,5 @@ class ServeConfig:
             self.kv_overlap,
             self.kv_transport,
             self.kv_staging_mb,
+            self.kv_by_layer,
         )

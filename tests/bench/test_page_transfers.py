@@ -20,7 +20,7 @@ def test_pages_travel_and_are_timed() -> None:
     (times,) = found.transports
     assert (times.transport, len(times.pages), times.library) == ("tcp", 2, [])
     assert min(*times.pages, *found.socket, *found.copy) > 0
-    assert json.loads(as_json(found, setup))["figures"]["pieces"] == 108
+    assert json.loads(as_json([(setup, found)]))["runs"][0]["figures"]["pieces"] == 108
     out = io.StringIO()
     print_table(found, setup, Console(file=out, width=200))
     assert "pages by tcp" in out.getvalue()

@@ -34,11 +34,13 @@ class Engine:
         from rorqual.engine.engine import Engine as OwnEngine
         from rorqual.models.hub import model_folder
 
-        overlap = settings.pop("overlap", False)
+        early = {name: settings.pop(name, False) for name in ("overlap", "by_layer")}
         model = str(model_folder(settings.pop("model", None)))
         self.engine = OwnEngine(EngineConfig(model, **{**ENGINE, **settings}))
-        config = TransferConfig(role, SECRET, lease_seconds=LEASE, overlap=overlap)
+        config = TransferConfig(role, SECRET, lease_seconds=LEASE, **early)
         self.transfers = KVTransfers(self.engine, config, lambda: None)
+        self.answers: list[Any] = []
+        self.transfers.answer = lambda name, params: self.answers.append((name, params))
         self.names = itertools.count()
 
     def ranks(self) -> list[int]:
@@ -55,9 +57,10 @@ class Engine:
         request = self._request(prompt, {"do_remote_decode": True}, max_tokens=1)
         self.engine.add(request)
         self.transfers.begin(request)
-        while not (answers := self.transfers.advance()):
+        while not (self.answers or (answers := self.transfers.advance())):
             self.engine.step()
-        ((name, params),) = answers
+        ((name, params),) = self.answers or answers
+        self.answers = []
         assert name == request.id
         return params
 
@@ -118,6 +121,7 @@ class Engine:
             "expired": figures[4],
             "came": figures[2],
             "sent": figures[3],
+            "brought": self.engine.scheduler.usage().host_pages_in,
         }
 
     def _request(self, prompt: list[int], given: Any, max_tokens: int = 12, **more: Any) -> Any:

@@ -85,9 +85,10 @@ def command(pid: str) -> bytes:
     [
         ("tcp", (), ()),
         ("tcp", ("--tp", "2", "--kv-overlap"), ("--dp", "2", "--page-size", "16")),
+        ("tcp", ("--kv-by-layer",), ("--kv-host-memory", "0.01")),
         ("nixl", (), ()),
     ],
-    ids=["alone", "ranks", "nixl"],
+    ids=["alone", "ranks", "by-layer", "nixl"],
 )
 def test_no_wrong_token_and_no_page_lost(
     tmp_path: Path,

@@ -280,6 +280,21 @@ def test_pages_leave_while_the_prompt_is_computed(folder: Path, pair: Pair) -> N
         early.wait_until(lambda: early.held_pages() == 0)
 
 
+def test_pages_leave_layer_by_layer(folder: Path, pair: Pair) -> None:
+    """Prompts of one chunk and of several: none is answered with a token."""
+    more = ("--num-speculative-tokens", "2", "--kv-by-layer", "--chunked-prefill-size", "64")
+    with server("prefill", folder, *more) as early:
+        for length in (20, 100, 200):
+            ids = [length % 90, *(PROMPT * 2)[1:length]]
+            given = ask(early, ids, {"do_remote_decode": True}, max_tokens=1)
+            assert tokens(given) == []
+            found = ask(pair.decode, ids, given["kv_transfer_params"])
+            assert cached(found) == length - 1
+            assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+        early.wait_until(lambda: figure(early, "kv_transfer_pages_held") == 0)
+        early.wait_until(lambda: early.held_pages() == 0)
+
+
 def test_another_secret_reads_nothing(pair: Pair, tmp_path: Path) -> None:
     ids = prompt(700)
     given = prefilled(pair.prefill, ids)

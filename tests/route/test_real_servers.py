@@ -103,11 +103,13 @@ class Cluster:
 
     def stop_one_with_work(self) -> Running:
         """A server that has a request."""
-        while True:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
             for server in self.servers:
                 running = server.get("/stats")["engines"][0].get("running", 0)
                 if running:
                     return server
+        raise AssertionError("no server has had a request for 30 s")
 
 
 def make_cluster(stack: ExitStack) -> Cluster:

@@ -109,15 +109,15 @@ def start_server(
     server = Running(process, Path(name))
     try:
         if wait:
-            server.wait_until(lambda: _port(server))
-            server.port = _port(server)
+            server.wait_until(lambda: served_port(server))
+            server.port = served_port(server)
     except BaseException:
         process.kill()
         raise
     return server
 
 
-def _port(server: Running) -> int:
+def served_port(server: Running) -> int:
     found = re.search(r"serving .* on http://\S+:(\d+)", server.text())
     return int(found[1]) if found else 0
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -350,8 +350,9 @@ def print_table(
     (console or Console()).print(table)
 
 
-def as_json(found: TransferFigures, setup: TransferSetup) -> str:
-    return json.dumps({"setup": asdict(setup), "figures": asdict(found)}, indent=1)
+def as_json(runs: Sequence[tuple[TransferSetup, TransferFigures]]) -> str:
+    found = [{"setup": asdict(setup), "figures": asdict(figures)} for setup, figures in runs]
+    return json.dumps({"runs": found}, indent=1)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
     from rorqual.cache.host_memory import HostMemory
+    from rorqual.cache.written_layers import WrittenLayers
     from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
     from rorqual.engine.npu.compiled import NpuCompiledForward
@@ -70,6 +71,7 @@ class ModelRunner:
         self.agree: Callable[[], str] | None = None  # on whether a step is given up
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
+        self.watch: WrittenLayers | None = None  # of the next step, where others read its pages
         self.turns: StepsInTurns | None = None
         self.model = model
         self.pool = pool
@@ -196,6 +198,7 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
         """`output` is this data-parallel rank's part of a step, `metadata` what all ranks agree
         on."""
+        watch, self.watch = self.watch, None
         with self.platform.stream():
             if metadata.switch:
                 assert self.mover is not None, "experts move where enable_eplb is on"
@@ -205,7 +208,11 @@ class ModelRunner:
             self.rows.apply(output)
             self._start_copies(output)
             # copies alone make a step too, and all ranks know that it has no tokens
-            pending = self._launch(output, metadata) if any(metadata.tokens) else PendingStep()
+            pending = (
+                self._launch(output, metadata, watch) if any(metadata.tokens) else PendingStep()
+            )
+            if watch is not None:
+                watch.whole()
             self.shared.start(output.sampled_slots)
             if self.host is not None:
                 self.host.settle()
@@ -223,10 +230,14 @@ class ModelRunner:
         if output.copies_first:
             self.host.settle()
 
-    def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
+    def _launch(
+        self, output: SchedulerOutput, metadata: StepMetadata, watch: WrittenLayers | None
+    ) -> PendingStep:
         if self.graphs is not None and metadata.decodes:
             return self._replay(self.graphs, output, metadata)
         batch = self.batch(output, metadata)
+        if watch is not None and not batch.step.parts:
+            batch.step.layer_written = watch.layer
         if self.turns is not None:
             pending = PendingStep()
             forward = self.model.forward(batch.step, self._every_row(metadata))

@@ -26,6 +26,7 @@ from rorqual.planner.simulator.workload import (
     SharedPrefix,
     Workload,
 )
+from rorqual.planner.timing.page_times import PageTimes
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel, with_link
 
@@ -169,13 +170,17 @@ def _pools_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
     model = _model(given, _sizes(given["layout"], given["redundant_experts"]))
     if engine.expert_drift is not None and model.sizes.ep == 1:
         raise ConfigError("expert_load goes with a layout whose experts lie on ranks: ep=N")
+    page_times = given["page_times"]
+    if page_times is not None and not prefill:
+        raise ConfigError("page_times goes with prefill_replicas")
     if not prefill:
         return pools.together(model, engine, given["replicas"], given["balancing"])
     first = _model(
         given, _sizes(given["prefill_layout"] or given["layout"], given["redundant_experts"])
     )
+    measured = page_times and PageTimes.read(page_times, given["page_transport"])
     return pools.disaggregated(
-        first, model, engine, (prefill, given["replicas"]), given["balancing"]
+        first, model, engine, (prefill, given["replicas"]), given["balancing"], measured
     )
 
 

@@ -14,6 +14,7 @@ from rorqual.planner.simulator.expert_drift import ExpertDrift
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts
 from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulator import Deployment, Pool
+from rorqual.planner.timing.page_times import PageTimes
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seconds
 
@@ -127,15 +128,25 @@ def disaggregated(
     engine: PoolSettings,
     replicas: tuple[int, int],
     routing: str = SimulationSettings.balancing,
+    page_times: PageTimes | None = None,
 ) -> Deployment:
-    """(prefill, decode) replicas; caches cross the devices' network."""
+    """(prefill, decode) replicas; caches cross the devices' network. page_times: measured between
+    two of our engines, whose first token is drawn where the answer is; the router's second request
+    takes as long as a client's."""
     pools = (
         _pool("prefill", prefill, engine, replicas[0], first_only=True),
         _pool("decode", decode, engine, replicas[1], remote=True),
     )
-    return Deployment(
-        pools, lambda tokens: transfer_seconds(prefill, tokens), delivery(decode), routing
-    )
+    late = delivery(decode)
+    if page_times is None:
+        return Deployment(pools, lambda tokens: transfer_seconds(prefill, tokens), late, routing)
+    size = rank_kv_bytes_per_token(prefill.config, prefill.sizes, prefill.fmt)
+
+    def transfer(tokens: int) -> float:
+        pages = -(-tokens // engine.page_size)
+        return late + page_times.seconds(pages * engine.page_size * size)
+
+    return Deployment(pools, transfer, late, routing, redraws=True)
 
 
 def split(

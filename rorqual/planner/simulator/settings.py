@@ -38,6 +38,13 @@ class SimulationSettings:
         0, "Replicas for prompts alone; 0 computes prompts where tokens are decoded."
     )
     prefill_layout: str | None = _deployment(None, "Their sizes; --layout if left out.")
+    page_times: Path | None = option(
+        None,
+        "What `rorqual bench pages --json` measured: in place of the network's figures, for caches "
+        "of prompts that are computed apart.",
+        group="Deployment",
+    )
+    page_transport: str = _deployment("tcp", "page_times: by which transport.")
     attention: int = _deployment(
         0, "Attention GPUs of a replica whose experts lie on GPUs of their own."
     )

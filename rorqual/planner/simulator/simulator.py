@@ -78,9 +78,10 @@ class Pool:
 @dataclass(frozen=True)
 class Deployment:
     """pools: one, or prompts and decoding apart. transfer: seconds a prompt of so many tokens
-    takes from one pool to the other; a prompt's replica sends one at a time. delivery: seconds
-    between the engine and a client, both ways together. failover: until a dead replica's requests
-    are sent elsewhere. autoscaling: of a pool, one rule at most."""
+    takes from one pool to the other; a prompt's replica sends one at a time. redraws: a prompt's
+    first token is drawn where it is answered, as this engine does, not where it was computed.
+    delivery: seconds between the engine and a client, both ways together. failover: until a dead
+    replica's requests are sent elsewhere. autoscaling: of a pool, one rule at most."""
 
     pools: tuple[Pool, ...]
     transfer: Callable[[int], float] | None = None
@@ -89,6 +90,7 @@ class Deployment:
     failures: tuple[ReplicaFailure, ...] = ()
     failover: float = SimulationSettings.failover
     autoscaling: tuple[Autoscaling, ...] = ()
+    redraws: bool = False
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
@@ -247,7 +249,7 @@ class Simulation:
     def _land(self, landing: Landing) -> None:
         """A prompt's cache is there: the request goes on in the second pool."""
         record = landing.record
-        record.paused = record.last
+        record.paused = record.last if record.first is not None else None
         if landing.replica.died != landing.died:  # the rest of it will not come
             record.moved += 1
             self._again([record])
@@ -358,7 +360,12 @@ class Simulation:
 
     def _leave(self, group: StageGroup, record: RequestTimeline) -> None:
         """A request is done, or done here and its cache is sent on."""
-        if record.made == record.wanted:
+        if self.deployment.redraws and group.pool == 0:
+            record.made -= 1
+            self.emitted -= 1
+            if not record.made:
+                record.first = None
+        elif record.made == record.wanted:
             self._done()
             return
         assert self.deployment.transfer is not None

@@ -101,6 +101,8 @@ class EngineProcess:
     ):
         self.engine = engine
         self.transfers = transfers
+        if transfers is not None:
+            transfers.answer = self._answer_now
         self.publisher = publisher
         # their pages are on the way; what keeps a compiled grammar
         self.arriving: dict[str, tuple[messages.Add, Any]] = {}
@@ -308,15 +310,19 @@ class EngineProcess:
     def _answer_early(self, transfers: KVTransfers) -> list[messages.Output]:
         """Requests whose pages may be fetched while they are computed: nobody waits for their
         token."""
-        found = []
-        for name, params in transfers.advance():
-            live = self.live[name]
-            live.answered = True
-            cached = live.sequence.num_cached_prompt or 0
-            output = messages.Output(name, [], FinishReason.LENGTH.value, cached=cached)
-            output.transfer = params
-            found.append(output)
-        return found
+        return [self._early(name, params) for name, params in transfers.advance()]
+
+    def _answer_now(self, name: str, params: dict[str, Any]) -> None:
+        """Of a request that the next step begins to compute."""
+        self.link.send(messages.StepOutputs([self._early(name, params)]))
+
+    def _early(self, name: str, params: dict[str, Any]) -> messages.Output:
+        live = self.live[name]
+        live.answered = True
+        cached = live.sequence.num_cached_prompt or 0
+        output = messages.Output(name, [], FinishReason.LENGTH.value, cached=cached)
+        output.transfer = params
+        return output
 
     def _extend(
         self, found: dict[str, messages.Output], name: str, out: TokenOut, first: bool

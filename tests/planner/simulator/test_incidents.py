@@ -126,6 +126,7 @@ def test_conservation_under_many_deaths(seed: int, apart: bool) -> None:
     changes: dict[str, Any] = {"failures": tuple(failures), "failover": dice.choice((0.0, 0.3))}
     if apart:
         changes["transfer"] = lambda tokens: tokens * 1e-4
+        changes["redraws"] = bool(seed % 2)
     load = work("poisson", 120, "uniform:1:120", rate=40.0)
     run, found = play(pools, load, seed, **changes)
     assert found.moved > 0

@@ -396,6 +396,19 @@ def test_prompts_and_decoding_on_cards_of_their_own() -> None:
     assert one_token.e2e.mean == pytest.approx(1.0), "nothing is left to decode"
 
 
+@pytest.mark.parametrize("output", [1, 20])
+def test_a_first_token_that_is_drawn_where_the_answer_is(output: int) -> None:
+    """1 s for the prompt, 4.95 s for the cache of all but its last token, all tokens of 0.1 s."""
+    deployment = replace(apart(), redraws=True)
+    run = Simulation(deployment, work(requests=1, output=str(output))).run()
+    found = outcome(run)
+    assert found.output_tokens == output
+    assert found.ttft.mean == pytest.approx(1 + 4.95 + 0.1)
+    assert found.e2e.mean == pytest.approx(found.ttft.mean + 0.1 * (output - 1))
+    assert sum(run.timelines[1].gaps.values()) == output - 1
+    assert max(run.timelines[1].gaps, default=0.1) == pytest.approx(0.1)
+
+
 def test_a_link_carries_one_cache_at_a_time() -> None:
     """Two prompts of one step: the second cache leaves after the first; from two replicas they
     go side by side."""

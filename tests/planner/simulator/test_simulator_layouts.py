@@ -29,6 +29,7 @@ from rorqual.planner.simulator.micro_batches import Stage, makespan, play
 from rorqual.planner.simulator.results import Outcome, outcome
 from rorqual.planner.simulator.simulator import Deployment, Simulation
 from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Workload
+from rorqual.planner.timing.page_times import PageTimes
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import split_step
@@ -206,6 +207,9 @@ def test_deployments_of_every_kind() -> None:
         "wide": pools.together(model(ParallelConfig(dp=16, ep=16)), small, 1),
         "drafts": pools.together(eight, replace(small, acceptance=(0.85,)), 2),
         "apart": pools.disaggregated(eight, eight, small, (1, 1)),
+        "measured": pools.disaggregated(
+            eight, eight, small, (1, 1), page_times=PageTimes(0.01, 1e-11)
+        ),
         "split": pools.split(
             model(ParallelConfig(), "roofline"), replace(small, micro_batches=3), 8, 8, "experts", 1
         ),
@@ -221,6 +225,8 @@ def test_deployments_of_every_kind() -> None:
     assert tpot["drafts"] < tpot["together"], "speculation"
     itl = {name: outcome.itl.p99 for name, outcome in found.items() if outcome.itl}
     assert itl["apart"] < itl["together"], "no prompts between tokens"
+    ttft = {name: outcome.ttft.mean for name, outcome in found.items()}
+    assert ttft["measured"] > ttft["apart"] + 0.01, "the first token waits for its pages"
 
 
 def test_what_does_not_fit_is_refused() -> None:
