@@ -90,7 +90,7 @@ def test_ratios_are_predicted_from_the_measured_times() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.longest
 def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**ENGINE, micro_batches="auto")
+    llm = LLM(**ENGINE, micro_batches="auto", keep_step_times=False)
     sizes = BenchSizes(prompts=(24,), batches=(4,), requests=4, repeats=2)
     told: list[str] = []
     cells = bench.run(llm.engine, sizes, told.append)
