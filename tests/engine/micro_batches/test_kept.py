@@ -108,6 +108,7 @@ def test_other_options_have_times_of_their_own() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_reasons_are_compared_with_the_engine_that_is_there() -> None:
     runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
     reason = PhaseTimes(reason="every rank holds every token: nothing travels to experts")
