@@ -134,8 +134,9 @@ class PartsTimer:
         )
 
     def off(self, times: StepTimes) -> float:
-        """How far passes of one size of each phase, timed again, are from `times`, relative; what
-        all ranks agree on. Infinite where another engine's times these must be."""
+        """How far passes of one size of each phase, timed again, are from `times`, relative, beyond
+        the noise of either; what all ranks agree on. Infinite where these must be another
+        engine's."""
         layers, reasons = self._layers(), [why_whole(self.runner, kind) for kind in (True, False)]
         phases = (times.decode, times.prompts)
         if (times.layers, [phase.reason for phase in phases]) != (layers, reasons):
@@ -151,8 +152,9 @@ class PartsTimer:
                 now = again(kept.requests if again == self._decode_size else kept.tokens)
                 if len(now.passes) != len(kept.passes) or now.exchange != kept.exchange:
                     return math.inf
-                pairs = zip(now.passes, kept.passes, strict=True)
-                found += [abs(new / old - 1) for new, old in pairs]
+                noise = [max(pair) for pair in zip(now.noise, kept.noise, strict=True)]
+                pairs = zip(now.passes, kept.passes, noise, strict=True)
+                found += [abs(new / old - 1) - beside for new, old, beside in pairs]
         return max(found)
 
     def _layers(self) -> int:
