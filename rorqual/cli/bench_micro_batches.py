@@ -21,7 +21,11 @@ from rorqual.config.parallel import AUTO
 from rorqual.engine.config import EngineConfig
 
 
-@with_options(engine=Flags(EngineConfig, without=("micro_batches", "num_speculative_tokens")))
+@with_options(
+    engine=Flags(
+        EngineConfig, without=("micro_batches", "num_speculative_tokens", "keep_step_times")
+    )
+)
 def bench_micro_batches(
     engine: Given,
     model: Model = None,
@@ -54,7 +58,7 @@ def bench_micro_batches(
         model,
         config,
         settings,
-        {**derived, **engine, "micro_batches": AUTO},
+        {**derived, **engine, "micro_batches": AUTO, "keep_step_times": False},
         skip_tokenizer_init=True,
     )
     try:

@@ -190,6 +190,12 @@ class EngineConfig:
         "With exe_mode compile alone: keep compiled code below the cache folder, for the next "
         "start; yes if left out. --no-enable-cache-compile keeps nothing and finds nothing.",
     )
+    keep_step_times: bool = _execution(
+        True,
+        "With micro_batches auto: keep measured times below the cache folder, for the next start "
+        "with the same options on the same machines, which times two sizes again and measures anew "
+        "where these differ by more than a quarter.",
+    )
     case_name: str | None = _execution(
         None,
         "With exe_mode compile: the folder below the cache folder that keeps compiled code.",

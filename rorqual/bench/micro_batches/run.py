@@ -18,20 +18,27 @@ from rorqual.bench.provenance import client_facts
 from rorqual.config.parallel import AUTO, MOST_AUTO_PARTS
 from rorqual.engine.engine import Engine
 from rorqual.engine.micro_batches.policy import (
+    MARGIN,
     FixedParts,
     MeasuredParts,
     MicroBatchPolicy,
+    best_parts,
     layer_of,
+    predicted,
     rest_of,
+    shapes,
 )
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
+from rorqual.engine.scheduling.scheduler_output import cut_together
 from rorqual.errors import ConfigError
 from rorqual.request import Request, SamplingParams
 
 BLOCK_SECONDS = 0.5  # of one number of parts before the next, at least
 CONTEXT = 64  # cached tokens when decoding begins
 DECODE, PROMPTS = "decode", "prompts"
+HIDES = 0.6  # of what overlap permits, that auto should gain where
+HIDDEN = (0.5, 1.5)  # the wire takes so much of computing
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class BenchSizes:
 class Cell:
     """One size. rates: tokens/s of all ranks, of each repeat, by what was asked for. decided: the
     parts that auto took. permitted: what hiding all of the wire behind computing, or the other way
-    round, would gain at most over not hiding any, by the times that auto measured."""
+    round, would gain at most over not hiding any, by the times that auto measured. predicted: the
+    rates' ratios to one part by the same times, before anything of this size was run."""
 
     phase: str
     tokens: int
@@ -57,20 +65,23 @@ class Cell:
     permitted: float
     wire_share: float
     decided: int = 1
+    predicted: dict[str, float] = field(default_factory=dict)
     rates: dict[str, list[float]] = field(default_factory=dict)
 
     def rate(self, name: str) -> float:
         return statistics.median(self.rates[name])
 
-    def ratio(self, name: str, other: str) -> float:
-        """Median of the ratios within a repeat."""
+    def ratios(self, name: str, other: str) -> list[float]:
+        """Within each repeat."""
         pairs = zip(self.rates[name], self.rates[other], strict=True)
-        return statistics.median(one / two for one, two in pairs)
+        return [one / two for one, two in pairs]
 
-    def spread(self, name: str) -> float:
-        """Half of what lies between the quartiles of the ratios to one part, relative."""
-        pairs = zip(self.rates[name], self.rates["1"], strict=True)
-        ratios = [one / two for one, two in pairs]
+    def ratio(self, name: str, other: str) -> float:
+        return statistics.median(self.ratios(name, other))
+
+    def spread(self, name: str, other: str = "1") -> float:
+        """Half of what lies between the quartiles of the ratios, relative."""
+        ratios = self.ratios(name, other)
         if len(ratios) < 2:
             return 0.0
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -99,6 +110,8 @@ def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[
     policies[AUTO] = MeasuredParts(times)
     found = []
     for cell in _cells(engine, sizes, times):
+        ratios = ", ".join(f"{name}: x{ratio:.2f}" for name, ratio in cell.predicted.items())
+        told(f"{cell.phase} {cell.tokens}: predicted {ratios}")
         measure = _prompts if cell.phase == PROMPTS else _decode
         measure(engine, cell, policies, sizes.repeats)
         found.append(cell)
@@ -113,11 +126,45 @@ def _cells(engine: Engine, sizes: BenchSizes, times: StepTimes) -> Iterator[Cell
             raise ConfigError(
                 f"{tokens} tokens of {sizes.requests} prompts; accepted: {sizes.requests} to {most}"
             )
-        yield Cell(PROMPTS, tokens, sizes.requests, *permitted(times, False, tokens))
+        yield _cell(PROMPTS, tokens, sizes.requests, times, engine.config.dp)
     for batch in sizes.batches:
         if batch > engine.config.max_num_seqs:
             raise ConfigError(f"batch {batch} exceeds max_num_seqs={engine.config.max_num_seqs}")
-        yield Cell(DECODE, batch, batch, *permitted(times, True, batch))
+        yield _cell(DECODE, batch, batch, times, engine.config.dp)
+
+
+def _cell(phase: str, tokens: int, requests: int, times: StepTimes, ranks: int) -> Cell:
+    decodes = phase == DECODE
+    cell = Cell(phase, tokens, requests, *permitted(times, decodes, tokens))
+    cell.predicted = foretold(times, decodes, even(tokens, requests), ranks)
+    return cell
+
+
+def even(tokens: int, requests: int) -> tuple[int, ...]:
+    """Tokens of each request."""
+    each, over = divmod(tokens, requests)
+    return tuple(each + (place < over) for place in range(requests))
+
+
+def foretold(
+    times: StepTimes, decodes: bool, lengths: tuple[int, ...], ranks: int
+) -> dict[str, float]:
+    """How many times as fast as in one part a step is predicted to be: in 2, 3, ... parts, and as
+    auto decides. Nothing where this phase was not measured."""
+    phase = times.decode if decodes else times.prompts
+    if not phase.sizes:
+        return {}
+    decoding = (sum(lengths) if decodes else 0,) * ranks
+    found = {}
+    for count in range(1, MOST_AUTO_PARTS + 1):
+        totals = ((sum(lengths),) * ranks,)
+        parts = cut_together((lengths,) * ranks, count) if count > 1 else totals
+        seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
+        if seconds is not None:
+            found[str(count)] = seconds
+    whole = found["1"]
+    found[AUTO] = found[str(best_parts(times, (lengths,) * ranks, decoding))]
+    return {name: whole / seconds for name, seconds in found.items() if name != "1"}
 
 
 def permitted(times: StepTimes, decodes: bool, tokens: int) -> tuple[float, float]:
@@ -140,8 +187,7 @@ def _prompts(
     engine: Engine, cell: Cell, policies: dict[str, MicroBatchPolicy], repeats: int
 ) -> None:
     ranks = engine.config.dp
-    each, over = divmod(cell.tokens, cell.requests)
-    lengths = [each + (i < over) for i in range(cell.requests)]
+    lengths = even(cell.tokens, cell.requests)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def once(number: int) -> float:
@@ -229,26 +275,59 @@ def print_table(cells: Sequence[Cell]) -> None:
         "± half between its quartiles"
     )
     heads = ["phase", "tokens a rank", "wire / compute", *fixed, AUTO]
-    more = ["auto took", "auto x", "auto / best fixed", "permitted x", "share"]
+    more = ["auto took", "predicted x", "auto x", "auto / best fixed", "permitted x", "share"]
     for head in (*heads, *more):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=head == heads[1])
     for cell in cells:
         table.add_row(*_row(cell, fixed))
-    Console(width=180).print(table)
+    console = Console(width=180)
+    console.print(table)
+    for line in verdicts(cells):
+        console.print(line)
+
+
+def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
+    """What auto should hold to, and the cells in which it does not, beyond the spread."""
+    slower = [cell for cell in cells if cell.decided > 1 and _beyond(cell, "1", 1.0)]
+    yield _verdict("auto is not slower than one part", slower)
+    # where auto took the same parts, what lies between the two is noise alone
+    others = [cell for cell in cells if str(cell.decided) != cell.best_fixed]
+    behind = [cell for cell in others if _beyond(cell, cell.best_fixed, 1 - MARGIN)]
+    yield _verdict(f"auto is within {MARGIN:.0%} of the best fixed number of parts", behind)
+    low, high = HIDDEN
+    hides = [cell for cell in cells if low <= cell.wire_share <= high]
+    lost = [cell for cell in hides if share_of(cell) < HIDES]
+    name = f"auto gains {HIDES:.0%} of what is permitted ({len(hides)} cells, wire {low} to {high})"
+    yield _verdict(name, lost)
+
+
+def _verdict(name: str, lost: Sequence[Cell]) -> str:
+    cells = ", ".join(f"{cell.phase} {cell.tokens}" for cell in lost)
+    return f"{name}: {'not in ' + cells if cells else 'in every cell'}"
+
+
+def _beyond(cell: Cell, other: str, least: float) -> bool:
+    return cell.ratio(AUTO, other) * (1 + cell.spread(AUTO, other)) < least
+
+
+def share_of(cell: Cell) -> float:
+    return (cell.ratio(AUTO, "1") - 1) / cell.permitted
 
 
 def _row(cell: Cell, fixed: Sequence[str]) -> list[str]:
     gain = cell.ratio(AUTO, "1") - 1
-    share = f"{gain / cell.permitted:.0%}" if cell.permitted > 0.01 else "-"
+    share = f"{share_of(cell):.0%}" if cell.permitted > 0.01 else "-"
+    best = cell.best_fixed
     return [
         cell.phase,
         str(cell.tokens),
         f"{cell.wire_share:.2f}",
-        *(f"{cell.rate(name):,.0f} (x{cell.ratio(name, '1'):.2f})" for name in fixed),
+        *(f"{cell.rate(name):,.0f} x{cell.ratio(name, '1'):.2f}" for name in fixed),
         f"{cell.rate(AUTO):,.0f}",
         str(cell.decided),
+        f"{cell.predicted[AUTO]:.2f}" if cell.predicted else "-",
         f"{gain + 1:.2f} ± {cell.spread(AUTO):.2f}",
-        f"{cell.ratio(AUTO, cell.best_fixed):.2f} ({cell.best_fixed})",
+        f"{cell.ratio(AUTO, best):.2f} ± {cell.spread(AUTO, best):.2f} ({best})",
         f"{cell.permitted + 1:.2f}",
         share,
     ]

@@ -39,7 +39,8 @@ from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.host_room import check_host_memory
-from rorqual.engine.micro_batches.measure import Limits, measure
+from rorqual.engine.micro_batches.kept import KeptTimes
+from rorqual.engine.micro_batches.measure import Limits, measure, off
 from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
@@ -216,12 +217,19 @@ class Worker:
         limits = Limits(
             self.config.max_num_seqs, width, self.batched_tokens, self.max_model_len, captured
         )
-        times = self._phase("micro-batches", lambda: measure(self.runner, limits))
+        times = self._phase("micro-batches", partial(self._step_times, limits))
         self.step_times = times
         if self.mesh.rank == 0:
             for line in lines(times):
                 log.info("%s", line)
         return MeasuredParts(times)
+
+    def _step_times(self, limits: Limits) -> StepTimes:
+        again = partial(measure, self.runner, limits)
+        if not self.config.keep_step_times:
+            return again()
+        kept = KeptTimes(self.config, self.model_config, self.mesh, self.platform)
+        return kept.times(again, partial(off, self.runner, limits))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -9,6 +9,7 @@ so that all ranks know the same ones, and whether another size is timed follows 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,9 +47,11 @@ SECONDS = 30.0  # of measuring, after which no further size is timed; of decodin
 SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
 REPEATS = (3, 20)  # of a pass, least and most
 SETTLED = 0.01  # noise at which a pass is not repeated further
-STAGE_REPEATS = 5
+STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
+STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
 GROWTH = 2  # from one size to the next
 PROMPTS = 12  # requests of a step of prompts: divided evenly by 2, 3 and 4
+CONFIRMED = 0.25  # seconds of a pass up to which a size is chosen to be timed again
 CONTEXT = 512  # cached tokens of requests that decode
 
 Pass = Callable[[], object]
@@ -70,6 +73,12 @@ def measure(runner: ModelRunner, limits: Limits, seconds: float = SECONDS) -> St
     """Collective over all ranks. Takes `seconds`, and at most one size's time more for each
     phase."""
     return PartsTimer(runner, limits, seconds).measure()
+
+
+def off(runner: ModelRunner, limits: Limits, times: StepTimes) -> float:
+    """Collective: how far what an earlier start measured is from what two sizes take now,
+    relative."""
+    return PartsTimer(runner, limits, SECONDS).off(times)
 
 
 def why_whole(runner: ModelRunner, decode: bool) -> str:
@@ -106,6 +115,7 @@ class PartsTimer:
         self.mesh = runner.model.mesh
         self.platform = runner.platform
         self.seconds = seconds
+        self.generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         self.start = time.perf_counter()
         self.least = 0.0  # seconds that the newest size would have taken with the fewest repeats
         self.layer = next(
@@ -113,7 +123,6 @@ class PartsTimer:
         )
 
     def measure(self) -> StepTimes:
-        layers = sum(isinstance(layer.mlp, ExpertLayer) for layer in self.model.layers)
         reasons = [why_whole(self.runner, decode) for decode in (True, False)]
         with self._rows(), torch.inference_mode(), self.platform.stream():
             decode, prompts = (
@@ -121,8 +130,35 @@ class PartsTimer:
                 for reason, sizes in zip(reasons, (self._decode, self._prompts), strict=True)
             )
         return StepTimes(
-            layers, decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
+            self._layers(), decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
         )
+
+    def off(self, times: StepTimes) -> float:
+        """How far passes of one size of each phase, timed again, are from `times`, relative, beyond
+        the noise of either; what all ranks agree on. Infinite where these must be another
+        engine's."""
+        layers, reasons = self._layers(), [why_whole(self.runner, kind) for kind in (True, False)]
+        phases = (times.decode, times.prompts)
+        if (times.layers, [phase.reason for phase in phases]) != (layers, reasons):
+            return math.inf
+        found = [0.0]
+        with self._rows(), torch.inference_mode(), self.platform.stream():
+            for again, phase in zip((self._decode_size, self._prompt_size), phases, strict=True):
+                short = [size for size in phase.sizes if size.passes[0] < CONFIRMED]
+                if not phase.sizes:
+                    continue
+                # the longest of short passes: of them all it says most about computing and wire
+                kept = max(short or phase.sizes[:1], key=lambda size: size.tokens)
+                now = again(kept.requests if again == self._decode_size else kept.tokens)
+                if len(now.passes) != len(kept.passes) or now.exchange != kept.exchange:
+                    return math.inf
+                noise = [max(pair) for pair in zip(now.noise, kept.noise, strict=True)]
+                pairs = zip(now.passes, kept.passes, noise, strict=True)
+                found += [abs(new / old - 1) - beside for new, old, beside in pairs]
+        return max(found)
+
+    def _layers(self) -> int:
+        return sum(isinstance(layer.mlp, ExpertLayer) for layer in self.model.layers)
 
     @contextmanager
     def _rows(self) -> Iterator[None]:
@@ -149,36 +185,36 @@ class PartsTimer:
     # ---- sizes
 
     def _decode(self) -> Iterator[MeasuredSize]:
+        for requests in self._growing((1, 4, 12), self.limits.requests, 0.5):
+            yield self._decode_size(requests)
+
+    def _decode_size(self, requests: int) -> MeasuredSize:
         limits = self.limits
         context = min(CONTEXT, limits.context - limits.width)
-
-        def output(requests: int) -> SchedulerOutput:
-            self.runner.rows.length[:requests] = context
-            slots = list(range(requests))
-            bounds = [context + limits.width] * requests
-            return SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
-
-        for requests in self._growing((1, 4, 12), limits.requests, 0.5):
-            yield self._size(output(requests), self.limits.captured)
+        self.runner.rows.length[:requests] = context
+        slots = list(range(requests))
+        bounds = [context + limits.width] * requests
+        output = SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
+        return self._size(output, limits.captured)
 
     def _prompts(self) -> Iterator[MeasuredSize]:
         limits = self.limits
-        generator = torch.Generator().manual_seed(self.mesh.dp_rank)
-        most = min(PROMPTS, limits.requests)
+        most = min(limits.tokens, min(PROMPTS, limits.requests) * limits.context)
+        for tokens in self._growing((4, 12), most, 1.0):
+            yield self._prompt_size(tokens)
 
-        def output(tokens: int) -> SchedulerOutput:
-            requests = min(most, tokens)
-            each, over = divmod(tokens, requests)
-            lengths = [each + (i < over) for i in range(requests)]
-            drawn = torch.randint(self.runner.rows.vocab, (tokens,), generator=generator).tolist()
-            chunks = []
-            for slot, length in enumerate(lengths):
-                chunks.append(PrefillChunk(slot, 0, drawn[:length], sample=False))
-                drawn = drawn[length:]
-            return SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
-
-        for tokens in self._growing((4, 12), min(limits.tokens, most * limits.context), 1.0):
-            yield self._size(output(tokens), False)
+    def _prompt_size(self, tokens: int) -> MeasuredSize:
+        requests = min(PROMPTS, self.limits.requests, tokens)
+        each, over = divmod(tokens, requests)
+        vocab = self.runner.rows.vocab
+        drawn = torch.randint(vocab, (tokens,), generator=self.generator).tolist()
+        chunks = []
+        for slot in range(requests):
+            length = each + (slot < over)
+            chunks.append(PrefillChunk(slot, 0, drawn[:length], sample=False))
+            drawn = drawn[length:]
+        output = SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
+        return self._size(output, False)
 
     def _growing(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
         """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
@@ -256,19 +292,31 @@ class PartsTimer:
     # ---- stages of one layer
 
     def _layer(self, step: ForwardBatch) -> tuple[float, tuple[StageSeconds, ...]]:
+        """The slowest rank's. What else its processors do only ever adds, so of several runs the
+        shortest counts: of computing each rank's own; of what arrives the shortest run's, for all
+        ranks share a wire, and what comes early at one comes late at another."""
         assert self.layer is not None, "a model without sparse layers is not measured"
+        least, most = STAGE_REPEATS
+        runs: list[list[float]] = []
         try:
-            runs = [self._stages(self.layer, step) for _ in range(STAGE_REPEATS + 1)][1:]
+            self._stages(self.layer, step)  # compiles what must be
+            start = time.perf_counter()
+            while len(runs) < least or (len(runs) < most and self._early(start, STAGE_SECONDS)):
+                runs.append(self._stages(self.layer, step))
         finally:
             for axis in self._axes():
                 axis.watched = None
-        flat = self._slowest([value for run in runs for value in run])
-        width = len(runs[0])
-        attention, *others = (min(flat[i::width]) for i in range(width))
-        pairs = zip(others[::2], others[1::2], strict=True)
-        return attention, tuple(
+        values = list(zip(*runs, strict=True))  # attention, then of each stage both
+        computes = self._slowest([min(own) for own in (values[0], *values[1::2])])
+        arrivals = [min(self._slowest(list(own))) for own in values[2::2]]
+        pairs = zip(computes[1:], arrivals, strict=True)
+        return computes[0], tuple(
             StageSeconds(compute, max(0.0, arrived - compute)) for compute, arrived in pairs
         )
+
+    def _early(self, start: float, seconds: float) -> bool:
+        """Whether no rank has spent so many since its start."""
+        return self._slowest([time.perf_counter() - start])[0] < seconds
 
     def _stages(self, layer: Layer, step: ForwardBatch) -> list[float]:
         """Seconds of attention, and of each stage: until it has computed, and until what it sent

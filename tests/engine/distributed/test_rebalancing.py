@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,25 +185,148 @@ def test_a_move_that_fails_part_way_is_the_last(
     assert balancer.policy.placement.tolist() == before
 
 
+# what a rank other than 0 runs in place of a mover's method; Python imports it at its start
+ON_RANK_1 = """
+import sys
+if "rorqual.engine.distributed.worker_process" in sys.orig_argv:
+    import torch.distributed as dist
+    from rorqual.engine.balance.mover import ExpertMover
+    real = ExpertMover.{method}
+    def wrong(self, *given):
+        if dist.get_rank() == 1:
+            raise {error}
+        return real(self, *given)
+    ExpertMover.{method} = wrong
+"""
+
+
 @full
-@pytest.mark.parametrize("rank", [1, 3])
-def test_a_rank_that_is_killed_in_a_move(
-    ended: list[LLM], monkeypatch: pytest.MonkeyPatch, rank: int
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    ("method", "error", "off"),
+    [("_tables", "MemoryError('none on rank 1')", False), ("_pack", "OSError('torn there')", True)],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_another_rank_that_fails(
+    ended: list[LLM],
+    expected: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ranks: int,
+    method: str,
+    error: str,
+    off: bool,
 ) -> None:
-    sizes = {"dp": 2, "ep": 2} if rank == 1 else {"dp": 4, "ep": 4}
-    llm = LLM(**OPTIONS, **BUNDLED, **sizes, **EPLB)
+    """Not the one that decides: the map in force stays on all ranks."""
+    (tmp_path / "sitecustomize.py").write_text(ON_RANK_1.format(method=method, error=error))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    llm = LLM(**OPTIONS, **BUNDLED, dp=ranks, ep=ranks, **EPLB, watchdog_seconds=20)
     ended.append(llm)
     balancer = balancer_of(llm)
-    worker = balancer.workers[rank - 1]
-    real = balancer._begin
+    before = balancer.policy.placement.tolist()
+    assert tokens_of(llm) == expected
+    assert balancer.stats.failed > 0
+    assert balancer.stats.moves == 0
+    assert balancer.policy.placement.tolist() == before
+    assert bool(balancer.off) == off, balancer.off
 
-    def killed(move: Move, send: Any) -> None:
-        real(move, send)
-        os.kill(worker.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(balancer, "_begin", killed)
+# ---- ranks that are killed in a move
+
+
+def kill_when(
+    monkeypatch: pytest.MonkeyPatch, balancer: ExpertBalancer, when: str, blow: Any
+) -> None:
+    """begun: all ranks have been told of the move; bringing: rank 0 sends its first expert; ready:
+    all ranks are through, and the next step would switch."""
+    struck: list[str] = []
+
+    def once(real: Any, after: bool = True) -> Any:
+        def called(*given: Any) -> Any:
+            found = real(*given)
+            if not struck and (after or found):
+                struck.append(when)
+                blow()
+            return found
+
+        return called
+
+    if when == "begun":
+        monkeypatch.setattr(balancer, "_begin", once(balancer._begin))
+    elif when == "bringing":
+        monkeypatch.setattr(balancer.mover, "_pack", once(balancer.mover._pack))
+    else:
+        monkeypatch.setattr(balancer, "ready", once(balancer.ready, after=False))
+
+
+@full
+@pytest.mark.parametrize(
+    ("ranks", "rank", "when"),
+    [
+        (2, 1, "begun"),
+        (4, 3, "bringing"),
+        *(
+            pytest.param(ranks, rank, when, marks=pytest.mark.longest)
+            for ranks in (2, 4)
+            for rank in range(1, ranks)
+            for when in ("begun", "bringing", "ready")
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_move(
+    ended: list[LLM], monkeypatch: pytest.MonkeyPatch, ranks: int, rank: int, when: str
+) -> None:
+    llm = LLM(**OPTIONS, **BUNDLED, dp=ranks, ep=ranks, **EPLB)
+    ended.append(llm)
+    balancer = balancer_of(llm)
+    pid = balancer.workers[rank - 1].pid
+    kill_when(monkeypatch, balancer, when, lambda: os.kill(pid, signal.SIGKILL))
     start = time.monotonic()
     with pytest.raises(EngineError, match=rf"rank {rank} .* ended with status -9"):
         tokens_of(llm, 60)
-    assert time.monotonic() - start < 20
-    assert balancer.stats.moves == 0
+    assert time.monotonic() - start < 30
+
+
+FIRST_RANK = """
+import os, signal, sys
+import pytest
+from rorqual import LLM
+from rorqual.engine.balance import policy
+from tests.engine.distributed.test_rebalancing import (
+    BUNDLED, EPLB, OPTIONS, balancer_of, kill_when, tokens_of,
+)
+if __name__ == "__main__":
+    policy.MIN_GAIN, policy.HORIZON, policy.noise_limit = 0.0, 10**9, lambda load, ranks: 1.0
+    ranks = int(sys.argv[1])
+    llm = LLM(**OPTIONS, **BUNDLED, dp=ranks, ep=ranks, **EPLB)
+    balancer = balancer_of(llm)
+    print(*(worker.pid for worker in balancer.workers), flush=True)
+    patch = pytest.MonkeyPatch()
+    kill_when(patch, balancer, sys.argv[2], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    tokens_of(llm, 60)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@full
+@pytest.mark.longest
+@pytest.mark.parametrize("when", ["begun", "bringing", "ready"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_deciding_rank_that_is_killed_in_a_move(ranks: int, when: str) -> None:
+    """Nobody is left to name it: the others end themselves, whatever they wait in."""
+    command = [sys.executable, "-c", FIRST_RANK, str(ranks), when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == ranks - 1
+    deadline = time.monotonic() + 30
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline, f"ranks that outlive rank 0: {pids}"
+        time.sleep(0.1)

@@ -30,6 +30,7 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, more: dict[str, Any]) -
             experts=tuple(f"127.0.0.1:{server.port}" for server in servers),
             expert_secret_file=str(secret),
             micro_batches="auto",
+            keep_step_times=False,
             **more,
         )
         times = llm.engine.worker.step_times

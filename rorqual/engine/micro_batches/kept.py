@@ -1,0 +1,124 @@
+"""Step times that an earlier start measured, kept below the cache folder: `micro_batches="auto"`
+measures for half a minute once, and later starts of the same engine on the same machines time two
+sizes again, which must agree.
+
+A file is named by a digest of all that the times follow from: the engine's configuration, the
+model's, the package and torch, and of each rank its host and device. Rank 0 reads and writes; what
+it read goes to all ranks, so that all confirm and use the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform as host
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rorqual.config.model import ModelConfig, cache_folder
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.micro_batches.step_times import StepTimes
+from rorqual.parallel.mesh import Mesh
+from rorqual.platforms.base import Platform
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 20  # of a file; one holds some dozen sizes of a few hundred bytes each
+AGREES = 0.25  # how far a pass may be from what was kept, relative
+
+
+class KeptTimes:
+    def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh, platform: Platform):
+        """Collective: all ranks say where they run."""
+        self.mesh = mesh
+        self.device = platform.device
+        own = (host.node(), platform.describe(), os.cpu_count(), torch.get_num_threads())
+        given = (asdict(config), dict(model.raw), torch.__version__, self._of_all(digest(own)))
+        self.path = cache_folder() / "step-times" / f"{digest(given):016x}.json"
+
+    def times(
+        self, measure: Callable[[], StepTimes], off: Callable[[StepTimes], float]
+    ) -> StepTimes:
+        """Those kept where some of them, timed again, agree; else measured, and kept. off: how far
+        the kept ones are from the new, relative; the same on every rank."""
+        found = self._found()
+        if found is not None:
+            wrong = off(found)
+            agree = wrong <= AGREES
+            told = "used: they agree" if agree else "measured again: they differ"
+            self._say(f"{told} by up to {wrong:.0%} with what is timed now")
+            if agree:
+                return found
+        found = measure()
+        if self.mesh.rank == 0 and not write(self.path, found.as_json()):
+            self._say("not kept: the file cannot be written")
+        return found
+
+    def _say(self, told: str) -> None:
+        if self.mesh.rank == 0:
+            log.info("micro-batches: times of an earlier start (%s) %s", self.path, told)
+
+    def _found(self) -> StepTimes | None:
+        """What rank 0 has read and understood, on every rank."""
+        times = parsed(read(self.path)) if self.mesh.rank == 0 else None
+        if self.mesh.is_single:
+            return times
+        return parsed(self._from_first(times.as_json() if times else ""))
+
+    def _of_all(self, number: int) -> list[int]:
+        if self.mesh.is_single:
+            return [number]
+        own = torch.tensor([number], device=self.device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, own)
+        return [int(one) for one in found]
+
+    def _from_first(self, text: str) -> str:
+        data = text.encode()
+        length = torch.tensor([len(data)], device=self.device)
+        dist.broadcast(length, 0)
+        if not int(length):
+            return ""
+        sent = torch.tensor(list(data.ljust(int(length))), dtype=torch.uint8, device=self.device)
+        dist.broadcast(sent, 0)
+        return bytes(sent.tolist()).decode()
+
+
+def digest(given: object) -> int:
+    """Of 63 bits, so that a tensor holds it; the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(given).encode()).digest()[:8], "big") >> 1
+
+
+def read(path: Path) -> str:
+    """Nothing where there is no such file, or a longer one than any that was written here."""
+    try:
+        text = path.read_text() if path.stat().st_size <= MOST_BYTES else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text
+
+
+def parsed(text: str) -> StepTimes | None:
+    """None for what is no table of times, such as one of another version."""
+    try:
+        return StepTimes.of_json(text)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write(path: Path, text: str) -> bool:
+    """Whole or not at all, whoever writes at the same time. False where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError:
+        return False
+    return True
