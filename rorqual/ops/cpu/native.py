@@ -31,12 +31,14 @@ HEADERS = (
     "vectors/plain.h",
     "products.h",
     "units.h",
+    "pairs.h",
     "vectors/units_avx512.h",
     "vectors/units_neon.h",
     "gemm.h",
     "attention.h",
     "experts.h",
     "quantized.h",
+    "int4_pairs.h",
     "sampling.h",
 )
 PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
