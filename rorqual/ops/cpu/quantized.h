@@ -475,8 +475,8 @@ float *prepare_all(const M &m, const X *x, int64_t n, int which) {
 }
 
 // y [n, rows] = x [n, k] times the matrix transposed, + bias.
-template <class M, class T>
-void times(const M &m, const T *x, const T *bias, T *y, int64_t n, int64_t rows) {
+template <class M, class T, class Y>
+void times(const M &m, const T *x, const T *bias, Y *y, int64_t n, int64_t rows) {
     int64_t block = block_rows(rows), ld = m.apart_in();
     const float *in = prepare_all(m, x, n, 8);
     share((rows + block - 1) / block, n * rows * m.k, [=, &m](int64_t i) {
@@ -563,4 +563,9 @@ void with_format(const Packed &p, int64_t n, const X *given, F body) {
     if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)
         return body([](const Packed &m) { return Int4Bytes<2>{m.four()}; });
     body([](const Packed &m) { return Int4Wide{m.four()}; });
+}
+
+template <class T, class Y>
+void times_packed(const Packed &p, const T *x, const T *bias, Y *y, int64_t n) {
+    with_format(p, n, x, [=, &p](auto matrix) { times(matrix(p), x, bias, y, n, p.rows); });
 }
