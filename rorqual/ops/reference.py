@@ -8,7 +8,7 @@ weights are computed in fp32 whatever the activations' dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Weight:
     activation: str = "fp8_group"
     group_index: Tensor | None = None
     turned: bool = False  # a backend has laid it out in its own way: nobody else may read it
+    # whatever a backend derives once a weight
+    scratch: Any = field(default=None, repr=False, compare=False)
 
     @property
     def quantized(self) -> bool:

@@ -3,7 +3,7 @@ names CUDA or an NPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -95,6 +95,9 @@ class Platform:
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device's kernels can read, for as long as the tensor lives."""
         return torch.empty(shape, dtype=dtype)
+
+    def weights_made(self, tensors: Iterable[Tensor]) -> None:
+        """Called with all weights while nothing stands in them yet."""
 
     def staging(self, size: int) -> Staging:
         """Buffers of `size` bytes, for the thread that asks."""

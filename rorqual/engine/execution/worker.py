@@ -480,6 +480,7 @@ class Worker:
             )
         self._check_memory()
         model = self._make(self.platform.device)
+        self.platform.weights_made(view for target in model.targets() for view in target.views)
         if self.config.weights == "random":
             random_weights(model, self.config.seed)
         else:

@@ -5,6 +5,8 @@ attention goes through torch's fused CPU kernel."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +128,7 @@ class CpuOps(Ops):
     def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x = hidden_of(x)
         if weight.scale is not None:
-            native = self._quantized(x, quantized.refusal(weight))
+            native = self._quantized(x, quantized.refused(weight))
             if native is None:
                 return reference.linear(x, weight, bias)
             parts = x.split(MANY_ROWS)
@@ -136,6 +138,13 @@ class CpuOps(Ops):
 
     def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         x = hidden_of(x)
+        if gate_up.scale is not None and down.scale is not None:
+            native = self._quantized(x, quantized.refused(gate_up, down))
+            if native is None:
+                return super().mlp(x, gate_up, down)
+            return _joined(
+                [quantized.mlp(native, part, gate_up, down) for part in x.split(MANY_ROWS)]
+            )
         native = self._products(x, gate_up.data, down.data)
         return native.mlp(x, gate_up.data, down.data) if native else super().mlp(x, gate_up, down)
 
@@ -155,23 +164,35 @@ class CpuOps(Ops):
         plane: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         x = hidden_of(x)
-        weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
         suits = (
             plane is not None
             and (plane.dtype == x.dtype or reference.in_8_bits(plane))
             and not w.keep_query_input
         )
-        native = self._products(x, *weights) if suits else None
-        if native is None or plane is None:
+        prologue = self._prologue(x, w) if suits else None
+        if prologue is None or plane is None:
             return super().mla_prologue(x, w, places, plane)
         # the kernel writes entries as they are; torch's calls quantize them
         if reference.in_8_bits(plane):
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
             rows = TokenPlaces(places.cos, places.sin, torch.arange(x.shape[0]))
-            q = native.mla_prologue(x, w, rows, entries)
+            q = prologue(x, w, rows, entries)
             self.write_latent(plane, places.slots, entries[0], w.config.kv_lora_rank)
             return x, q, None
-        return x, native.mla_prologue(x, w, places, plane), None
+        return x, prologue(x, w, places, plane), None
+
+    def _prologue(self, x: Tensor, w: MLAWeights) -> Callable[..., Tensor] | None:
+        """The compiled one that takes these projections, if one does."""
+        projections = [w.down] + ([w.q_b] if w.q_b else [])
+        packed = [weight.scale is not None for weight in projections]
+        if not any(packed):
+            data = [weight.data for weight in (*projections, w.kv_b)]
+            native = self._products(x, *data)
+            return native.mla_prologue if native else None
+        if not all(packed) or x.shape[0] > MANY_ROWS or not x.is_contiguous():
+            return None
+        native = self._quantized(x, quantized.refused(*projections))
+        return partial(quantized.mla_prologue, native) if native else None
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
@@ -181,8 +202,6 @@ class CpuOps(Ops):
         native = self._native(q, w.kv_b.data) if packed or plane.dtype == q.dtype else None
         if native is None or segment.tokens != len(segment):
             return super().mla_absorbed(q, w, plane, segment, scale)
-        if w.scratch is None:  # the prologue, which else makes it, was torch's
-            w.scratch = native.mla_layer(w, w.down.columns)
         tables = segment.tables
         if packed:
             plane, tables = _dequantized_pages(plane, segment, w.config.kv_lora_rank, q.dtype)

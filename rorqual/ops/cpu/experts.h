@@ -106,7 +106,7 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     const Group *groups = grouped.groups.data();
     const int64_t *order = grouped.order.data();
     int64_t used = int64_t(grouped.groups.size()), work = picks * hidden * size;
-    const float *in = spread_all<T>(x, n, hidden, 8);
+    const float *in = pairs_take(gate_up) ? nullptr : spread_all<T>(x, n, hidden, 8);
     float *g = scratch(2, picks * ldg), *out = scratch(3, picks * hidden);
     int64_t width = block_rows(used * size), blocks = (size + width - 1) / width;
     share(used * blocks, 2 * work, [=](int64_t unit) {

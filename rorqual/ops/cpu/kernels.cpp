@@ -312,16 +312,17 @@ void mlp(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int64_t h
     gemm(g, n, down, hidden, size, y);
 }
 
-template <class T>
-void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *sin, T *plane, const int64_t *slots, T *q, int64_t n) {
+// down(low [n, rows]) and up(latents, queries [n, heads qk]) are the two products; without a query latent there is but the first.
+template <class T, class Down, class Up>
+void mla_prologue(const MlaLayer &m, Down down, Up up, const float *cos, const float *sin, T *plane, const int64_t *slots, T *q, int64_t n) {
     int64_t qk = m.nope + m.rope, wide_q = m.heads * qk, first = m.q_rank ? m.q_rank : wide_q, entry = m.rank + m.rope;
     int64_t rows = first + entry;
     float *low = scratch(1, n * rows), *latent = scratch(2, n * first), *queries = scratch(3, n * wide_q);
-    gemm(x, n, (const T *)m.down, rows, m.hidden, low, (const T *)m.down_bias);
+    down(low, rows);
     for (int64_t t = 0; t < n; t++) std::copy(low + t * rows, low + t * rows + first, latent + t * first);
     if (m.q_rank) {
         for (int64_t t = 0; t < n; t++) norm_row(latent + t * first, first, (const T *)m.q_norm, float(m.eps));
-        gemm(latent, n, (const T *)m.q_b, wide_q, first, queries);
+        up(latent, queries, wide_q, first);
     } else {
         queries = latent;
     }
@@ -334,6 +335,13 @@ void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *
         narrow_all(kv, entry, plane + slots[t] * entry);
     }
     narrow_all(queries, n * wide_q, q);
+}
+
+template <class T>
+void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *sin, T *plane, const int64_t *slots, T *q, int64_t n) {
+    auto down = [=, &m](float *low, int64_t rows) { gemm(x, n, (const T *)m.down, rows, m.hidden, low, (const T *)m.down_bias); };
+    auto up = [=, &m](const float *latent, float *queries, int64_t rows, int64_t k) { gemm(latent, n, (const T *)m.q_b, rows, k, queries); };
+    mla_prologue(m, down, up, cos, sin, plane, slots, q, n);
 }
 
 template <class T>
@@ -361,8 +369,18 @@ void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *
     attend_all(query, ldq, n, 1, m.heads, entry, m.rank, cache, 0, lens, latent, ldr);
     share(m.heads, n * m.heads * m.v_dim * m.rank, [=, &m](int64_t h) {  // W_UV follows the sum
         const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
-        float *made = scratch(3, n * m.v_dim);
-        dots(up, m.rank, m.v_dim, latent + h * ldr, m.heads * ldr, n, m.rank, made, m.v_dim);
+        float *made = scratch(3, n * m.v_dim), *row = scratch(5, m.rank);
+        if (on_unit(up, n)) {
+            int64_t ldx = unit_apart(m.rank);
+            bf16 *rows = (bf16 *)scratch(4, n * ldx / 2);
+            for (int64_t t = 0; t < n; t++) {
+                gathered<T>(latent + (t * m.heads + h) * ldr, m.rank, row);
+                unit_row(row, m.rank, rows + t * ldx, ldx);
+            }
+            unit_dots(up, m.rank, m.v_dim, rows, ldx, n, m.rank, made, m.v_dim);
+        } else {
+            dots(up, m.rank, m.v_dim, latent + h * ldr, m.heads * ldr, n, m.rank, made, m.v_dim);
+        }
         for (int64_t t = 0; t < n; t++) narrow_all(made + t * m.v_dim, m.v_dim, out + (t * m.heads + h) * m.v_dim);
     });
 }
@@ -486,6 +504,30 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
 #include "quantized.h"
 #include "sampling.h"
 
+// As `mla_prologue`, of weights of eight or four bits. Between two products rows are what they would be in memory.
+template <class T>
+void mla_prologue_packed(const MlaLayer &m, const Packed &down, const Packed &q_b, const T *x, const float *cos, const float *sin, T *plane,
+                         const int64_t *slots, T *q, int64_t n) {
+    auto first = [=, &m, &down](float *low, int64_t) { times_packed(down, x, (const T *)m.down_bias, low, n); };
+    auto second = [=, &q_b](const float *latent, float *queries, int64_t, int64_t k) {
+        T *rows = (T *)scratch(4, n * k);
+        narrow_all(latent, n * k, rows);
+        times_packed(q_b, rows, (const T *)nullptr, queries, n);
+    };
+    mla_prologue(m, first, second, cos, sin, plane, slots, q, n);
+}
+
+template <class T>
+void mlp_packed(const Packed &gate_up, const Packed &down, const T *x, T *y, int64_t n) {
+    int64_t size = down.k;
+    float *h = scratch(1, n * 2 * size), *g = scratch(2, n * size);
+    T *rows = (T *)scratch(4, n * size);
+    times_packed(gate_up, x, (const T *)nullptr, h, n);
+    swiglu_rows(h, n, size, g);
+    narrow_all(g, n * size, rows);
+    times_packed(down, rows, (const T *)nullptr, y, n);
+}
+
 }  // namespace
 
 // `wide` picks the storage type: 1 for fp32, 0 for bf16.
@@ -573,10 +615,18 @@ int64_t rq_experts(int wide, const void *x, const int64_t *ids, const float *wei
 }
 
 void rq_linear_packed(int wide, const Packed *w, const void *x, const void *bias, void *y, int64_t n) {
-    auto run = [=](auto *rows, auto *added, auto *out) {
-        with_format(*w, n, rows, [=](auto matrix) { times(matrix(*w), rows, added, out, n, w->rows); });
-    };
-    PICK(run(F(x), F(bias), FW(y)), run(B(x), B(bias), BW(y)))
+    PICK(times_packed(*w, F(x), F(bias), FW(y), n), times_packed(*w, B(x), B(bias), BW(y), n))
+}
+
+void rq_mlp_packed(int wide, const Packed *gate_up, const Packed *down, const void *x, void *y, int64_t n) {
+    PICK(mlp_packed(*gate_up, *down, F(x), FW(y), n), mlp_packed(*gate_up, *down, B(x), BW(y), n))
+}
+
+// q_b is not looked at where there is no query latent.
+void rq_mla_prologue_packed(int wide, const MlaLayer *m, const Packed *down, const Packed *q_b, const void *x, const float *cos, const float *sin,
+                            void *plane, const int64_t *slots, void *q, int64_t n) {
+    PICK(mla_prologue_packed(*m, *down, *q_b, F(x), cos, sin, FW(plane), slots, FW(q), n),
+         mla_prologue_packed(*m, *down, *q_b, B(x), cos, sin, BW(plane), slots, BW(q), n))
 }
 
 int64_t rq_experts_packed(int wide, const Packed *gate_up, const Packed *down, const void *x, const int64_t *ids, const float *weights, void *y,

@@ -31,12 +31,14 @@ HEADERS = (
     "vectors/plain.h",
     "products.h",
     "units.h",
+    "pairs.h",
     "vectors/units_avx512.h",
     "vectors/units_neon.h",
     "gemm.h",
     "attention.h",
     "experts.h",
     "quantized.h",
+    "int4_pairs.h",
     "sampling.h",
 )
 PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
@@ -53,7 +55,7 @@ FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 300
 STORAGE = (torch.float32, torch.bfloat16)
 log = logging.getLogger("rorqual")
 
@@ -95,6 +97,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
     "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
     "rq_linear_packed": (_I, _P, _P, _P, _P, _N),
+    "rq_mlp_packed": (_I, _P, _P, _P, _P, _N),
+    "rq_mla_prologue_packed": (_I, _P, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_experts_packed": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
     "rq_draw_normal": (_I, _P, _N, _N, _N, _N, _D, _N, _N),
@@ -280,11 +284,15 @@ class Native:
         )
         return _MlaLayer(*sizes, w.eps, *pointers)
 
-    def mla_prologue(self, x: Tensor, w: MLAWeights, places: TokenPlaces, plane: Tensor) -> Tensor:
+    def layer_of(self, w: MLAWeights) -> int:
+        """Where what does not change from step to step is; valid while `w` is."""
         if w.scratch is None:
-            w.scratch = self.mla_layer(w, x.shape[1])
+            w.scratch = self.mla_layer(w, w.down.columns)
+        return ctypes.addressof(w.scratch)
+
+    def mla_prologue(self, x: Tensor, w: MLAWeights, places: TokenPlaces, plane: Tensor) -> Tensor:
         q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
-        at = ctypes.addressof(w.scratch)
+        at = self.layer_of(w)
         given = _pointers(x, places.cos, places.sin, plane, places.slots, q)
         self.lib.rq_mla_prologue(_wide(x), at, *given, x.shape[0])
         return q
@@ -295,7 +303,7 @@ class Native:
         out = q.new_empty(q.shape[0], w.config.num_heads, w.config.v_dim)
         table = _pointer(tables)
         width = tables.shape[1]
-        at = ctypes.addressof(w.scratch)
+        at = self.layer_of(w)
         self.lib.rq_mla_absorbed(
             _wide(q),
             at,

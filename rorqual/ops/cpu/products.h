@@ -215,6 +215,8 @@ INLINE void mix_tile(const float *p, int64_t ldp, const W *rows, int64_t ldr, in
             acc[n][c][1] = get(y + n * ldy + c * PAIR + SPAN);
         }
     for (int64_t i = 0; i < count; i++) {
+        if (PARTS > 2)
+            UNROLLED for (int c = 0; c < PARTS; c++) __builtin_prefetch(rows + std::min(i + 16, count - 1) * ldr + c * PAIR);
         sf row[PARTS][2];
         UNROLLED for (int c = 0; c < PARTS; c++) {
             row[c][0] = half_of<0>(rows + i * ldr + c * PAIR);
@@ -238,6 +240,9 @@ INLINE void mix_tile(const float *p, int64_t ldp, const W *rows, int64_t ldr, in
 template <int N, class W>
 void mix_few(const float *p, int64_t ldp, const W *rows, int64_t ldr, int64_t count, int64_t columns, float *y, int64_t ldy) {
     int64_t c = 0;
+    // one row of x: as much of a row as there are registers for, so that a matrix out of memory is read in long pieces
+    constexpr int WIDE = SPAN == 16 && N <= 2 ? 8 / N : 2;
+    for (; WIDE > 2 && c + WIDE * PAIR <= columns; c += WIDE * PAIR) mix_tile<N, WIDE>(p, ldp, rows + c, ldr, count, y + c, ldy);
     for (; c + 2 * PAIR <= columns; c += 2 * PAIR) mix_tile<N, 2>(p, ldp, rows + c, ldr, count, y + c, ldy);
     for (; c + PAIR <= columns; c += PAIR) mix_tile<N, 1>(p, ldp, rows + c, ldr, count, y + c, ldy);
     for (int64_t i = 0; c < columns && i < count; i++) {

@@ -196,6 +196,8 @@ struct Int4 {
     const uint8_t *zeros;  // none: 8
     int64_t k, group, in_row, wide_scales, rounding;  // in_row: groups of a row. A division takes as long as many products
 
+    static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;  // blocks whose nibbles fill a register
+
     int64_t groups() const { return in_row; }
     bool blocks() const { return group % NIBBLES == 0 && in_row * group == k; }
     Int4 at(int64_t expert, int64_t rows) const {
@@ -215,6 +217,18 @@ struct Int4 {
         else
             widen_all((const bf16 *)scales + from, count, scale);
         for (int64_t i = 0; offset && i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
+    }
+
+    // Of each word of the register from column i on, in group g.
+    INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
+        if (group % (ACROSS_BLOCKS * NIBBLES) == 0 || in_row == 1) return sf{} + each[g];
+#if defined(__AVX512BW__)
+        if (group <= 2 * NIBBLES) return each_block(each + g, group / NIBBLES, groups() - g);
+#endif
+        sf out;
+        for (int b = 0; b < ACROSS_BLOCKS; b++)
+            for (int j = 0; j < 4; j++) out[4 * b + j] = each[std::min(i + b * NIBBLES, k - 1) / group];
+        return out;
     }
 };
 
@@ -347,8 +361,7 @@ struct Int4Wide : Int4 {
 // sum of its columns, times the zero point where that is 8 for all; then the scales.
 template <int PLANES>
 struct Int4Bytes : Int4 {
-    static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;        // blocks whose nibbles fill a register
-    static constexpr int64_t STRIDE = ACROSS_BLOCKS * NIBBLES;  // columns of it
+    static constexpr int64_t STRIDE = ACROSS_BLOCKS * NIBBLES;  // columns of a register of nibbles
 
     Int4Bytes at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
     int64_t registers() const { return (k + STRIDE - 1) / STRIDE; }
@@ -382,18 +395,6 @@ struct Int4Bytes : Int4 {
                     if (PLANES > 1) bytes[STRIDE + half * BYTES + j] = int8_t(upper);
                 }
         }
-    }
-
-    // Of each word of the register from column i on, in group g.
-    INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
-        if (group % STRIDE == 0 || in_row == 1) return sf{} + each[g];
-#if defined(__AVX512BW__)
-        if (group <= 2 * NIBBLES) return each_block(each + g, group / NIBBLES, groups() - g);
-#endif
-        sf out;
-        for (int b = 0; b < ACROSS_BLOCKS; b++)
-            for (int j = 0; j < 4; j++) out[4 * b + j] = each[std::min(i + b * NIBBLES, k - 1) / group];
-        return out;
     }
 
     // R rows, whose scales and zero points are given.
@@ -457,6 +458,8 @@ struct Int4Bytes : Int4 {
     }
 };
 
+#include "int4_pairs.h"
+
 template <class M, class X>
 float *prepare_all(const M &m, const X *x, int64_t n, int which) {
     int64_t ld = m.apart_in();
@@ -472,8 +475,8 @@ float *prepare_all(const M &m, const X *x, int64_t n, int which) {
 }
 
 // y [n, rows] = x [n, k] times the matrix transposed, + bias.
-template <class M, class T>
-void times(const M &m, const T *x, const T *bias, T *y, int64_t n, int64_t rows) {
+template <class M, class T, class Y>
+void times(const M &m, const T *x, const T *bias, Y *y, int64_t n, int64_t rows) {
     int64_t block = block_rows(rows), ld = m.apart_in();
     const float *in = prepare_all(m, x, n, 8);
     share((rows + block - 1) / block, n * rows * m.k, [=, &m](int64_t i) {
@@ -485,6 +488,16 @@ void times(const M &m, const T *x, const T *bias, T *y, int64_t n, int64_t rows)
             keep(out + t * ldy, high, y + t * rows + first);
         }
     });
+}
+
+// The rows of one expert's picks side by side.
+inline const float *copied_rows(const float *in, const int64_t *picks, int64_t count, int64_t top_k, int64_t ldx) {
+    float *rows = scratch(9, count * ldx);
+    for (int64_t i = 0; i < count; i++) {
+        const float *row = in + picks[i] / top_k * ldx;
+        std::copy(row, row + ldx, rows + i * ldx);
+    }
+    return rows;
 }
 
 // As `experts`, of matrices gate_up [2 size, hidden] and down [hidden, size] an expert.
@@ -502,11 +515,7 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
     share(used * blocks, 2 * work, [=, &gate_up](int64_t unit) {
         Group e = groups[unit / blocks];
         int64_t from = unit % blocks * width;
-        float *rows = scratch(9, e.count * ldx);
-        for (int64_t i = 0; i < e.count; i++) {
-            const float *row = in + order[e.first + i] / top_k * ldx;
-            std::copy(row, row + ldx, rows + i * ldx);
-        }
+        const float *rows = e.count == 1 ? in + order[e.first] / top_k * ldx : copied_rows(in, order + e.first, e.count, top_k, ldx);
         gate_up.at(e.slot, 2 * size).product(from, std::min(width, 2 * size - from), rows, ldx, e.count, h + e.first * 2 * size + from, 2 * size);
     });
     int64_t made = used ? groups[used - 1].first + groups[used - 1].count : 0;
@@ -546,8 +555,17 @@ template <class X, class F>
 void with_format(const Packed &p, int64_t n, const X *given, F body) {
     (void)given;
     if (p.format == W8A8) return body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
+#if defined(__AVX512BF16__)
+    if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && n < PACKED && std::is_same<X, bf16>::value)
+        return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+#endif
     if (p.format == W4A8 && n < PACKED) return body([](const Packed &m) { return Int4Bytes<1>{m.four()}; });
     if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)
         return body([](const Packed &m) { return Int4Bytes<2>{m.four()}; });
     body([](const Packed &m) { return Int4Wide{m.four()}; });
+}
+
+template <class T, class Y>
+void times_packed(const Packed &p, const T *x, const T *bias, Y *y, int64_t n) {
+    with_format(p, n, x, [=, &p](auto matrix) { times(matrix(p), x, bias, y, n, p.rows); });
 }

@@ -44,9 +44,11 @@ template <class E>
 inline void panel_product(const char *, int64_t, int64_t, int64_t, const char *, int64_t, int64_t, typename SumOf<E>::type *) {}
 #endif
 
+#include "pairs.h"
+
 template <class E>
 inline bool on_unit(const E *weights, int64_t n) {
-    return n >= PACKED && unit_takes(weights);
+    return unit_takes(weights) && (n >= PACKED || pairs_take(weights));
 }
 
 // bf16 from one row of x to the next: never a whole page.
@@ -84,6 +86,7 @@ inline void put_chunk(const float *sums, int64_t count, int64_t width, float *y,
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
 inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
     constexpr int64_t EACH = sizeof(bf16), DEEP = UNIT_DEPTH / EACH;
+    if (n < PACKED && pairs_take(w)) return pair_dots(w, ldw, rows, x, ldx, n, k, y, ldy);
     UnitScope scope;
     (void)scope;
     char *panel = (char *)scratch(12, PANEL * UNIT_DEPTH / 4);

@@ -34,6 +34,8 @@ inline sf get(const float *p) {
     return v;
 }
 
+INLINE sf all_lanes(float x) { return x - sf{}; }
+
 inline void put(sf v, float *p) { memcpy(p, &v, sizeof v); }
 
 template <class V, class P>

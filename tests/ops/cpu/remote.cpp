@@ -112,7 +112,8 @@ const std::map<std::string, Function> FUNCTIONS = {
     NAMED(rq_mla_prologue), NAMED(rq_mla_absorbed),   NAMED(rq_gqa_prologue), NAMED(rq_gqa_decode),
     NAMED(rq_causal),       NAMED(rq_route),          NAMED(rq_experts),      NAMED(rq_linear_packed),
     NAMED(rq_uniform),      NAMED(rq_experts_packed), NAMED(rq_distribution), NAMED(rq_draw),
-    NAMED(rq_draw_rest),    NAMED(rq_draw_normal),    NAMED(rq_write_probs),
+    NAMED(rq_draw_rest),    NAMED(rq_draw_normal),    NAMED(rq_write_probs),  NAMED(rq_mlp_packed),
+    NAMED(rq_mla_prologue_packed),
 };
 
 }  // namespace

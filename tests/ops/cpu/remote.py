@@ -32,6 +32,8 @@ STRUCTS: dict[str, dict[int, Any]] = {
     "rq_mla_absorbed": {1: native._MlaLayer},
     "rq_route": {2: native._Router},
     "rq_linear_packed": {1: quantized._Packed},
+    "rq_mlp_packed": {1: quantized._Packed, 2: quantized._Packed},
+    "rq_mla_prologue_packed": {1: native._MlaLayer, 2: quantized._Packed, 3: quantized._Packed},
     "rq_experts_packed": {1: quantized._Packed, 2: quantized._Packed},
     "rq_causal": {4: ctypes.c_int64 * 4},
 }

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rorqual.config.model import MLAConfig
 from rorqual.config.quant import ACTIVATIONS
 from rorqual.ops import reference
 from rorqual.ops.cpu import backend, quantized
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.cpu.native import Native
+from rorqual.ops.interface import MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8, pack_int4
 
@@ -117,6 +119,82 @@ def test_any_even_number_of_columns(ops: CpuOps, columns: int, group: int) -> No
         check_linear(ops, weight, torch.float32, (1, 5, 33), 3e-5)
     counts = (1, 5, 33)
     check_linear(ops, drawn((8, 0, False, "int8_token"), 9, columns), torch.float32, counts, 3e-5)
+
+
+@pytest.mark.parametrize("group", [32, 64, 96, 0])
+def test_rows_of_bf16_and_a_matrix_that_ends_within_a_register(ops: CpuOps, group: int) -> None:
+    """Blocks of four bits fill half a register or more; each row is what it is beside others."""
+    for columns in (96, 192, 1248):
+        for zeros in (False, True):
+            if columns % (group or 32):
+                continue
+            weight = drawn((4, group, zeros, "wide"), 23, columns, dtype=torch.bfloat16)
+            check_linear(ops, weight, torch.bfloat16, (1, 2, 3, 4, 6, 13, 27), 1e-2)
+            x = torch.randn(9, columns).bfloat16()
+            together = ops.linear(x, weight)
+            most = 1e-2 * float(together.abs().max())
+            for rows in (1, 2, 4):
+                apart = torch.cat([ops.linear(part, weight) for part in x.split(rows)])
+                torch.testing.assert_close(apart, together, atol=most, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", [FORMATS[0], FORMATS[4], FORMATS[5], FORMATS[8]])
+@DTYPES
+def test_mlp(ops: CpuOps, kind: Kind, dtype: torch.dtype) -> None:
+    """Two weights in one call, also of groups that make different forms of the kernel."""
+    gate_up = drawn(kind, 2 * 192, 256, dtype=dtype)
+    down = drawn((kind[0], 0, *kind[2:]), 70, 192, dtype=dtype)
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, 256).to(dtype)
+        made = reference.swiglu(product(x, gate_up)).to(dtype)
+        want = product(made, down)
+        got = ops.mlp(x, gate_up, down)
+        bound = 1e-4 if kind[3] == "wide" and dtype == torch.float32 else 2e-2
+        most = bound * float(want.abs().max())
+        torch.testing.assert_close(got.float(), want, atol=most, rtol=0.0)
+    assert not ops.told
+
+
+@pytest.mark.parametrize("kind", [FORMATS[0], FORMATS[4]])
+@pytest.mark.parametrize("q_rank", [None, 256])
+@DTYPES
+def test_latent_prologue(ops: CpuOps, kind: Kind, q_rank: int | None, dtype: torch.dtype) -> None:
+    """One call, beside the calls that it stands for."""
+    mla = MLAConfig(3, q_rank, 64, 32, 16, 18)
+    queries = mla.num_heads * mla.qk_dim
+    first = q_rank or queries
+    down = drawn(kind, first + mla.latent_dim, 256, dtype=dtype)
+    q_b = drawn(kind, queries, q_rank, dtype=dtype) if q_rank else None
+    norms = [torch.rand(size).to(dtype) + 0.5 for size in (first, mla.kv_lora_rank)]
+    bias = torch.randn(first + mla.latent_dim).to(dtype)
+    kv_b = Weight(torch.empty(mla.num_heads * (32 + 18), 64, dtype=dtype))
+    given = (mla, down, bias, norms[0] if q_rank else None, q_b, norms[1], kv_b, 1e-6, False)
+    tokens = 5
+    x = torch.randn(tokens, 256).to(dtype)
+    angles = torch.randn(tokens, mla.rope_dim // 2)
+    where = TokenPlaces(angles.cos(), angles.sin(), torch.tensor([7, 0, 3, 12, 9]))
+    plane = torch.zeros(2, 8, mla.latent_dim, dtype=dtype)
+    other = plane.clone()
+    assert ops._prologue(x, MLAWeights(*given)) is not None
+    _, got, _ = ops.mla_prologue(x, MLAWeights(*given), where, plane)
+    _, want, _ = Ops.mla_prologue(ops, x, MLAWeights(*given), where, other)
+    for made, right in ((got, want), (plane, other)):
+        right = right.float().view(made.shape)
+        most = (1e-4 if dtype == torch.float32 else 3e-2) * float(right.abs().max())
+        torch.testing.assert_close(made.float(), right, atol=most, rtol=0.0)
+    assert not ops.told
+
+
+def test_a_weight_that_lies_elsewhere_is_found(ops: CpuOps) -> None:
+    """What is kept of a weight ends with the memory it was kept of."""
+    weight = drawn((4, 64, True, "wide"), 16, 128)
+    x = torch.randn(2, 128)
+    ops.linear(x, weight)
+    other = drawn((4, 64, True, "wide"), 16, 128)
+    weight.data, weight.scale, weight.zero = other.data, other.scale, other.zero
+    want = product(x, other)
+    most = 3e-5 * float(want.abs().max())
+    torch.testing.assert_close(ops.linear(x, weight), want, atol=most, rtol=0.0)
 
 
 def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:

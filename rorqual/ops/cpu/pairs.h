@@ -1,0 +1,94 @@
+// Products of fewer than PACKED rows of bf16 on instructions that multiply pairs of bf16 and sum in fp32 (AVX512-BF16), included by
+// units.h. Rows of x are as units read them. One row of x reads a matrix as it lies in memory, more rows read four of its rows at a time.
+//
+// A row's result does not depend on those beside it: a lane adds up every 32nd pair of columns, whatever the tile.
+
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+typedef __m512bh sp;  // PAIR of bf16
+
+INLINE sf add_pairs(sf sums, sp a, sp b) { return (sf)_mm512_dpbf16_ps((__m512)sums, a, b); }
+INLINE sp pairs_at(const void *p) { return (sp)_mm512_loadu_si512(p); }
+INLINE sp pairs_within(const bf16 *p, int64_t left) {  // the first `left` of them, zeros behind
+    return (sp)_mm512_maskz_loadu_epi16(left >= PAIR ? 0xffffffffu : (1u << left) - 1, p);
+}
+// Numbers 4 j + J of 128 in four bits, less 8 where there are no zero points. An index of the permutation has five bits: the next
+// number's lowest bit chooses between two equal halves of the table.
+template <int J>
+INLINE sp nibble_pairs(__m512i v, __m512i table) {
+    return (sp)_mm512_permutexvar_epi16(J ? _mm512_srli_epi16(v, 4 * J) : v, table);
+}
+#else
+constexpr bool PAIRS = false;
+#endif
+
+template <class E>
+inline bool pairs_take(const E *) {
+    return PAIRS && std::is_same<E, bf16>::value;
+}
+
+constexpr int64_t AHEAD = 16384;  // bytes of a matrix between what is read and what is asked for
+
+// The same in rows of so many bytes.
+inline int64_t rows_ahead(int64_t bytes) { return std::max<int64_t>(1, AHEAD / bytes); }
+
+#if defined(__AVX512BF16__)
+// y [N, R] = x [N, k] times w [R, k] transposed; `next`: rows that are read later.
+template <int R, int N>
+INLINE void pair_sums(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t k, const bf16 *next, sf (&acc)[R][N]) {
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR) {
+        sp column[N];
+        UNROLLED for (int n = 0; n < N; n++) column[n] = pairs_at(x + n * ldx + i);
+        UNROLLED for (int r = 0; r < R; r++) {
+            __builtin_prefetch(next + r * ldw + i);
+            sp mine = pairs_at(w + r * ldw + i);
+            UNROLLED for (int n = 0; n < N; n++) acc[r][n] = add_pairs(acc[r][n], mine, column[n]);
+        }
+    }
+    if (i == k) return;
+    UNROLLED for (int r = 0; r < R; r++) {
+        sp mine = pairs_within(w + r * ldw + i, k - i);
+        UNROLLED for (int n = 0; n < N; n++) acc[r][n] = add_pairs(acc[r][n], mine, pairs_at(x + n * ldx + i));
+    }
+}
+
+template <int N>
+INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t k, const bf16 *next, float *y, int64_t ldy) {
+    sf acc[4][N] = {};
+    if constexpr (N == 1)
+        UNROLLED for (int r = 0; r < 4; r++) {
+            sf own[1][1] = {};
+            pair_sums<1, 1>(w + r * ldw, ldw, x, ldx, k, next + r * ldw, own);
+            acc[r][0] = own[0][0];
+        }
+    else
+        pair_sums<4, N>(w, ldw, x, ldx, k, next, acc);
+    put_sums(acc, 0, 0, y, ldy, false);
+}
+
+// y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
+inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
+    int64_t r = 0, ahead = rows_ahead(ldw * int64_t(sizeof(bf16))), tiles = (n + 3) / 4;
+    for (; r + 4 <= rows; r += 4) {
+        const bf16 *mine = w + r * ldw, *next = r + 4 + ahead <= rows ? mine + ahead * ldw : mine;
+        for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
+            int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+            const bf16 *in = x + from * ldx;
+            float *out = y + from * ldy + r;
+            if (count == 1) pair_tile<1>(mine, ldw, in, ldx, k, next, out, ldy);
+            if (count == 2) pair_tile<2>(mine, ldw, in, ldx, k, next, out, ldy);
+            if (count == 3) pair_tile<3>(mine, ldw, in, ldx, k, next, out, ldy);
+            if (count == 4) pair_tile<4>(mine, ldw, in, ldx, k, next, out, ldy);
+        }
+    }
+    for (; r < rows; r++)
+        for (int64_t i = 0; i < n; i++) {
+            sf own[1][1] = {};
+            pair_sums<1, 1>(w + r * ldw, ldw, x + i * ldx, ldx, k, w + r * ldw, own);
+            y[i * ldy + r] = sum_of(own[0][0]);
+        }
+}
+#else
+inline void pair_dots(const bf16 *, int64_t, int64_t, const bf16 *, int64_t, int64_t, int64_t, float *, int64_t) {}  // never taken
+#endif
