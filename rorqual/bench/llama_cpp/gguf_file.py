@@ -58,7 +58,7 @@ def gguf_package() -> Any:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             "rorqual bench llama-cpp writes a GGUF file, and the package gguf is not installed: "
-            "pip install 'gguf>=0.19'"
+            "pip install 'rorqual[gguf]'"
         )
     return importlib.import_module("gguf")
 

@@ -18,7 +18,7 @@ MARK = "rorqual-peer "
 FLASH = {False: 0, True: 1}  # enum llama_flash_attn_type
 
 
-class Model:
+class LoadedModel:
     """A model, and at most one context of it."""
 
     def __init__(self, llama: Any):
@@ -162,7 +162,7 @@ def main() -> None:
     llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     tell(version=llama_cpp.__version__)
-    model = Model(llama_cpp)
+    model = LoadedModel(llama_cpp)
     for line in sys.stdin:
         request = json.loads(line)
         try:

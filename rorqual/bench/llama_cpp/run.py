@@ -21,7 +21,7 @@ from rorqual.bench.llama_cpp.check import check
 from rorqual.bench.llama_cpp.drawn_weights import DrawnWeights
 from rorqual.bench.llama_cpp.gguf_file import GgufTensor, gguf_package, tensors_of, write
 from rorqual.bench.llama_cpp.peer import LlamaCpp
-from rorqual.bench.llama_cpp.sides import Ours, Peer, Side
+from rorqual.bench.llama_cpp.sides import LlamaSide, OurSide, Side
 from rorqual.bench.llama_cpp.work import LlamaCppWork, kind_of
 from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig
@@ -136,7 +136,7 @@ def _compare(
     path, tensors = _file(kind, config, folder, work, report, tell)
     size = sum(tensor.nbytes for tensor in tensors)
     report.sizes[kind] = size / 1e9
-    theirs = Peer(peer, path, tensors, config, work, report.threads)
+    theirs = LlamaSide(peer, path, tensors, config, work, report.threads)
     free = make_platform("cpu").available_memory()
     together = work.together if work.together is not None else free > 2.1 * size + MARGIN
     tell(
@@ -147,7 +147,7 @@ def _compare(
     if not together:
         found = dict(_measured([theirs], config, batches, work, tell))
         peer.unload()
-    ours = Ours(name, folder, work, max(batches))
+    ours = OurSide(name, folder, work, max(batches))
     sides: list[Side] = [ours, theirs] if together else [ours]
     for what, turns in _measured(sides, config, batches, work, tell):
         both = {**found.get(what, {}), **turns}
@@ -250,8 +250,8 @@ def _row(
     name: str,
     kind: str,
     what: Work,
-    ours: Ours,
-    theirs: Peer,
+    ours: OurSide,
+    theirs: LlamaSide,
     turns: Turns,
     took_turns: bool,
 ) -> LlamaCppRow:

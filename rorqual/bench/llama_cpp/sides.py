@@ -42,7 +42,7 @@ class Side(Protocol):
     def prompt(self, prompts: Prompts) -> float: ...
 
 
-class Ours:
+class OurSide:
     """weight_bytes: all that the model holds."""
 
     name = "ours"
@@ -98,7 +98,7 @@ class Ours:
         self.llm.engine.close()
 
 
-class Peer:
+class LlamaSide:
     """llama.cpp, at the fastest setting of those tried for each batch and kind of work."""
 
     name = "llama.cpp"

@@ -19,7 +19,7 @@ from rorqual.bench.llama_cpp import check, gguf_file
 from rorqual.bench.llama_cpp.drawn_weights import DrawnWeights
 from rorqual.bench.llama_cpp.peer import LlamaCpp, PeerSetting
 from rorqual.bench.llama_cpp.run import LlamaCppRow
-from rorqual.bench.llama_cpp.sides import Peer
+from rorqual.bench.llama_cpp.sides import LlamaSide
 from rorqual.bench.llama_cpp.work import LlamaCppWork, kind_of
 from rorqual.config.hf import read_config
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
@@ -138,17 +138,17 @@ def test_steps_are_counted_and_tokens_go_on(stand_in: str) -> None:
 def test_the_fastest_setting_is_taken(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are faster without flash attention, prompts with it and in small pieces."""
 
-    def probe(peer: Peer, setting: PeerSetting, prompts: object) -> tuple[float, float]:
+    def probe(peer: LlamaSide, setting: PeerSetting, prompts: object) -> tuple[float, float]:
         slow = (1 if setting.repack else 2) / setting.threads
         return slow * (2 if setting.flash else 1), slow * (setting.ubatch if setting.flash else 999)
 
-    monkeypatch.setattr(Peer, "_probe", probe)
+    monkeypatch.setattr(LlamaSide, "_probe", probe)
     config = read_config(config_of("deepseek-v2-lite"))
     told: list[str] = []
     prompts = [[1, 2, 3, 4]] * 3
     with LlamaCpp(stand_in) as process:
         work = LlamaCppWork(prompt=40, output=5)
-        peer = Peer(process, Path("good.gguf"), [], config, work, threads=2)
+        peer = LlamaSide(process, Path("good.gguf"), [], config, work, threads=2)
         peer.prepare(prompts, told.append)
         assert peer.setting("decode", 3) == PeerSetting(threads=2, flash=False)
         assert peer.setting("prompt", 3) == PeerSetting(threads=2, ubatch=128)
@@ -224,7 +224,7 @@ def test_the_verdict_is_the_documented_one() -> None:
 
 def test_without_gguf_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'gguf>=0\.19'"):
+    with pytest.raises(ConfigError, match=r"pip install 'rorqual\[gguf\]'"):
         gguf_file.gguf_package()
 
 
