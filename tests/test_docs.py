@@ -418,7 +418,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"rorqual bench steps", needs_a_card),
     (r"rorqual plan .*--validate", judge),
     (r"rorqual bench peers", only_parse),  # another engine's server
-    (r"rorqual bench (cpu|micro-batches|pages)", only_parse),  # minutes of measuring
+    (r"rorqual bench (cpu|llama-cpp|micro-batches|pages)", only_parse),  # minutes of measuring
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
     (r"rorqual (generate|chat|info|plan|eplb|simulate|bench (offline|layers|comm))\b", run),

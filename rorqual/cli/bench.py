@@ -11,6 +11,7 @@ import typer
 from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm, bench_hop, bench_pages
+from rorqual.cli.bench_llama_cpp import bench_llama_cpp
 from rorqual.cli.bench_micro_batches import bench_micro_batches
 from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
@@ -37,6 +38,7 @@ app.command("comm")(bench_comm)
 app.command("hop")(bench_hop)
 app.command("pages")(bench_pages)
 app.command("peers")(bench_peers)
+app.command("llama-cpp")(bench_llama_cpp)
 app.command("micro-batches")(bench_micro_batches)
 
 
