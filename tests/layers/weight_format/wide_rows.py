@@ -11,8 +11,9 @@ from rorqual.ops.reference import Weight
 
 
 def wide_rows(patch: pytest.MonkeyPatch) -> None:
-    """Products take their rows as they are: what is left of a difference is the weights'.
-    Compiled kernels know no int8 without rounded rows: of those the reference is left."""
+    """Products of weights loaded from here on take their rows as they are: what is left of a
+    difference is the weights'. Compiled kernels know no int8 without rounded rows: of those the
+    reference is left."""
     refusal = quantized.refusal
     form = quantized._format
     described = quantized._described
