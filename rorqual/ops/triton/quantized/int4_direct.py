@@ -33,6 +33,7 @@ from rorqual.ops.triton.runtime.launch import (
     COUNTERS,
     INTERPRETED,
     dependent,
+    is_hopper,
     zeroed_counters,
 )
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, wait_for_inputs
@@ -44,6 +45,7 @@ MOST_CHUNKS = 24  # of a warp: they are written out
 PARTS_TAKEN = (1, 2, 4, 8)
 FEWEST_TOKENS = 8  # of a tile
 SHARED = 200 * 1024  # bytes of a tile's tokens
+PORTABLE_SHARED = 88 * 1024  # before sm_90
 
 
 # (order, blocks or None, count or None, limit) of moe/align.ExpertBlocks or of picks by themselves
@@ -522,15 +524,14 @@ def takes(weight: Weight) -> bool:
         and weight.zero is None
         and int4_order.chunk_of(weight) == CHUNK
         and int4_order.group_of(weight) in GROUPS_TAKEN
-        and _parts_of(weight.columns, FEWEST_TOKENS) is not None
+        and _has_room(weight, weight.columns)
     )
 
 
 def takes_experts(down: Weight) -> bool:
     """Both products of experts with this `down` [slots, hidden, inner]."""
     hidden = down.data.shape[1]
-    fits = hidden % CHUNK == 0 and _parts_of(hidden, FEWEST_TOKENS) is not None
-    return fits and takes(down)
+    return hidden % CHUNK == 0 and _has_room(down, hidden) and takes(down)
 
 
 def fits(columns: int, tokens: int, parts: int, split: int = 1) -> bool:
@@ -541,6 +542,14 @@ def fits(columns: int, tokens: int, parts: int, split: int = 1) -> bool:
     return (
         chunks % shares == 0 and own <= MOST_CHUNKS and own * parts * tokens * 2 * CHUNK <= SHARED
     )
+
+
+def _has_room(weight: Weight, columns: int) -> bool:
+    """Whether some tile takes so many columns on the weight's GPU."""
+    portable = not is_hopper(weight.data.device)
+    if portable and columns * FEWEST_TOKENS * 2 > PORTABLE_SHARED:
+        return False
+    return _parts_of(columns, FEWEST_TOKENS) is not None
 
 
 def _parts_of(columns: int, tokens: int, wanted: int = 1, split: int = 1) -> int | None:
