@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.engine.distributed.starting import ROOT, environment, free_port
@@ -74,3 +76,17 @@ def write_secret(folder: Path) -> str:
     path = folder / "secret"
     path.write_text("a secret that is long enough\n")
     return str(path)
+
+
+@contextlib.contextmanager
+def serving(*servers: ExpertProcess) -> Iterator[list[ExpertProcess]]:
+    """All of them ready; stopped ones end as well."""
+    try:
+        for server in servers:
+            server.wait()
+        yield list(servers)
+    finally:
+        for server in servers:
+            if server.process is not None and server.process.returncode is None:
+                server.signal(signal.SIGCONT)
+            server.kill()

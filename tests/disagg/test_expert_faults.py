@@ -14,7 +14,7 @@ import pytest
 
 from rorqual import LLM
 from rorqual.parallel.remote.servers import ExpertServers
-from tests.disagg.expert_processes import ExpertProcess
+from tests.disagg.expert_processes import ExpertProcess, serving
 from tests.disagg.link_proxy import GARBAGE, POINTS, Cut, LinkProxy
 from tests.engine.mixed_batch import COMMON, TEXTS, params
 
@@ -26,15 +26,8 @@ OTHER = ["--set", "weights=random"]
 def pair(secret_file: str) -> Iterator[list[ExpertProcess]]:
     """Both hold all; the first is behind a proxy, and fails."""
     made = [ExpertProcess("all", secret_file) for _ in range(2)]
-    try:
-        for server in made:
-            server.wait()
-        yield made
-    finally:
-        for server in made:
-            if server.process is not None and server.process.returncode is None:
-                server.signal(signal.SIGCONT)
-            server.kill()
+    with serving(*made) as ready:
+        yield ready
 
 
 @pytest.fixture(scope="module")

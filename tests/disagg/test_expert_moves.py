@@ -3,7 +3,6 @@ and after, whatever ends in between."""
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from rorqual import LLM
 from rorqual.engine.balance.slot_balancer import SlotBalancer
 from rorqual.errors import ConfigError
 from tests.disagg.expert_caller import Start
-from tests.disagg.expert_processes import ExpertProcess
+from tests.disagg.expert_processes import ExpertProcess, serving
 from tests.engine.mixed_batch import COMMON, TEXTS, params
 
 MOVING: dict[str, Any] = {
@@ -141,15 +140,8 @@ def processes(secret_file: str) -> Iterator[list[ExpertProcess]]:
     """Any two hold everything."""
     room = ("--max-slots", "14")
     made = [ExpertProcess(slots, secret_file, room) for slots in ("0-12", "3-15", "0-2,13-15")]
-    try:
-        for server in made:
-            server.wait()
-        yield made
-    finally:
-        for server in made:
-            if server.process is not None and server.process.returncode is None:
-                server.signal(signal.SIGCONT)
-            server.kill()
+    with serving(*made) as ready:
+        yield ready
 
 
 class Fault:

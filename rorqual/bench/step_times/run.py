@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from rorqual.bench.provenance import client_facts
 from rorqual.bench.step_times.measure import DoesNotFit
 from rorqual.bench.step_times.rows import by_engine
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError, RorqualError
 from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 
@@ -125,6 +125,4 @@ def check_conditions(
 
 def replace_file(out: Path, data: Mapping[str, Any]) -> None:
     """All of it or nothing: a run may be cut short at any time."""
-    part = out.with_name(out.name + ".part")
-    part.write_text(json.dumps(data, separators=(",", ":")))
-    os.replace(part, out)
+    write_whole(out, json.dumps(data, separators=(",", ":")))

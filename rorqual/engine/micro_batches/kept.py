@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import platform as host
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import ModelConfig, cache_folder
+from rorqual.config.whole_file import write_whole
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.parallel.mesh import Mesh
@@ -115,10 +115,7 @@ def parsed(text: str) -> StepTimes | None:
 def write(path: Path, text: str) -> bool:
     """Whole or not at all, whoever writes at the same time. False where it cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_whole(path, text)
     except OSError:
         return False
     return True

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache, lru_cache
@@ -29,6 +27,7 @@ import torch
 import triton
 
 from rorqual.config.model import cache_folder
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 
 FORMAT = 1
@@ -220,29 +219,15 @@ def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any,
         rule,
         *(old for old in kernels.get(kernel, []) if old["shape"] != rule["shape"]),
     ]
-    _write(
-        card.file,
-        {
-            "format": FORMAT,
-            **{field.name: getattr(card, field.name) for field in fields(card)},
-            "kernels": kernels,
-        },
-    )
+    data = {
+        "format": FORMAT,
+        **{field.name: getattr(card, field.name) for field in fields(card)},
+        "kernels": kernels,
+    }
+    write_whole(card.file, as_text(data))
     _own.cache_clear()
     _chosen.cache_clear()
     return card.file
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(as_text(data))
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
 
 
 def as_text(data: Mapping[str, Any]) -> str:
