@@ -275,6 +275,7 @@ class Language:
     )
     reshape = staticmethod(torch.reshape)
     permute = staticmethod(torch.permute)
+    exp = staticmethod(torch.exp)
     static_range = range
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
