@@ -86,9 +86,10 @@ class QuantizedTritonOps(TritonOps):
         shared = w.num_fused_shared_experts
         num_picks = tokens * router.config.top_k
         few = num_picks <= experts_kernels.DIRECT_PICKS
-        if few or (shared and tokens > FUSED_SHARED_TOKENS["int4"]):
-            return self.experts(x, *self.router(rows, router), w, base)
         plan = experts_kernels.plan_for(w.down, num_picks, shared)
+        apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
+        if few or apart or experts_kernels.widens(plan, w, rows.dtype):
+            return self.experts(x, *self.router(rows, router), w, base)
         picks = num_picks + tokens * shared
         blocks = None
         if sorts_while_routing(w.down, picks):

@@ -5,7 +5,8 @@ and a weighted sum (moe/combine.py). Up to DIRECT_PICKS picks each is a block of
 nothing is sorted. Between the products rows lie in the activations' type; where the second takes
 rows in 8 bits a kernel of its own rounds them, since a token's scale covers all columns.
 
-A tile of the first product is as many gates as ups, so that one product makes both.
+A tile of the first product is as many gates as ups, so that one product makes both. With many
+picks an expert int4 weights become 16-bit ones for moe/grouped_gemm.py (widened.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.moe import grouped_gemm
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
-from rorqual.ops.triton.quantized import int4_direct, operands
+from rorqual.ops.triton.quantized import int4_direct, operands, widened
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.runtime import tuning
@@ -43,11 +45,13 @@ class QuantizedTile:
 
 @dataclass(frozen=True)
 class QuantizedExpertsPlan:
-    """rows: picks of one expert in a block; the tiles of both products."""
+    """rows: picks of one expert in a block; the tiles of both products. widened: as widened.py has
+    it, where that takes the weights."""
 
     rows: int
     up: QuantizedTile
     down: QuantizedTile
+    widened: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,9 +238,16 @@ def experts(
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
     plan = plan_for(w.down, round(num_picks * w.local_fraction), shared)
+    if widens(plan, w, x.dtype):
+        return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
     direct = num_picks <= DIRECT_PICKS
     y = products(x, w, plan, None if direct else sorted_picks(ids, w, plan), ids)
     return combine(y, ids, weights, base)
+
+
+def widens(plan: QuantizedExpertsPlan, w: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Whether 16-bit weights are to be made for this call."""
+    return plan.widened and all(widened.takes(one, dtype) for one in (w.gate_up, w.down))
 
 
 def sorted_picks(ids: Tensor, w: ExpertWeights, plan: QuantizedExpertsPlan) -> ExpertBlocks:

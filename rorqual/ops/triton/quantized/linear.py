@@ -1,7 +1,7 @@
 """y = x W^T with W in int8, int4 or e4m3 with a scale a row, for any number of tokens.
 
 Few tokens: columns are split over several programs, whose partial sums the last one to finish adds
-up in a fixed order, as in gemm/fp8_gemm.py.
+up in a fixed order, as in gemm/fp8_gemm.py. Many: int4 weights become 16-bit ones (widened.py).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.quantized import int4_direct, operands
+from rorqual.ops.triton.quantized import int4_direct, operands, widened
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.quantized.rows import RoundedRows
@@ -36,7 +37,7 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 class QuantizedLinearPlan:
     """m tokens and n weight rows a tile; split: at most so many programs share a tile's
     columns. direct: as int4_direct.py has it, with tiles of m tokens and exactly `split`
-    programs."""
+    programs. widened: as widened.py has it, where that takes the weight."""
 
     m: int
     n: int = 64
@@ -44,6 +45,7 @@ class QuantizedLinearPlan:
     stages: int = 4
     split: int = 1
     direct: DirectTile | None = None
+    widened: bool = False
 
 
 @triton.jit(do_not_specialize=["tokens", "share_steps", "split", "xs_group"])
@@ -149,9 +151,12 @@ def linear(
     rounded; weight [rows, columns]; bias [rows]; [T, rows] in `dtype` (x's)."""
     dtype = dtype or (torch.bfloat16 if isinstance(x, RoundedRows) else x.dtype)
     tokens = (x.data if isinstance(x, RoundedRows) else x).shape[0]
+    plan = plan or plan_for(weight, tokens)
+    if plan.widened and isinstance(x, Tensor) and widened.takes(weight, dtype):
+        return F.linear(x, widened.widened(weight, dtype), bias)
     y = torch.empty(tokens, weight.data.shape[0], dtype=dtype, device=weight.data.device)
     if tokens:
-        _launch(x, weight, bias, y, plan or plan_for(weight, tokens))
+        _launch(x, weight, bias, y, plan)
     return y
 
 
