@@ -222,9 +222,9 @@ def _put(y, out, acc, target, column, ROWS: gl.constexpr, LINE: gl.constexpr):
     gl.thread_barrier()  # all have read what was there
     out.store(acc.to(out.dtype))
     gl.thread_barrier()
-    column += gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINE))
+    columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINE))
     gl.store(
-        y + target.to(gl.int64)[:, None] * ROWS + column[None, :],
+        y + target.to(gl.int64)[:, None] * ROWS + columns[None, :],
         out.load(LINE),
         mask=(target >= 0)[:, None],
     )
@@ -295,7 +295,7 @@ def _multiply_rows(
                 _put(y, out, low, target, column, ROWS, LINE)
         else:
             half_target = _targets(order, first, end, HALF_LINE, SCATTER)
-            half, rest, stage, phase = sums(
+            half, _, stage, phase = sums(
                 x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
                 first, end, xs_row, xs_block, BLOCKS, STAGES, 0, False, 64, FROM=SKIP,
             )  # fmt: skip
