@@ -177,7 +177,7 @@ def tall_plans(
     """The kernels for many rows an expert, with the tiles in use where they are not to be had."""
     found = {
         "fp8": ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3)),
-        "bf16": ((192, 3), (192, 2)),
+        "bf16": ((192, 4), (192, 3)),
     }
     if picks / shape.routed < 16 or not is_hopper(device):
         return []

@@ -1,5 +1,5 @@
-"""Grouped 16-bit products of many rows an expert on Hopper, in Gluon: one warp copies, three
-warpgroups multiply 64 rows each.
+"""Grouped 16-bit products of many rows an expert on Hopper, in Gluon: one warpgroup copies, three
+multiply 64 rows each.
 
 What bounds such products is not the tensor cores but the way from the L2 cache to them. A tile of
 128 rows and 256 weight rows brings 2 x (128 + 256) bytes for 2 x 128 x 256 operations of each
@@ -8,14 +8,17 @@ A tile of 192 x 256 does 110 a byte, the most whose sums fit the registers: 128 
 three warpgroups. A warpgroup multiplies its 64 rows with 128 weight rows an instruction: the
 assembler takes none of 256 where four warpgroups start with 128 registers a thread.
 
-Rows come in the order of their experts (expert_rows.py), so that 64 of them are one bulk copy. They
-are not padded: a tile begins where its block of rows does (align.py), and its last 64 may be in
-part the next expert's; those are not stored. Of a tile only what is there is copied, and a
-warpgroup that has no row lets the stages pass. Only the GPU knows how many tiles there are.
+The first product reads tokens where they lie: threads copy 16 bytes each, announced a stage late,
+when they have landed. The second's rows lie in the order of their experts, and 64 of them are one
+bulk copy, as weights are. Rows are not padded: a tile begins where its block of rows does
+(align.py), and its last 64 may be in part the next expert's; those are not stored. Of a tile only
+what is there is copied, and a warpgroup that has no row lets the stages pass. Only the GPU knows
+how many tiles there are.
 
 The first product's tile holds 128 rows of gate and the same 128 of up: both halves of a sum are in
 one thread, which makes silu(gate) * up of them in fp32. The second stores each row as its pick's
-own. Results leave through shared memory, from which threads take whole lines.
+own. Results leave from registers, four threads 16 bytes of a row: shared memory has room for four
+stages then.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -37,7 +41,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.moe.expert_rows import in_order_wide
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 
@@ -46,10 +49,9 @@ N = 256  # weight rows a tile
 K = 64  # columns a stage: 128 bytes
 GROUP = 16  # tiles of rows that go through all weight rows together
 STAGE_BYTES = (M + N) * K * 2
-OUT_BYTES = 3 * 64 * 128 * 2
 SHARED = 227 * 1024 - 1024
 # of a thread that multiplies, of one that copies; four warpgroups start with 128 each
-REGISTERS = (160, 24)
+REGISTERS = (160, 32)
 
 
 class PipelineBuffers(NamedTuple):
@@ -90,7 +92,25 @@ def _tile_of(turn, high, WIDE: gl.constexpr, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
+def _weight_rows(rows, m_tile, n_tile, ROWS: gl.constexpr, SILU: gl.constexpr):
+    """(first of a tile's first 128 weight rows, of its second)"""
+    row = gl.load(rows.blocks + m_tile) * ROWS
+    if SILU:  # the same rows of gate and of up
+        return row + n_tile * 128, row + n_tile * 128 + ROWS // 2
+    else:
+        return row + n_tile * 256, row + n_tile * 256 + 128
+
+
+@gluon.jit
+def _copy_weights(w_tma, ring, stage, first, second, column):
+    full = ring.full.index(stage)
+    part = ring.weights.index(stage)
+    tma.async_copy_global_to_shared(w_tma, [first, column], full, part.slice(0, 128))
+    tma.async_copy_global_to_shared(w_tma, [second, column], full, part.slice(128, 128))
+
+
+@gluon.jit
+def _copy_rows(
     x_tma,
     w_tma,
     ring,
@@ -103,6 +123,7 @@ def _copy(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
+    """Tiles of rows that lie in order, and of weights."""
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
     stage = 0
@@ -111,16 +132,9 @@ def _copy(
         m_tile, n_tile = _tile_of(turn, high, WIDE, TOGETHER)
         first = gl.load(rows.blocks + rows.limit + m_tile)
         chunks = gl.minimum((gl.load(rows.blocks + 2 * rows.limit + m_tile) - first + 63) // 64, 3)
-        w_row = gl.load(rows.blocks + m_tile) * ROWS
-        if SILU:  # the same rows of gate and of up
-            w_row = w_row + n_tile * 128
-            w_next = w_row + ROWS // 2
-        else:
-            w_row = w_row + n_tile * 256
-            w_next = w_row + 128
+        w_row, w_next = _weight_rows(rows, m_tile, n_tile, ROWS, SILU)
         for block in range(BLOCKS):
             full = ring.full.index(stage)
-            w_part = ring.weights.index(stage)
             column = block * 64
             mbarrier.wait(ring.empty.index(stage), phase)
             for chunk in gl.static_range(3):
@@ -133,9 +147,76 @@ def _copy(
                     ring.inputs.index(stage * 3 + chunk),
                     pred=chunk < chunks,
                 )
-            tma.async_copy_global_to_shared(w_tma, [w_row, column], full, w_part.slice(0, 128))
-            tma.async_copy_global_to_shared(w_tma, [w_next, column], full, w_part.slice(128, 128))
+            _copy_weights(w_tma, ring, stage, w_row, w_next, column)
             stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _landed(ring, stage, OUTSTANDING: gl.constexpr):
+    """Announces what threads copied to `stage`, once all but the last OUTSTANDING stages' copies
+    are there: the tensor cores read what threads wrote behind a fence."""
+    async_copy.wait_group(OUTSTANDING)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(ring.full.index(stage), count=1)
+
+
+@gluon.jit
+def _copy_tokens(
+    x,
+    x_row,
+    w_tma,
+    ring,
+    rows,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    SILU: gl.constexpr,
+    WIDE: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Tiles of tokens, wherever they lie, and of weights."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    wait_for_inputs(DEPENDENT)
+    high = gl.load(rows.count)
+    columns = gl.arange(0, 64, gl.SliceLayout(0, COPY))
+    stage = 0
+    phase = 1
+    late = -1  # the stage whose tokens were not announced yet
+    for turn in range(_turns(high * WIDE)):
+        m_tile, n_tile = _tile_of(turn, high, WIDE, TOGETHER)
+        first = gl.load(rows.blocks + rows.limit + m_tile)
+        end = gl.load(rows.blocks + 2 * rows.limit + m_tile)
+        order = rows.order + gl.load(rows.blocks + 3 * rows.limit + m_tile)
+        w_row, w_next = _weight_rows(rows, m_tile, n_tile, ROWS, SILU)
+        starts = ()
+        for chunk in gl.static_range(3):
+            row = first + 64 * chunk + gl.arange(0, 64, gl.SliceLayout(1, COPY))
+            pick = gl.load(order + row, mask=row < end, other=0)
+            starts += (pick // TOP_K * x_row,)  # type: ignore[assignment]
+        for block in range(BLOCKS):
+            column = block * 64
+            mbarrier.wait(ring.empty.index(stage), phase)
+            mbarrier.expect(ring.full.index(stage), 256 * 128)
+            _copy_weights(w_tma, ring, stage, w_row, w_next, column)
+            for chunk in gl.static_range(3):
+                if first + 64 * chunk < end:
+                    places = x + (starts[chunk][:, None] + (columns + column)[None, :])
+                    async_copy.async_copy_global_to_shared(
+                        ring.inputs.index(stage * 3 + chunk),
+                        places,
+                        mask=((columns + column) < COLUMNS)[None, :],
+                    )
+            async_copy.commit_group()
+            if late >= 0:
+                _landed(ring, late, 1)
+            late = stage
+            stage, phase = next_stage(stage, phase, STAGES)
+    if late >= 0:
+        _landed(ring, late, 0)
 
 
 @gluon.jit
@@ -149,15 +230,12 @@ def _let_pass(ring, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _put(y, out, values, target, column, COLUMNS: gl.constexpr, LINE: gl.constexpr):
-    """64 rows and 128 columns of a result, by way of `out`."""
-    gl.thread_barrier()  # all have read what was there
-    out.store(values.to(out.dtype))
-    gl.thread_barrier()
-    columns = column + gl.arange(0, 128, gl.SliceLayout(0, LINE))
+def _put(y, values, target, column, COLUMNS: gl.constexpr, ACC: gl.constexpr):
+    """64 rows and 128 columns of a result."""
+    columns = column + gl.arange(0, 128, gl.SliceLayout(0, ACC))
     gl.store(
         y + target.to(gl.int64)[:, None] * COLUMNS + columns[None, :],
-        out.load(LINE),
+        values.to(y.dtype.element_ty),
         mask=(target >= 0)[:, None] & (columns < COLUMNS)[None, :],
     )
 
@@ -165,7 +243,6 @@ def _put(y, out, values, target, column, COLUMNS: gl.constexpr, LINE: gl.constex
 @gluon.jit
 def _multiply(
     y,
-    out,
     ring,
     rows,
     ROWS: gl.constexpr,
@@ -179,7 +256,6 @@ def _multiply(
 ):
     """One of the three warpgroups: 64 rows of each tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
     zero = gl.full([64, 128], 0.0, gl.float32, ACC)
@@ -206,23 +282,24 @@ def _multiply(
                 low, upper = warpgroup_mma_wait(0, deps=[left, right])
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 stage, phase = next_stage(stage, phase, STAGES)
-            row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
+            row = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
             if SILU:
                 target = gl.where(row < end, row, -1)
                 made = low / (1.0 + gl.exp(-low)) * upper
-                _put(y, out, made, target, n_tile * 128, ROWS // 2, LINE)
+                _put(y, made, target, n_tile * 128, ROWS // 2, ACC)
             else:
                 order = rows.order + gl.load(block + 3 * rows.limit)
                 target = gl.load(order + row, mask=row < end, other=-1)
-                _put(y, out, low, target, n_tile * 256, ROWS, LINE)
-                _put(y, out, upper, target, n_tile * 256 + 128, ROWS, LINE)
+                _put(y, low, target, n_tile * 256, ROWS, ACC)
+                _put(y, upper, target, n_tile * 256 + 128, ROWS, ACC)
         else:
             stage, phase = _let_pass(ring, stage, phase, BLOCKS, STAGES)
 
 
 @gluon.jit(do_not_specialize=["limit"])
 def _grouped_sm90_kernel(
-    x_tma,
+    x,
+    x_row,
     w_tma,
     y,
     order,
@@ -231,83 +308,101 @@ def _grouped_sm90_kernel(
     limit,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    SILU: gl.constexpr,
+    TOP_K: gl.constexpr,
     TOGETHER: gl.constexpr,
     STAGES: gl.constexpr,
     MULTIPLIER: gl.constexpr,
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: any number of programs. ROWS of each expert's weights; SILU: they are gate's and then
-    as many of up, and silu(gate) * up is stored in the order of the rows."""
+    """Grid: any number of programs. ROWS of each expert's weights. TOP_K above 0: x holds tokens
+    with so many picks each, rows x_row apart, weights are gate's and then as many of up, and
+    silu(gate) * up is stored in the order of the picks. 0: x describes rows in this order."""
     BLOCKS: gl.constexpr = (COLUMNS + 63) // 64
     WIDE: gl.constexpr = (ROWS + 255) // 256
+    FIRST: gl.constexpr = TOP_K > 0
     kind: gl.constexpr = y.dtype.element_ty
-    inputs = gl.allocate_shared_memory(kind, [STAGES * 3, 64, 64], x_tma.layout)
-    weights = gl.allocate_shared_memory(kind, [STAGES, 256, 64], w_tma.layout)
-    outs = gl.allocate_shared_memory(kind, [3, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2))
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    inputs = gl.allocate_shared_memory(kind, [STAGES * 3, 64, 64], LAYOUT)
+    weights = gl.allocate_shared_memory(kind, [STAGES, 256, 64], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2 if FIRST else 1)
         mbarrier.init(empty.index(i), count=3)
     fence_async_shared()
     ring = PipelineBuffers(inputs, weights, full, empty)
     rows = RowBlocks(order, blocks, count, limit)
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if FIRST:
+        gl.warp_specialize(
+            [
                 (
-                    y, outs.index(0), ring, rows,
-                    ROWS, SILU, WIDE, TOGETHER, BLOCKS, STAGES, 0, DEPENDENT,
+                    _multiply,
+                    (y, ring, rows, ROWS, True, WIDE, TOGETHER, BLOCKS, STAGES, 0, DEPENDENT),
                 ),
-            ),
-            (
-                _multiply,
                 (
-                    y, outs.index(1), ring, rows,
-                    ROWS, SILU, WIDE, TOGETHER, BLOCKS, STAGES, 1, DEPENDENT,
+                    _multiply,
+                    (y, ring, rows, ROWS, True, WIDE, TOGETHER, BLOCKS, STAGES, 1, DEPENDENT),
                 ),
-            ),
-            (
-                _multiply,
                 (
-                    y, outs.index(2), ring, rows,
-                    ROWS, SILU, WIDE, TOGETHER, BLOCKS, STAGES, 2, DEPENDENT,
+                    _multiply,
+                    (y, ring, rows, ROWS, True, WIDE, TOGETHER, BLOCKS, STAGES, 2, DEPENDENT),
                 ),
-            ),
-            (
-                _copy,
                 (
-                    x_tma, w_tma, ring, rows,
-                    ROWS, SILU, WIDE, TOGETHER, BLOCKS, STAGES, DEPENDENT,
+                    _copy_tokens,
+                    (
+                        x, x_row, w_tma, ring, rows,
+                        ROWS, COLUMNS, TOP_K, True, WIDE, TOGETHER, BLOCKS, STAGES, DEPENDENT,
+                    ),
                 ),
-            ),
-        ],
-        [4, 4, 1],
-        [MULTIPLIER, MULTIPLIER, COPIER],
-    )  # fmt: skip
+            ],
+            [4, 4, 4],
+            [MULTIPLIER, MULTIPLIER, COPIER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (y, ring, rows, ROWS, False, WIDE, TOGETHER, BLOCKS, STAGES, 0, DEPENDENT),
+                ),
+                (
+                    _multiply,
+                    (y, ring, rows, ROWS, False, WIDE, TOGETHER, BLOCKS, STAGES, 1, DEPENDENT),
+                ),
+                (
+                    _multiply,
+                    (y, ring, rows, ROWS, False, WIDE, TOGETHER, BLOCKS, STAGES, 2, DEPENDENT),
+                ),
+                (
+                    _copy_rows,
+                    (
+                        x, w_tma, ring, rows,
+                        ROWS, False, WIDE, TOGETHER, BLOCKS, STAGES, DEPENDENT,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [MULTIPLIER, MULTIPLIER, COPIER],
+        )  # fmt: skip
 
 
-def product(x: Tensor, weight: Weight, blocks: ExpertBlocks, silu: bool, stages: int) -> Tensor:
-    """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts, rows,
-    columns]. silu: silu(gate) * up in the same order, [picks, rows / 2]; else [picks, rows] as the
-    picks' own rows. blocks.rows: 192. Rows of picks that are not here stay unwritten."""
+def _launch(
+    x: Any, x_row: int, weight: Weight, y: Tensor, blocks: ExpertBlocks, top_k: int, stages: int
+) -> None:
     experts, rows, columns = weight.data.shape
     device = weight.data.device
     assert blocks.rows == M, blocks.rows
-    assert x.dtype == weight.data.dtype, (x.dtype, weight.data.dtype)
-    assert x.dtype.itemsize == 2, x.dtype
-    assert stages * STAGE_BYTES + OUT_BYTES <= SHARED, stages
-    y = torch.empty(blocks.num_picks, rows // 2 if silu else rows, dtype=x.dtype, device=device)
+    assert y.dtype == weight.data.dtype, (y.dtype, weight.data.dtype)
+    assert y.dtype.itemsize == 2, y.dtype
+    assert stages * STAGE_BYTES <= SHARED, stages
     layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
-    flat = weight.data.view(experts * rows, columns)
     tiles = blocks.limit * -(-rows // N)
     _grouped_sm90_kernel[min(tiles, multiprocessors(device)),](
-        TensorDescriptor.from_tensor(x, [64, K], layout),
-        TensorDescriptor.from_tensor(flat, [128, K], layout),
+        x,
+        x_row,
+        TensorDescriptor.from_tensor(weight.data.view(experts * rows, columns), [128, K], layout),
         y,
         blocks.order,
         blocks.blocks,
@@ -315,7 +410,7 @@ def product(x: Tensor, weight: Weight, blocks: ExpertBlocks, silu: bool, stages:
         blocks.limit,
         rows,
         columns,
-        silu,
+        top_k,
         GROUP,
         stages,
         *REGISTERS,
@@ -323,11 +418,31 @@ def product(x: Tensor, weight: Weight, blocks: ExpertBlocks, silu: bool, stages:
         maxnreg=128,
         **dependent(device),
     )
+
+
+def gate_up(x: Tensor, weight: Weight, blocks: ExpertBlocks, top_k: int, stages: int) -> Tensor:
+    """silu(gate x) * (up x) of each pick of x [T, columns], in the order of `blocks`, [picks, rows
+    / 2]; weight [experts, rows, columns], gate's rows and then up's. blocks.rows: 192."""
+    # 16 values: the compiler asks no less to know that 16 bytes are aligned
+    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
+    assert x.shape[0] * x.stride(0) < 2**31, "offsets are 32 bits"
+    inner = weight.data.shape[1] // 2
+    h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=x.device)
+    _launch(x, x.stride(0), weight, h, blocks, top_k, stages)
+    return h
+
+
+def down(h: Tensor, weight: Weight, blocks: ExpertBlocks, stages: int) -> Tensor:
+    """Of rows h [picks, columns] in the order of `blocks`: [picks, rows] as the picks' own rows.
+    Rows of picks that are not here stay unwritten."""
+    y = torch.empty(h.shape[0], weight.data.shape[1], dtype=h.dtype, device=h.device)
+    layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
+    _launch(TensorDescriptor.from_tensor(h, [64, K], layout), 0, weight, y, blocks, 0, stages)
     return y
 
 
 def products(x: Tensor, w: ExpertWeights, blocks: ExpertBlocks, top_k: int, stages: int) -> Tensor:
     """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
     grouped_gemm.py."""
-    h = product(in_order_wide(x, blocks, top_k), w.gate_up, blocks, True, stages)
-    return product(h, w.down, blocks, False, stages)
+    return down(gate_up(x, w.gate_up, blocks, top_k, stages), w.down, blocks, stages)
