@@ -119,12 +119,10 @@ def sums(
     TWO: gl.constexpr,
     WIDTH: gl.constexpr,
     NEXT: gl.constexpr = 64,
-    FROM: gl.constexpr = 0,
-    HALF: gl.constexpr = -1,
 ):
     """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before
-    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows from FROM on with the
-    scales from `weight_scale` on. With HALF the 64 more meet only the 64 weight rows from it on."""
+    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows with the scales from
+    `weight_scale` on."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     token_scale = x_scale + token * xs_row
@@ -132,15 +130,6 @@ def sums(
     low = zero
     high = zero
     done = zero
-    next_token = token
-    next_scale = token_scale
-    next_done = zero
-    if HALF >= 0:
-        NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-        next_token = first + gl.arange(0, 64, gl.SliceLayout(1, NARROW))
-        next_scale = x_scale + next_token * xs_row
-        high = gl.full([64, 64], 0.0, gl.float32, NARROW)
-        next_done = high
     # so that products take the registers of the last one's result: the compiler finds no room
     # otherwise
     never = tokens < 0
@@ -149,9 +138,7 @@ def sums(
     factor = gl.load(weight_scale)
     low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
     if TWO:
-        high_factor = gl.load(
-            next_scale + NEXT * xs_row, mask=next_token + NEXT < tokens, other=0.0
-        )
+        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
     for block in range(BLOCKS):
         low_now = low_factor * factor
         if TWO:
@@ -161,35 +148,23 @@ def sums(
         low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
         if TWO:
             high_factor = gl.load(
-                next_scale + (coming * xs_block + NEXT * xs_row),
-                mask=next_token + NEXT < tokens,
+                token_scale + (coming * xs_block + NEXT * xs_row),
+                mask=token + NEXT < tokens,
                 other=0.0,
             )
         mbarrier.wait(full.index(stage), phase)
         xt = inputs.index(stage)
-        wt = weights.index(stage).slice(FROM, WIDTH).permute((1, 0))
+        wt = weights.index(stage).slice(0, WIDTH).permute((1, 0))
         part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
-        if HALF >= 0:
-            # both have registers of their own: one is promoted beside the other
-            wt = weights.index(stage).slice(HALF, 64).permute((1, 0))
-            next_part = warpgroup_mma(
-                xt.slice(SKIP + NEXT, 64), wt, next_done, use_acc=never, is_async=True
-            )
-            done = warpgroup_mma_wait(1, deps=[part])
-            low = low + done * low_now[:, None]
-            next_done = warpgroup_mma_wait(0, deps=[next_part])
-            mbarrier.arrive(empty.index(stage), count=1)
-            high = high + next_done * high_now[:, None]
-        elif TWO:
+        if TWO:
             done = warpgroup_mma_wait(0, deps=[part])
             low = low + done * low_now[:, None]
             part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
-            done = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(stage), count=1)
+        done = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if TWO:
             high = high + done * high_now[:, None]
         else:
-            done = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(stage), count=1)
             low = low + done * low_now[:, None]
         stage, phase = next_stage(stage, phase, STAGES)
     return low, high, stage, phase

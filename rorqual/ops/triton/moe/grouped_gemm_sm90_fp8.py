@@ -206,6 +206,16 @@ def _copy_rows(
 
 
 @gluon.jit
+def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """The stages of a tile of which this warpgroup has no row."""
+    for _ in range(BLOCKS):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
     """The rows of the result to which 64 rows from `first` on go: the same or, with SCATTER, those
     that `order` says; -1 from `end` on."""
@@ -217,14 +227,14 @@ def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 
 
 @gluon.jit
-def _put(y, out, acc, target, column, ROWS: gl.constexpr, LINE: gl.constexpr):
-    """64 rows of sums, whose first column goes to `column`, by way of `out`."""
+def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
+    """64 rows of sums, by way of `out`."""
     gl.thread_barrier()  # all have read what was there
     out.store(acc.to(out.dtype))
     gl.thread_barrier()
-    columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINE))
+    column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
     gl.store(
-        y + target.to(gl.int64)[:, None] * ROWS + columns[None, :],
+        y + target.to(gl.int64)[:, None] * ROWS + column[None, :],
         out.load(LINE),
         mask=(target >= 0)[:, None],
     )
@@ -248,12 +258,9 @@ def _multiply_rows(
     SCATTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One of the two warpgroups: chunks of 64 rows go to them by turns, and of the last one that
-    is left over each takes half of the columns."""
-    SKIP: gl.constexpr = WHO * 64  # to its first chunk, and to its half of the columns
+    """One of the two warpgroups: chunks of 64 rows go to them by turns."""
+    SKIP: gl.constexpr = WHO * 64
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    HALF_LINE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    half_out = out.slice(0, 64, dim=1)
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
     turns, rounds = share(high, ROWS)
@@ -262,44 +269,29 @@ def _multiply_rows(
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         block = rows.blocks + m_tile
-        first = gl.load(block + rows.limit)
+        first = gl.load(block + rows.limit) + SKIP
         end = gl.load(block + 2 * rows.limit)
-        scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
-        order = rows.order + gl.load(block + 3 * rows.limit)
-        column = n_tile * 128
-        # targets before the products, beside which they are on their way
-        if first + 64 < end:
-            target = _targets(order, first + SKIP, end, LINE, SCATTER)
-            if M == 256 and first + 192 < end:
-                next_target = _targets(order, first + SKIP + 128, end, LINE, SCATTER)
+        if first < end:
+            scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
+            order = rows.order + gl.load(block + 3 * rows.limit)
+            # before the products, beside which it is on its way
+            target = _targets(order, first, end, LINE, SCATTER)
+            if M == 256 and first + 128 < end:
+                next_target = _targets(order, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                    first + SKIP, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
                 )  # fmt: skip
-                _put(y, out, low, target, column, ROWS, LINE)
-                _put(y, out, upper, next_target, column, ROWS, LINE)
-            elif M == 256 and first + 128 < end:
-                half_target = _targets(order, first + 128, end, HALF_LINE, SCATTER)
-                low, half, stage, phase = sums(
-                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                    first + SKIP, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128,
-                    128 - SKIP, HALF=SKIP,
-                )  # fmt: skip
-                _put(y, out, low, target, column, ROWS, LINE)
-                _put(y, half_out, half, half_target, column + SKIP, ROWS, HALF_LINE)
+                _put(y, out, low, target, n_tile, ROWS, LINE)
+                _put(y, out, upper, next_target, n_tile, ROWS, LINE)
             else:
                 low, upper, stage, phase = sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                    first + SKIP, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
                 )  # fmt: skip
-                _put(y, out, low, target, column, ROWS, LINE)
+                _put(y, out, low, target, n_tile, ROWS, LINE)
         else:
-            half_target = _targets(order, first, end, HALF_LINE, SCATTER)
-            half, _, stage, phase = sums(
-                x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                first, end, xs_row, xs_block, BLOCKS, STAGES, 0, False, 64, FROM=SKIP,
-            )  # fmt: skip
-            _put(y, half_out, half, half_target, column + SKIP, ROWS, HALF_LINE)
+            stage, phase = _let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
 
 
 @gluon.jit(do_not_specialize=["limit", "xs_block"])
