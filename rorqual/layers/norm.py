@@ -14,13 +14,20 @@ from rorqual.parallel.collectives import Axis
 
 class Norm:
     """quantize_output: only products of the layer's own weights follow, so that where these are
-    fp8 the rows are wanted in fp8."""
+    fp8 the rows are wanted in fp8. before_router: a router is the first to read them."""
 
     def __init__(
-        self, build: Build, name: str, size: int, eps: float, quantize_output: bool = False
+        self,
+        build: Build,
+        name: str,
+        size: int,
+        eps: float,
+        quantize_output: bool = False,
+        before_router: bool = False,
     ):
         self.ops = build.ops
         self.quantize_output = quantize_output and build.rounds_rows_to_fp8
+        self.before_router = before_router
         self.name = name
         self.eps = eps
         self.weight = build.empty(size)
@@ -41,6 +48,10 @@ class Norm:
                 )
             x = x.total()
         if axis is None:
+            if self.before_router and residual is not None:
+                return self.ops.add_norm_for_router(
+                    x, residual, self.weight, self.eps, self.quantize_output
+                )
             return self.ops.add_norm(x, residual, self.weight, self.eps, self.quantize_output)
         return axis.add_norm(x, residual, self.weight, self.eps, self.ops.add_norm)
 

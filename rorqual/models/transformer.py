@@ -70,6 +70,7 @@ class Layer:
             config.hidden_size,
             config.norm_eps,
             quantize_output=True,
+            before_router=isinstance(mlp, MoE) and mlp.shared is None,
         )
 
     def attend(

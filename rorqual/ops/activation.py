@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +41,42 @@ class NormOutput:
     quantized: Quantized
 
 
-Activation = Tensor | NormOutput
+@dataclass
+class PendingNorm:
+    """A norm's rows [T, columns], not computed yet: the router that follows may do it on the way,
+    which saves a kernel. Whoever asks for `hidden` first has the norm computed.
+
+    x, residual [T, columns], weight [columns], eps: what it is the norm of. out, total: room for
+    the rows and for x + residual, which a step reads after them."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    out: Tensor
+    total: Tensor
+    compute: Callable[[PendingNorm], None]
+    done: bool = False
+
+    @property
+    def hidden(self) -> Tensor:
+        if not self.done:
+            self.compute(self)
+            self.done = True
+        return self.out
+
+
+Activation = Tensor | NormOutput | PendingNorm
 
 
 def hidden_of(x: Activation) -> Tensor:
     """x as a tensor, for whoever has no use for fp8."""
-    return x.hidden if isinstance(x, NormOutput) else x
+    return x.hidden if isinstance(x, NormOutput | PendingNorm) else x
+
+
+def room_of(x: Activation) -> Tensor:
+    """`hidden_of`, whose values may not be there yet: for sizes and types."""
+    return x.out if isinstance(x, PendingNorm) else hidden_of(x)
 
 
 def output_of(hidden: Tensor, quantized: Quantized | None) -> Activation:

@@ -84,6 +84,7 @@ class TracedOps(Ops):
 
     draw_normal = entry(Ops.draw_normal)
     norm = entry(Ops.norm)
+    add_norm_for_router = entry(Ops.add_norm_for_router)
     sum_add_norm = entry(Ops.sum_add_norm)
     swiglu = entry(Ops.swiglu)
     rope = entry(Ops.rope)

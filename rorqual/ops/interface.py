@@ -324,6 +324,18 @@ class Ops:
         by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
+    def add_norm_for_router(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        """`add_norm` before `experts_deferred` or `routed_experts`: a backend may leave the norm to
+        the router. The sum may be read once the rows have been asked for."""
+        return self.add_norm(x, residual, weight, eps, quantize_output)
+
     def sum_add_norm(
         self,
         gave: DeferredMoESum,

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.activation import Activation, Quantized, hidden_of
+from rorqual.ops.activation import Activation, PendingNorm, Quantized, hidden_of, room_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import (
     AttentionMetadata,
@@ -69,6 +69,7 @@ from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_p
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
 WIDEST_HEAD = 256
+NORM_IN_ROUTER = True  # one kernel less a layer, for a token or two
 
 
 class TritonOps(Ops):
@@ -116,6 +117,23 @@ class TritonOps(Ops):
         return norm_kernels.add_norm(
             x, residual, weight, eps, quantize_output and takes_fp8(x.device)
         )
+
+    def add_norm_for_router(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        """Where the router's kernel is the one for a few tokens, it computes the norm too."""
+        wanted_in_fp8 = quantize_output and takes_fp8(x.device)
+        few = 0 < x.shape[0] <= routing.ROUTER_TOKENS and routing.takes_norm(x.shape[1])
+        rows = x.stride(1) == residual.stride(1) == 1
+        if NORM_IN_ROUTER and few and rows and not wanted_in_fp8:
+            pending = norm_kernels.pending(x, residual, weight, eps)
+            return pending, pending.total
+        return self.add_norm(x, residual, weight, eps, quantize_output)
 
     def sum_add_norm(
         self,
@@ -435,19 +453,19 @@ class TritonOps(Ops):
     ) -> NormInput:
         """For a moderate number of tokens the grouped products leave the sum to the norm. Up to
         a number of picks the router's kernel sorts them by expert as well."""
-        rows = hidden_of(x)
+        rows = room_of(x)
         tokens = rows.shape[0]
         plan = None
         if tokens and _fits_experts(w):
             plan = experts_kernels.grouped_plan(w, tokens, router.config.top_k, rows.dtype)
         if plan is None:
-            return super().routed_experts(x, router, w, base)
+            return self.experts(x, *_router(x, router), w, base)
         num_picks = tokens * (router.config.top_k + w.num_fused_shared_experts)
         blocks = None
         if experts_kernels.sorts_while_routing(w.down, num_picks):
             slots = w.down.data.shape[0]
             blocks = empty_blocks(num_picks, slots, plan.rows, rows.device, buckets=True)
-        ids, weights = _router(rows, router, blocks)
+        ids, weights = _router(x, router, blocks)
         gave = experts_kernels.experts_deferred(x, ids, weights, w, plan, base, blocks)
         return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()
 
@@ -545,13 +563,19 @@ class TritonOps(Ops):
         sampling.write_probs(given, plane, rows)
 
 
-def _router(x: Tensor, w: RouterWeights, into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:
+def _router(
+    given: Activation, w: RouterWeights, into: ExpertBlocks | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights come rounded as the model wants them: to the activations' dtype where the router
     is no fp32 one."""
     fp32 = w.config.router_fp32
-    rounded, dtype = (torch.float32, torch.float32) if fp32 else (x.dtype, w.gate.dtype)
-    if routing.joint(x, w.gate):
-        return routing.router(x, w, rounded=rounded, into=into)
+    rows = room_of(given)
+    rounded, dtype = (torch.float32, torch.float32) if fp32 else (rows.dtype, w.gate.dtype)
+    if routing.joint(rows, w.gate):
+        waits = isinstance(given, PendingNorm) and not given.done
+        one: Tensor | PendingNorm = given if waits else rows  # type: ignore[assignment]
+        return routing.router(one, w, rounded=rounded, into=into)
+    x = hidden_of(given)
     split = gating.chosen(x, w.gate, dtype)
     logits = gating.partial_logits(x, w.gate) if split else F.linear(x.to(dtype), w.gate.to(dtype))
     return routing.route(

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
+from rorqual.ops.activation import PendingNorm
 from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.moe.align import (
     ROUTER_COUNTERS,
@@ -24,6 +25,7 @@ from rorqual.ops.triton.moe.align import (
     bucket_counts,
     plan_if_last,
 )
+from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.runtime.launch import (
     dependent,
     next_power,
@@ -35,6 +37,7 @@ from rorqual.ops.triton.runtime.launch import (
 # reads the gate anew.
 ROUTER_TOKENS = 2
 ROUTER_PRODUCTS = 1 << 21
+PART = 2048  # columns that a program multiplies at once, at most
 NOBODY: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -257,9 +260,29 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
         return tl.load(pointers + column, mask=column + tl.arange(0, WIDTH) < columns, other=0.0)
 
 
+@triton.jit
+def _normed_row(x, residual, weight, out, total, columns, eps, STORES, HIDDEN: tl.constexpr):
+    """The norm of x + residual at `columns` of one row, as rowwise/norm.py has it; both stored
+    where STORES."""
+    inside = columns < HIDDEN
+    factor = tl.load(weight + columns, mask=inside, other=0.0)
+    values = tl.load(x + columns, mask=inside, other=0.0)
+    other = tl.load(residual + columns, mask=inside, other=0.0)
+    values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+    y = normed(values.to(tl.float32), factor, HIDDEN, eps, x.dtype.element_ty)
+    if STORES:
+        tl.store(total + columns, values, mask=inside)
+        tl.store(out + columns, y, mask=inside)
+    return y
+
+
 @triton.jit(do_not_specialize=["num_picks", "limit"])
 def _router_kernel(
     x,
+    residual,
+    norm_weight,
+    out,
+    total,
     gate,
     logits,
     counters,
@@ -267,6 +290,8 @@ def _router_kernel(
     ids,
     weights,
     x_row,
+    residual_row,
+    eps,
     scaling,
     order,
     blocks,
@@ -274,6 +299,7 @@ def _router_kernel(
     counts,
     num_picks,
     limit,
+    PENDING: tl.constexpr,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -295,7 +321,9 @@ def _router_kernel(
     ROUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (expert, token). Logits are rounded to the type LOGITS and passed on in fp32."""
+    """Program (expert, token). Logits are rounded to the type LOGITS and passed on in fp32.
+    PENDING: x is to be added to the residual stream and normed first, in one part of K columns;
+    every program does so, and a token's first one stores it."""
     EVEN: tl.constexpr = HIDDEN % K == 0
     row = tl.program_id(0)
     token = tl.program_id(1)
@@ -305,7 +333,22 @@ def _router_kernel(
     first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     x_columns = x + token.to(tl.int64) * x_row + columns
-    acc = first * _part(x_columns, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
+    if PENDING:
+        at = token.to(tl.int64)
+        y = _normed_row(
+            x + at * x_row,
+            residual + at * residual_row,
+            norm_weight,
+            out + at * HIDDEN,
+            total + at * HIDDEN,
+            columns,
+            eps,
+            row == 0,
+            HIDDEN,
+        )
+        acc = first * y.to(LOGITS).to(tl.float32)
+    else:
+        acc = first * _part(x_columns, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
         acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(
             x_columns, k, HIDDEN, EVEN, K
@@ -389,15 +432,26 @@ def joint(x: Tensor, gate: Tensor) -> bool:
     return few and x.stride(1) == 1 and gate.is_contiguous()
 
 
+def takes_norm(hidden: int) -> bool:
+    """Whether `router` can compute the norm before it: a row is one part."""
+    return hidden <= PART
+
+
 def router(
-    x: Tensor,
+    x: Tensor | PendingNorm,
     w: RouterWeights,
     dtype: torch.dtype = torch.int64,
     rounded: torch.dtype = torch.float32,
     into: ExpertBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states x [T, hidden], rows evenly spaced, and a contiguous gate. A few
-    tokens."""
+    tokens. A pending norm, where `takes_norm`, is computed on the way."""
+    pending = None
+    if isinstance(x, PendingNorm):
+        assert not x.done
+        assert takes_norm(x.x.shape[1])
+        pending = x
+        x = pending.x
     (tokens, hidden) = x.shape
     gate = w.gate
     moe = w.config
@@ -408,9 +462,13 @@ def router(
     ids, weights = _outputs(tokens, moe.top_k + shared, dtype, x.device)
     if tokens:
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-        width = min(next_power(hidden), 2048)
+        width = min(next_power(hidden), PART)
         _router_kernel[experts, tokens](
             x,
+            pending and pending.residual,
+            pending and pending.weight,
+            pending and pending.out,
+            pending and pending.total,
             gate,
             logits,
             zeroed_counters(x.device, ROUTER_COUNTERS),
@@ -418,16 +476,21 @@ def router(
             ids,
             weights,
             x.stride(0),
+            pending.residual.stride(0) if pending else 0,
+            pending.eps if pending else 0.0,
             float(moe.scaling),
+            PENDING=pending is not None,
             HIDDEN=hidden,
             K=width,
             STAGES=3,
             LOGITS=KINDS[torch.float32 if moe.router_fp32 else gate.dtype],
             **_sorting(into, ids, experts + shared),
             **_options(moe, experts, w.bias, rounded, shared),
-            num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
+            num_warps=1 if hidden <= PART and experts <= 256 else 2,
             **dependent(x.device),
         )
+    if pending:
+        pending.done = True
     return ids, weights
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.activation import Activation, hidden_of, room_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.interface import MLAWeights
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -79,7 +79,7 @@ class QuantizedTritonOps(TritonOps):
         self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
         """As TritonOps': the router's kernel sorts, and the norm sums."""
-        rows = hidden_of(x)
+        rows = room_of(x)
         tokens = rows.shape[0]
         if not tokens or not experts_kernels.supported(w):
             return super().experts_deferred(x, router, w, base)
@@ -89,13 +89,14 @@ class QuantizedTritonOps(TritonOps):
         plan = experts_kernels.plan_for(w.down, num_picks, shared)
         apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
         if few or apart or experts_kernels.widens(plan, w, rows.dtype):
-            return self.experts(x, *self.router(rows, router), w, base)
+            return self.experts(x, *_router(x, router), w, base)
         picks = num_picks + tokens * shared
         blocks = None
         if sorts_while_routing(w.down, picks):
             slots = w.down.data.shape[0]
             blocks = empty_blocks(picks, slots, plan.rows, rows.device, buckets=True)
-        ids, weights = _router(rows, router, blocks)
+        ids, weights = _router(x, router, blocks)
+        rows = hidden_of(x)
         blocks = blocks or experts_kernels.sorted_picks(ids, w, plan)
         y = experts_kernels.products(rows, w, plan, blocks, ids)
         gave = DeferredMoESum(y, None, weights, base, combine.combine)

@@ -20,6 +20,7 @@ from rorqual.ops.triton.quantized.int4_order import high_half, in_order, low_hal
 from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
 
 TILE_ROWS = 32
+TILE_CHUNKS = 4  # all of a program's bytes are on their way before the first become numbers
 # of one matrix: what is widened is beside the cache of a full GPU
 MOST_BYTES = 2 << 30
 
@@ -46,13 +47,15 @@ def _widen_kernel(
     SHARE: tl.constexpr,
     ZERO: tl.constexpr,
     R: tl.constexpr,
+    CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """R rows, chunk by chunk of K columns. W_GROUP: columns that share a scale, 0: all; SHARE:
-    rows that do."""
+    """Program (R rows, CHUNKS chunks of K columns). W_GROUP: columns that share a scale, 0: all;
+    SHARE: rows that do."""
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = K // 2
+    LAST: tl.constexpr = COLUMNS // K - 1
     PER: tl.constexpr = W_GROUP if W_GROUP > 0 else COLUMNS
     groups: tl.constexpr = (COLUMNS + PER - 1) // PER
     row = tl.minimum(tl.program_id(0) * R + tl.arange(0, R), rows - 1).to(tl.int64)
@@ -60,12 +63,17 @@ def _widen_kernel(
     source = w + row[:, None] * (COLUMNS // 2) + column
     target = out + row[:, None] * COLUMNS + column
     scales = row // SHARE * groups
-    for chunk in tl.range(0, COLUMNS // K):
-        packed = in_order(tl.load(source + chunk * HALF), HALF, 2)
+    packed = ()
+    for i in tl.static_range(CHUNKS):
+        chunk = tl.minimum(tl.program_id(1) * CHUNKS + i, LAST)  # the last is stored again
+        packed += (tl.load(source + chunk * HALF),)  # type: ignore[assignment]
+    for i in tl.static_range(CHUNKS):
+        chunk = tl.minimum(tl.program_id(1) * CHUNKS + i, LAST)
+        bytes_ = in_order(packed[i], HALF, 2)
         first = scales + chunk * K // PER
         second = scales + (chunk * K + HALF) // PER
-        low = _wide(low_half(packed, kind), w_zero, w_scale, first, ZERO, kind)
-        high = _wide(high_half(packed, kind), w_zero, w_scale, second, ZERO, kind)
+        low = _wide(low_half(bytes_, kind), w_zero, w_scale, first, ZERO, kind)
+        high = _wide(high_half(bytes_, kind), w_zero, w_scale, second, ZERO, kind)
         tl.store(target + chunk * K, low)
         tl.store(target + (chunk * K + HALF), high)
 
@@ -83,7 +91,8 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
     columns = 2 * packed
     out = torch.empty(*shape, columns, dtype=dtype, device=weight.data.device)
     rows = out.numel() // columns
-    _widen_kernel[triton.cdiv(rows, TILE_ROWS),](
+    chunks = columns // operands.step_of(weight)
+    _widen_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(chunks, TILE_CHUNKS)](
         weight.data,
         weight.scale,
         weight.zero,
@@ -95,6 +104,7 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
         weight.block[0],
         weight.zero is not None,
         TILE_ROWS,
+        TILE_CHUNKS,
         num_warps=4,
         **dependent(out.device),
     )

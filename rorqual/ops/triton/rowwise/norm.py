@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.activation import Activation, Quantized, output_of
+from rorqual.ops.activation import Activation, PendingNorm, Quantized, output_of
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -66,13 +66,22 @@ def warps_for(size: int) -> int:
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, made: Quantized | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    made: Quantized | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     tokens, columns = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
-    out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out) if residual is not None else None
+    total: Tensor | None = None
+    if into:
+        out, total = into
+    else:
+        out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
+        total = torch.empty_like(out) if residual is not None else None
     data, scale, strides = room_for(made)
     size = max(16 if made is None else 128, next_power(columns))
     if tokens:
@@ -116,6 +125,16 @@ def add_norm(
     made = Quantized.empty(x.shape[0], x.shape[1], x.device) if quantize_output else None
     out, total = _launch(x, residual, weight, eps, made)
     return output_of(out, made), x if total is None else total
+
+
+def pending(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm:
+    """`add_norm` for a router that may compute it."""
+
+    def compute(one: PendingNorm) -> None:
+        _launch(one.x, one.residual, one.weight, one.eps, into=(one.out, one.total))
+
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return PendingNorm(x, residual, weight, eps, out, total, compute)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.activation import Activation, NormOutput, Quantized
+from rorqual.ops.activation import Activation, NormOutput, Quantized, hidden_of
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -92,4 +92,4 @@ def quantized(x: Activation | Quantized) -> Quantized:
     """x in fp8, made here unless it comes in fp8."""
     if isinstance(x, NormOutput):
         return x.quantized
-    return quantize(x) if isinstance(x, Tensor) else x
+    return x if isinstance(x, Quantized) else quantize(hidden_of(x))

@@ -17,11 +17,11 @@ if SKIP_REASON is not None:
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.activation import NormOutput, Quantized
+from rorqual.ops.activation import NormOutput, PendingNorm, Quantized, hidden_of
 from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
-from rorqual.ops.triton.backend import TritonOps
+from rorqual.ops.triton.backend import TritonOps, _router
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import (
@@ -382,6 +382,43 @@ def test_gate_product(
     torch.testing.assert_close(
         gating.partial_logits(x, matrix).sum(0).double(), want.sum(0), rtol=2e-6, atol=2e-6
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("hidden", [160, 128])
+def test_router_computes_the_norm_before_it(tokens: int, hidden: int) -> None:
+    """For a token or two; the rows, the sum, the choice are those of a norm and a router apart."""
+    moe = MoEConfig(12, 3, 32)
+    router = RouterWeights(random(12, hidden).bfloat16(), None, moe)
+    x, residual = (random(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
+    weight = random(hidden, dtype=torch.bfloat16)
+    ops = TritonOps()
+    rows, total = ops.add_norm(x, residual, weight, 1e-6)
+    ids, weights = ops.router(hidden_of(rows), router)
+    pending, later = ops.add_norm_for_router(x, residual, weight, 1e-6)
+    assert isinstance(pending, PendingNorm) == (tokens < 3)
+    found = _router(pending, router)
+    if isinstance(pending, PendingNorm):
+        assert pending.done
+    assert torch.equal(found[0], ids)
+    assert torch.equal(found[1], weights)
+    assert torch.equal(hidden_of(pending), hidden_of(rows))
+    assert torch.equal(later, total)
+
+
+def test_a_pending_norm_is_computed_for_whoever_asks_first() -> None:
+    x, residual = (random(2, 96, dtype=torch.bfloat16) for _ in range(2))
+    weight = random(96, dtype=torch.bfloat16)
+    ops = TritonOps()
+    rows, total = ops.add_norm(x, residual, weight, 1e-6)
+    pending, later = ops.add_norm_for_router(x, residual, weight, 1e-6)
+    assert torch.equal(hidden_of(pending), hidden_of(rows))
+    assert torch.equal(later, total)
+    router = RouterWeights(random(8, 96).bfloat16(), None, MoEConfig(8, 2, 32))
+    ids, weights = ops.router(hidden_of(rows), router)
+    again = _router(pending, router)
+    assert torch.equal(again[0], ids)
+    assert torch.equal(again[1], weights)
 
 
 def test_gate_products_keep_what_bf16_cannot_hold() -> None:

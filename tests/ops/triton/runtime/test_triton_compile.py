@@ -238,6 +238,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             RouterWeights(x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)),
         ),
     )
+    yield (
+        "norm and router",
+        lambda: topk.router(
+            norm.pending(x(1, 2048), x(1, 2048), x(2048), 1e-6),
+            RouterWeights(x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)),
+        ),
+    )
     for tokens in (1, 4, 8):
         yield f"small T{tokens}", lambda t=tokens: gemv.linear(x(t, 4096), x(2048, 4096))
         yield f"small gated T{tokens}", lambda t=tokens: gemv.gate_up(x(t, 2048), x(5632, 2048))
