@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from rorqual.config.option import option
@@ -366,6 +367,12 @@ class Request:
     def tokens(self) -> tuple[int, ...]:
         """All that are known before the first is drawn."""
         return self.prompt + self.outputs if self.outputs else self.prompt
+
+    @cached_property
+    def token_array(self) -> array[int]:
+        """`tokens` as 64-bit integers, made once and not to be changed: whoever reads thousands of
+        them converts none. Raises OverflowError where one does not fit."""
+        return array("q", self.tokens)
 
     @property
     def goes_on_elsewhere(self) -> bool:

@@ -152,10 +152,13 @@ class Engine:
         tokens that it came with are all that it may have: it is over, and not queued. dp_rank: the
         data-parallel rank that has its pages, where that is known."""
         vocab = self.model_config.vocab_size
-        for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
-            wrong = next((token for token in tokens if not 0 <= token < vocab), None)
-            if wrong is not None:
-                raise RequestError(f"the {name} holds token id {wrong}; accepted: 0 to {vocab - 1}")
+        if not _within(request, vocab):
+            for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
+                for token in tokens:
+                    if not 0 <= token < vocab:
+                        raise RequestError(
+                            f"the {name} holds token id {token}; accepted: 0 to {vocab - 1}"
+                        )
         params = request.params
         for name, ids in (
             ("logit_bias", params.logit_bias or ()),
@@ -421,6 +424,15 @@ class Engine:
         if self.config.num_speculative_tokens and began and decoding and not prompts:
             drafts = step.output.num_speculative_tokens
             self.controller.observe(decoding, drafts, tokens, seconds)
+
+
+def _within(request: Request, vocab: int) -> bool:
+    """Whether all tokens it comes with are of the vocabulary."""
+    try:
+        ids = np.asarray(request.token_array)
+    except OverflowError:
+        return False
+    return bool(ids.min(initial=0) >= 0 and ids.max(initial=0) < vocab)
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -195,6 +195,16 @@ def test_prompts_that_are_none_at_all(llm: LLM, prompts: object):
         llm.generate(prompts, SamplingParams(max_tokens=4))
 
 
+@pytest.mark.parametrize("token", [-1, 4096, 2**40, 2**63, -(2**70)])
+def test_token_ids_must_be_in_the_vocabulary(llm: LLM, token: int):
+    for place in range(3):
+        ids = [0, 4095, 7]
+        ids[place] = token
+        with pytest.raises(RequestError, match=rf"holds token id {token}; accepted: 0 to 4095"):
+            llm.generate(ids, SamplingParams(max_tokens=4))
+        assert not llm.engine.has_work
+
+
 def test_token_ids_of_numpy(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=4)
     ids = [5, 6, 7]

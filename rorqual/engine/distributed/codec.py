@@ -1,12 +1,16 @@
 """Step outputs and results as bytes, for ranks in other processes: JSON of plain lists, never
-pickle. No torch."""
+pickle. Token ids of prompts, thousands a step, come behind it as they are. No torch."""
 
 from __future__ import annotations
 
 import json
 import struct
+from array import array
+from collections.abc import Sequence as ReadOnly
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from rorqual.cache.host_tier import PageCopy
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
@@ -22,6 +26,8 @@ from rorqual.request import SamplingParams, StructuredOutput
 
 DEFAULTS = SamplingParams()
 NUMBER = struct.Struct("!Q")
+END = b"\0"  # of the JSON, which has no such byte
+TOKEN = np.dtype("<i4")
 
 
 def numbered(number: int, data: bytes) -> bytes:
@@ -34,15 +40,34 @@ def number_of(data: bytes) -> tuple[int, bytes]:
     return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
 
 
+class _Tokens:
+    """Token ids that come behind the JSON, one after another."""
+
+    def __init__(self, data: bytes):
+        self.ids = array("q", np.frombuffer(data, TOKEN).astype(np.int64).tobytes())
+        self.taken = 0
+
+    def take(self, count: int) -> array[int]:
+        start = self.taken
+        self.taken += count
+        found = self.ids[start : self.taken]
+        if len(found) != count:
+            raise ValueError(f"{count} token ids are announced where {len(found)} are left")
+        return found
+
+
 def encode_output(output: DataParallelOutput) -> bytes:
-    parts = [_from_part(part) for part in output.parts]
+    tokens: list[bytes] = []
+    parts = [_from_part(part, tokens) for part in output.parts]
     columns = [parts, output.sampling.value, output.host, output.switch, output.micro_batches]
-    return json.dumps(columns, separators=(",", ":")).encode()
+    return END.join((json.dumps(columns, separators=(",", ":")).encode(), b"".join(tokens)))
 
 
 def decode_output(data: bytes) -> DataParallelOutput:
-    parts, sampling, host, switch, micro_batches = json.loads(data)
-    made = [_to_part(part) for part in parts]
+    columns, _, ids = data.partition(END)
+    parts, sampling, host, switch, micro_batches = json.loads(columns)
+    tokens = _Tokens(ids)
+    made = [_to_part(part, tokens) for part in parts]
     return DataParallelOutput(made, SamplingVariant(sampling), host, switch, micro_batches)
 
 
@@ -67,8 +92,14 @@ def _to_entries(data: list[list[Any]]) -> list[TokenLogprobs]:
     return [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in data]
 
 
-def _from_part(part: SchedulerOutput) -> list[Any]:
-    chunks = [_from_chunk(chunk) for chunk in part.chunks]
+def _from_tokens(ids: ReadOnly[int], tokens: list[bytes]) -> int:
+    """Puts them behind; returns how many they are."""
+    tokens.append(np.asarray(ids, TOKEN).tobytes())
+    return len(ids)
+
+
+def _from_part(part: SchedulerOutput, tokens: list[bytes]) -> list[Any]:
+    chunks = [_from_chunk(chunk, tokens) for chunk in part.chunks]
     rows = [
         [
             row.slot,
@@ -76,7 +107,7 @@ def _from_part(part: SchedulerOutput) -> list[Any]:
             row.seed,
             row.pages,
             row.prompt_len,
-            row.tokens,
+            _from_tokens(row.tokens, tokens),
             sorted(row.stop_ids),
             row.last_token,
             row.length,
@@ -95,13 +126,19 @@ def _from_part(part: SchedulerOutput) -> list[Any]:
     ]
 
 
-def _from_chunk(chunk: PrefillChunk) -> list[Any]:
+def _from_chunk(chunk: PrefillChunk, tokens: list[bytes]) -> list[Any]:
     scores = (chunk.score_start, chunk.score_stop)
-    return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following, *scores]
+    count = _from_tokens(chunk.tokens, tokens)
+    return [chunk.slot, chunk.start, count, chunk.sample, chunk.following, *scores]
 
 
-def _to_part(data: list[Any]) -> SchedulerOutput:
+def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
+    """Takes the tokens in the order in which `_from_part` gave them."""
     slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first = data
+    made = [
+        PrefillChunk(slot, start, tokens.take(count), sample, tuple(following), *scores)
+        for slot, start, count, sample, following, *scores in chunks
+    ]
     new_requests = [
         NewRequest(
             slot,
@@ -109,16 +146,12 @@ def _to_part(data: list[Any]) -> SchedulerOutput:
             seed,
             tuple(held),
             prompt_len,
-            tuple(tokens),
+            tokens.take(count),
             frozenset(stops),
             *begins,
         )
-        for slot, params, seed, held, prompt_len, tokens, stops, *begins in rows
+        for slot, params, seed, held, prompt_len, count, stops, *begins in rows
     ]
-    made = [
-        PrefillChunk(slot, start, tokens, sample, tuple(following), *scores)
-        for slot, start, tokens, sample, following, *scores in chunks
-    ]  # fmt: skip
     return SchedulerOutput(
         slots,
         bounds,

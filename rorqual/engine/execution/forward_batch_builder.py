@@ -4,7 +4,9 @@ the rows that are sampled."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from rorqual.engine.scheduling.scheduler_output import PrefillChunk, SchedulerOu
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.rotary import Rotary
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
+from rorqual.platforms.base import Platform
 
 
 @dataclass
@@ -109,70 +113,96 @@ class ForwardBatchBuilder:
     def prefill(self, output: SchedulerOutput) -> BatchPart:
         """Everything about prompts is known to the host: one copy brings it over."""
         rows = self.rows
-        chunks = output.chunks
-        to_device = self.platform.to_device
-        host = _ChunkColumns()
-        for index, chunk in enumerate(chunks):
-            host.add(index, chunk)
-        tokens = to_device(torch.tensor([host.ids, host.positions, host.owner, host.following]))
-        heads = to_device(
-            torch.tensor([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]])
+        host = _ChunkColumns(output.chunks, self.modules)
+        columns = _columns_on_device(host.columns(), self.platform)
+        ids, positions, owner, following, slots, lens, logit_rows, drawn, scored, ends, after = (
+            columns
         )
-        picked = to_device(torch.tensor([host.logit_rows, host.slots], dtype=torch.int64))
-        slots = heads[0]
-        lens = heads[1]
         rows.length.index_copy_(0, slots, lens)
-        bounds = tuple(chunk.stop for chunk in chunks)
+        bounds = tuple(chunk.stop for chunk in output.chunks)
         tables = rows.tables[slots, : self._pages(max(bounds))]
-        segment = AttentionMetadata(
-            tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds
+        segment = AttentionMetadata(tables, lens, host.lengths, bounds)
+        held = tables[owner, positions // self.page_size]
+        mapping = held * self.page_size + positions % self.page_size
+        return BatchPart(
+            ids,
+            positions,
+            mapping,
+            logit_rows,
+            drawn,
+            segment,
+            tuple(chunk.stop for chunk in output.chunks if chunk.sample),
+            following,
+            (ends, after.view(-1, self.modules)) if host.after else None,
+            scored if host.scored else None,
         )
-        held = tables[tokens[2], tokens[1] // self.page_size]
-        mapping = held * self.page_size + tokens[1] % self.page_size
-        sampled = tuple(chunk.stop for chunk in chunks if chunk.sample)
-        ends = self._ends(host)
-        scored = to_device(torch.tensor(host.scored)) if host.scored else None
-        last = picked[0], picked[1], segment, sampled
-        return BatchPart(tokens[0], tokens[1], mapping, *last, tokens[3], ends, scored)
-
-    def _ends(self, host: _ChunkColumns) -> tuple[Tensor, Tensor] | None:
-        if self.modules < 2 or not host.ends:
-            return None
-        after = [(*known, *known[-1:] * self.modules)[: self.modules] for known in host.after]
-        to_device = self.platform.to_device
-        return to_device(torch.tensor(host.ends)), to_device(torch.tensor(after))
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
 
 class _ChunkColumns:
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.owner: list[int] = []
-        self.following: list[int] = []
-        self.logit_rows: list[int] = []
-        self.slots: list[int] = []
-        self.ends: list[int] = []
-        self.after: list[tuple[int, ...]] = []
-        self.scored: list[int] = []
+    """What the device is to know of a step's chunks. modules: see ForwardBatchBuilder."""
 
-    def add(self, index: int, chunk: PrefillChunk) -> None:
-        if chunk.num_scored:
-            shift = len(self.ids) - chunk.start
-            self.scored.extend(range(chunk.score_start + shift, chunk.score_stop + shift))
-        self.ids.extend(chunk.tokens)
-        self.positions.extend(range(chunk.start, chunk.stop))
-        self.owner.extend([index] * len(chunk.tokens))
-        self.following.extend(chunk.tokens[1:])
-        self.following.append(chunk.following[0] if chunk.following else 0)
-        if chunk.following:
-            self.ends.append(len(self.ids) - 1)
-            self.after.append(chunk.following)
+    def __init__(self, chunks: list[PrefillChunk], modules: int):
+        self.lengths = tuple(len(chunk.tokens) for chunk in chunks)
+        self.tokens = np.empty((4, sum(self.lengths)), np.int64)
+        self.slots = [chunk.slot for chunk in chunks]
+        self.stops = [chunk.stop for chunk in chunks]
+        self.logit_rows: list[int] = []
+        self.drawn: list[int] = []  # slots
+        self.scored: list[int] = []
+        self.ends: list[int] = []
+        self.after: list[int] = []
+        start = 0
+        for index, chunk in enumerate(chunks):
+            self._add(index, chunk, start, modules)
+            start += self.lengths[index]
+
+    def columns(self) -> tuple[Ints | list[int], ...]:
+        return (
+            *self.tokens,
+            self.slots,
+            self.stops,
+            self.logit_rows,
+            self.drawn,
+            self.scored,
+            self.ends,
+            self.after,
+        )
+
+    def _add(self, index: int, chunk: PrefillChunk, start: int, modules: int) -> None:
+        """The chunk's tokens are rows `start` and on."""
+        last = start + self.lengths[index] - 1
+        ids, positions, owner, following = self.tokens[:, start : last + 1]
+        ids[:] = chunk.tokens
+        positions[:] = np.arange(chunk.start, chunk.stop)
+        owner[:] = index
+        following[:-1] = ids[1:]
+        following[-1] = chunk.following[0] if chunk.following else 0
+        if chunk.following and modules > 1:
+            self.ends.append(last)
+            self.after += (*chunk.following, *chunk.following[-1:] * modules)[:modules]
         if chunk.sample:
-            self.logit_rows.append(len(self.ids) - 1)
-            self.slots.append(chunk.slot)
+            self.logit_rows.append(last)
+            self.drawn.append(chunk.slot)
+        if chunk.num_scored:
+            shift = start - chunk.start
+            self.scored += range(chunk.score_start + shift, chunk.score_stop + shift)
+
+
+def _columns_on_device(
+    columns: tuple[Ints | list[int], ...], platform: Platform
+) -> tuple[Tensor, ...]:
+    """Each of them [n] int64 on the device. One copy brings all: it costs the host more to start
+    one than to join them. They begin at multiples of 16 bytes, which compiled kernels know."""
+    sizes = [len(column) for column in columns]
+    starts = [*accumulate((size + size % 2 for size in sizes), initial=0)]
+    joined = np.zeros(starts[-1], np.int64)
+    for column, size, start in zip(columns, sizes, starts, strict=False):
+        joined[start : start + size] = column
+    moved = platform.to_device(torch.from_numpy(joined))
+    return tuple(moved[start : start + size] for size, start in zip(sizes, starts, strict=False))
 
 
 def join(parts: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,33 +103,52 @@ class RequestState:
     def apply(self, output: SchedulerOutput) -> None:
         """Set up new rows and write new pages into block tables, before the step that needs
         them."""
+        if output.new_requests:
+            self._write(output.new_requests)
         for row in output.new_requests:
             self._set_up(row)
         if output.pages:
             slots, indices, pages = self.platform.to_device(torch.tensor(output.pages).T)
             self.tables[slots, indices] = pages
 
+    def _write(self, rows: Sequence[NewRequest]) -> None:
+        """What all rows have, of all new ones at once: before the step's first kernel a launch
+        costs more than what it does."""
+        to_device = self.platform.to_device
+        asked = [row.params for row in rows]
+        width = max(len(row.pages) for row in rows)
+        known = np.zeros((4 + width, len(rows)), np.int64)
+        known[0] = [row.slot for row in rows]
+        known[1] = [row.seed for row in rows]
+        known[2] = [self.most_drafts if params.speculate else 0 for params in asked]
+        known[3] = [params.seed is not None or params.greedy for params in asked]
+        for column, row in enumerate(rows):
+            known[4 : 4 + len(row.pages), column] = row.pages
+        settings = torch.tensor(
+            [(params.temperature, params.top_p, params.min_p, params.top_k) for params in asked],
+            dtype=torch.float64,
+        )
+        moved = to_device(torch.from_numpy(known))
+        slots = moved[0]
+        self.tables.index_fill_(0, slots, 0)
+        self.tables[slots, :width] = moved[4:].T
+        self.settings.index_copy_(0, slots, to_device(settings))
+        self.seed.index_copy_(0, slots, moved[1])
+        if self.most_drafts:
+            self.num_drafts.index_fill_(0, slots, 0)
+            self.limit.index_copy_(0, slots, moved[2])
+            self.coupled[slots] = moved[3].bool()
+
     def _set_up(self, row: NewRequest) -> None:
+        """What few rows have."""
         params = row.params
         slot = row.slot
-        to_device = self.platform.to_device
         self.params[slot] = row
-        self.tables[slot].zero_()
-        self.tables[slot, : len(row.pages)] = to_device(torch.tensor(row.pages))
-        settings = (params.temperature, params.top_p, params.min_p, params.top_k)
-        self.settings[slot] = to_device(torch.tensor(settings, dtype=torch.float64))
-        self.seed[slot] = row.seed
         if row.length:
             self.last_token[slot] = row.last_token
             self.length[slot] = row.length
-        if self.most_drafts:
-            self.num_drafts[slot] = 0
-            self.limit[slot] = self.most_drafts if params.speculate else 0
-            self.coupled[slot] = params.seed is not None or params.greedy
         if self.history is not None:
-            self.history[slot, : len(row.tokens)] = to_device(
-                torch.tensor(row.tokens, dtype=torch.int64)
-            )
+            self.history[slot, : len(row.tokens)] = self._on_device(row.tokens)
         self.matchers.pop(slot, None)
         if params.structured is not None and self.draws:
             self._match(row)
@@ -169,7 +189,10 @@ class RequestState:
             device = self.platform.device
             self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
-        tokens = self.platform.to_device(torch.tensor(row.tokens, dtype=torch.int64))
+        tokens = self._on_device(row.tokens)
         self.in_prompt[row.slot] = False
         self.in_prompt[row.slot, tokens[: row.prompt_len]] = True
         self.counts[row.slot] = torch.bincount(tokens[row.prompt_len :], minlength=self.vocab)
+
+    def _on_device(self, tokens: Sequence[int]) -> Tensor:
+        return self.platform.to_device(torch.from_numpy(np.array(tokens, np.int64)))

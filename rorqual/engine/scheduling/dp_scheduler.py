@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -154,7 +155,7 @@ class DataParallelScheduler:
         queued yet."""
         if len(self.schedulers) == 1:
             return 0
-        tokens = request.tokens
+        tokens = request.token_array
 
         def cost(rank: int) -> int:
             scheduler = self.schedulers[rank]
@@ -163,7 +164,7 @@ class DataParallelScheduler:
 
         return min(range(len(self.schedulers)), key=cost)
 
-    def _cached(self, rank: Scheduler, request: Request, tokens: tuple[int, ...]) -> int:
+    def _cached(self, rank: Scheduler, request: Request, tokens: ReadOnly[int]) -> int:
         prefix = rank.prefix
         if not (prefix.pages or prefix.host) or request.params.prompt_logprobs is not None:
             return 0

@@ -19,6 +19,7 @@ begins as one that decodes: its step may hold no chunk of a prompt at all.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -578,11 +579,8 @@ class Scheduler:
         running = self.decoding if found.decodes else self.prefilling
         running[sequence.request.id] = sequence
         params = sequence.request.params
-        tokens = (
-            tuple(sequence.tokens)
-            if params.edits_logits or params.structured or self.config.send_tokens
-            else ()
-        )
+        wanted = params.edits_logits or params.structured or self.config.send_tokens
+        tokens = sequence.tokens[:] if wanted else array("q")
         output.new_requests.append(
             NewRequest(
                 sequence.slot,

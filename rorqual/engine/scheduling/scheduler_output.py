@@ -25,7 +25,7 @@ class NewRequest:
     seed: int
     pages: tuple[int, ...]
     prompt_len: int
-    tokens: tuple[int, ...]
+    tokens: ReadOnly[int]
     stop_ids: frozenset[int]
     last_token: int = 0
     length: int = 0

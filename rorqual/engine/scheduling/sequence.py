@@ -3,6 +3,7 @@ a moment's load. No torch."""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ class Account:
 class Sequence:
     """One request under way.
 
-    tokens: prompt and outputs the host knows; pending: sampled tokens in flight;
+    tokens: prompt and outputs the host knows, of 64 bits each, so that slices of them are copied as
+    they stand; pending: sampled tokens in flight;
     num_computed_tokens: cache entries written once every launched step is done; max_total_len: the
     length at which the request ends; num_hashed_pages: full pages already offered to the prefix
     cache. With speculation in flight num_computed_tokens and pending count one token a step, the
@@ -79,7 +81,7 @@ class Sequence:
         self.key = b""
         self.client_account: Account
         self.user_account: Account
-        self.tokens = list(request.tokens)
+        self.tokens = request.token_array[:]
         self.prompt_len = len(request.prompt)
         self.stop_ids = request.stop_ids
         self.min_len = self.prompt_len + request.params.min_tokens
@@ -112,10 +114,10 @@ class Sequence:
 
     @property
     def outputs(self) -> list[int]:
-        return self.tokens[self.prompt_len :]
+        return self.tokens[self.prompt_len :].tolist()
 
     @property
-    def reusable(self) -> list[int]:
+    def reusable(self) -> array[int]:
         """The tokens of which a cached prefix may be taken: who wants a prompt's log probabilities
         has to compute the rows that are still to be scored."""
         unscored = self.num_scored < self.score_end

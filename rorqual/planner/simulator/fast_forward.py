@@ -105,7 +105,7 @@ def advance(
         assert lengths[-1] < sequence.max_total_len, "a step that decode_run did not promise"
         assert not sequence.pending, "steps are in flight"
         events += _events(scheduler, sequence, row, lengths)
-        sequence.tokens += new
+        sequence.tokens.extend(new)
         scheduler.live_tokens += len(new)
         charge_output(sequence, len(new))
         sequence.num_computed_tokens = sequence.collected = lengths[-1] - 1

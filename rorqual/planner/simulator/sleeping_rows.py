@@ -69,7 +69,7 @@ class SleepingScheduler(Scheduler):
         name = sequence.request.id
         more = self.done - self.since.pop(name)
         length = len(sequence.tokens)
-        sequence.tokens += filler(length, length + more)
+        sequence.tokens.extend(filler(length, length + more))
         sequence.num_computed_tokens = sequence.collected = length + more - 1
         self.live_tokens += more
         charge_output(sequence, more)

@@ -13,8 +13,6 @@ beside them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.triton.attention.mla_decode_sm90 import _clear_end
-from rorqual.ops.triton.runtime.sm90_pipeline import next_stage, opaque_zero
+from rorqual.ops.triton.runtime.sm90_pipeline import bulk_layout, next_stage, opaque_zero
 
 ROWS = 128  # queries of a block
 TOKENS = 128  # keys of a tile
@@ -578,10 +576,9 @@ def _prefill_sm90_kernel(
 
 def _descriptor(rows: Tensor) -> TensorDescriptor:
     """Of rows [N, G, D], heads side by side in one long row, gaps between them included."""
-    layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
     length = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
     return TensorDescriptor(
-        rows, [rows.shape[0], length], [rows.stride(0), 1], [PIECE, PIECE], layout
+        rows, [rows.shape[0], length], [rows.stride(0), 1], [PIECE, PIECE], bulk_layout(16)
     )
 
 

@@ -15,8 +15,6 @@ Triton's kernel in halves) 192 and 0.67.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +31,12 @@ from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    bulk_layout,
+    let_next_start,
+    next_stage,
+    wait_for_inputs,
+)
 
 N = 128  # weight rows a tile
 SHARED = 227 * 1024 - 1024  # bytes of stages and of the output on its way out
@@ -429,8 +432,8 @@ def launch(
     assert y.is_contiguous()
     assert m in (128, 256), m
     assert (m + N) * 128 * stages + 4 * 64 * N <= SHARED, (m, stages)
-    plain: Any = gl.NVMMASharedLayout(128, 8, rank=2)
-    wide: Any = gl.NVMMASharedLayout(128, 16, rank=2)
+    plain = bulk_layout(8)
+    wide = bulk_layout(16)
     tiles = -(-tokens // m) * -(-rows // N)
     _tall_kernel[min(tiles, multiprocessors(device)),](
         TensorDescriptor.from_tensor(x.data, [m, 128], plain),

@@ -4,8 +4,19 @@ keep a loop from computing ahead what its registers have no room for."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+@cache
+def bulk_layout(bits: int) -> Any:
+    """Of tiles in shared memory, 128 bytes a row of values of so many bits, as bulk copies leave
+    them and products read them. Making one takes the host longer than a descriptor that names it.
+    """
+    return gl.NVMMASharedLayout(128, bits, rank=2)
 
 
 @gluon.jit
