@@ -442,6 +442,7 @@ def run(
             "async_copy": ThreadCopies(),
             "mbarrier": Barriers,
             "fence_async_shared": lambda: None,
+            "thread_barrier": Language.thread_barrier,
             "warpgroup_mma": products.multiply,
             "warpgroup_mma_wait": products.wait,
             "warpgroup_mma_init": lambda x: x,

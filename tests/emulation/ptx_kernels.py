@@ -47,7 +47,8 @@ def compiled(launches: str, folder: Path, checks: str = "") -> list[Kernel]:
     afterwards."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(folder),
-        "PYTHONPATH": ".",
+        # as it is: another Triton may be tried by it
+        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
     }
     inside = "\n".join("    " + line for line in launches.strip().splitlines())
     command = [

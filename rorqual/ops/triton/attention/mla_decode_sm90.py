@@ -41,6 +41,7 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     let_next_start,
     next_stage,
     opaque_zero,
+    thread_barrier,
     wait_for_inputs,
 )
 
@@ -248,7 +249,7 @@ def _score(
             peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             parts = gl.full([ROWS, 4], 0.0, gl.float32, FOLDED)  # of the sum of weights
             before = -1  # the place of the request's tile before this one
-            gl.thread_barrier()
+            thread_barrier()
             while tile < stop:
                 keys = latents.index(stage)
                 key_ropes = ropes.index(turn % 2)
@@ -306,7 +307,7 @@ def _score(
                 key_ropes.store(p.to(gl.bfloat16))
                 shrinks.index(stage).store(shrink)
                 fence_async_shared()
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(ready.index(stage), count=1)
                 stage, phase = next_stage(stage, phase, STAGES)
                 turn = turn + 1
@@ -314,7 +315,7 @@ def _score(
                 tile = tile + 1
             total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
             totals.index(before).store(total)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(go.index(before), count=1)
             whole, slot = _share(starts, requests, min_tiles, request, stop)
             if not whole:
@@ -405,7 +406,7 @@ def _add_up(
                     mbarrier.arrive(empty.index(stage), count=1)
                 else:
                     mbarrier.wait(empty.index(stage), phase)
-                    gl.thread_barrier()
+                    thread_barrier()
                     if tile + 2 < last:
                         _fetch(rope_tma, next_at, rope_full.index(turn % 2), ropes.index(turn % 2))
                     if tile + STAGES < last:

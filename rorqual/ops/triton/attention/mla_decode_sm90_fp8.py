@@ -52,7 +52,12 @@ from rorqual.ops.triton.attention.sm90_fp8_operands import (
 )
 from rorqual.ops.triton.attention.split_kv import LatentDecode
 from rorqual.ops.triton.runtime.launch import dependent
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, opaque_zero, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    opaque_zero,
+    thread_barrier,
+    wait_for_inputs,
+)
 
 TOKENS = 64
 RANK = 512
@@ -119,7 +124,7 @@ def _greatest(scores, shared, PEAKS: gl.constexpr, ROW: gl.constexpr):
     """The maximum over tokens, scores [64, rows] to [rows]. Each warp leaves that of its 16
     tokens in shared [4, rows]."""
     shared.store(gl.max(gl.reshape(scores, [4, 16, scores.shape[1]]), 1))
-    gl.thread_barrier()
+    thread_barrier()
     return gl.convert_layout(gl.max(shared.load(PEAKS), 0), ROW, assert_trivial=True)
 
 
@@ -154,7 +159,7 @@ def _fetch(
     mbarrier.expect(
         barrier, latents.shape[1] * (latents.shape[2] + scales.shape[2] * 4 + ropes.shape[2] * 2)
     )
-    gl.thread_barrier()
+    thread_barrier()
     tma.async_copy_global_to_shared(latent_tma, [row, 0], barrier, latents.index(stage))
     tma.async_copy_global_to_shared(scale_tma, [row, 0], barrier, scales.index(stage))
     tma.async_copy_global_to_shared(rope_tma, [row, 0], barrier, ropes.index(stage))
@@ -359,7 +364,7 @@ def _mla_hopper_fp8_kernel(
                 shrunk = ()
                 for i in gl.static_range(2 * GROUPS):
                     shrunk += (sums[i] * shrink[None, :],)  # type: ignore[assignment]
-                gl.thread_barrier()
+                thread_barrier()
                 sums = add_values(
                     latents.index(stage), weights, shrunk, zero, GROUP, WIDE, MMA, AHEAD
                 )

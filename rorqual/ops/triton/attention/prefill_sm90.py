@@ -27,7 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.triton.attention.mla_decode_sm90 import _clear_end
-from rorqual.ops.triton.runtime.sm90_pipeline import bulk_layout, next_stage, opaque_zero
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    bulk_layout,
+    next_stage,
+    opaque_zero,
+    thread_barrier,
+)
 
 ROWS = 128  # queries of a block
 TOKENS = 128  # keys of a tile
@@ -387,7 +392,7 @@ def _attend(
         else:
             # through the queries' place: whole rows leave together
             query.store(acc.to(gl.bfloat16))
-            gl.thread_barrier()
+            thread_barrier()
             row_out = (first_row + opaque_zero()) + gl.arange(0, 64, gl.SliceLayout(1, COPY))
             column_out = gl.arange(0, 128, gl.SliceLayout(0, COPY))
             token_out = begin.to(gl.int64) + row_out

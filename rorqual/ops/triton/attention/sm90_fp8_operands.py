@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rorqual.ops.triton.runtime.sm90_pipeline import thread_barrier
+
 
 @gluon.constexpr_function
 def key_layout(tokens, group, parts):
@@ -109,7 +111,7 @@ def clear_end(
     _clear(scales, first, length, 1.0, SCALES)
     _clear(ropes, first, length, 0.0, COPY)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -158,7 +160,7 @@ def put_queries(
     query_ropes.store((rope.to(gl.float32) / unit[:, None]).to(gl.bfloat16))
     units.store(unit)
     fence_async_shared()
-    gl.thread_barrier()  # here, or Triton puts one into the loop
+    thread_barrier()  # here, or Triton puts one into the loop
 
 
 @gluon.jit

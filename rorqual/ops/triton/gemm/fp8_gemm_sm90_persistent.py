@@ -35,6 +35,7 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
     next_stage,
+    thread_barrier,
     wait_for_inputs,
 )
 
@@ -185,7 +186,7 @@ def _with_bias(acc, bias, row_tile, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC:
 def _send(y_tma, out, acc, first, n_tile):
     """By a bulk copy, which leaves out what lies past the ends."""
     tma.store_wait(0)
-    gl.thread_barrier()  # the copy before this one has read its place
+    thread_barrier()  # the copy before this one has read its place
     out.store(acc.to(out.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(y_tma, [first, n_tile * 128], out)

@@ -44,7 +44,12 @@ from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
 from rorqual.ops.triton.runtime.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    next_stage,
+    thread_barrier,
+    wait_for_inputs,
+)
 
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
 SCALES = 32  # so many of each kind a thread has on their way
@@ -112,7 +117,7 @@ def _refill(
     x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, skip, BLOCKS: gl.constexpr
 ):
     """The stage, which this warp is done with, gets `unit` if there is one."""
-    gl.thread_barrier()  # all other warps are, too
+    thread_barrier()  # all other warps are, too
     N: gl.constexpr = weights.shape[1]
     more = unit < end
     column = unit % BLOCKS * 128
@@ -320,7 +325,7 @@ def _stream_kernel(
         scale = gl.load(x_scale + token * xs_row + asked % BLOCKS * xs_block, mask=there, other=0.0)
         chunks.index(chunk).store(scale * rows)
 
-    gl.thread_barrier()  # factors are there
+    thread_barrier()  # factors are there
     never = tokens < 0
     stage = 0
     phase = 0
@@ -415,7 +420,7 @@ def _stream_kernel(
         elif ALIGN < BLOCKS:
             slot = 2 * worker + (start == begin).to(gl.int32)
             _put_aside(partials, acc, slot, held, N, ACC)
-            gl.thread_barrier()  # every thread's part is stored before one of them counts them in
+            thread_barrier()  # every thread's part is stored before one of them counts them in
             if gl.atomic_add(counters + tile, units, sem="acq_rel") + units == BLOCKS:
                 _add_up(
                     y,

@@ -42,7 +42,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    next_stage,
+    thread_barrier,
+    wait_for_inputs,
+)
 
 M = 192  # rows a tile, 64 a warpgroup
 N = 256  # weight rows a tile
@@ -157,7 +162,7 @@ def _landed(ring, stage, OUTSTANDING: gl.constexpr):
     are there: the tensor cores read what threads wrote behind a fence."""
     async_copy.wait_group(OUTSTANDING)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(ring.full.index(stage), count=1)
 
 

@@ -37,7 +37,12 @@ from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.rowwise.quantize import quantized, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, next_power
 from rorqual.ops.triton.runtime.launch import wait_for_inputs as wait
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    next_stage,
+    thread_barrier,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -229,9 +234,9 @@ def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 @gluon.jit
 def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
     """64 rows of sums, by way of `out`."""
-    gl.thread_barrier()  # all have read what was there
+    thread_barrier()  # all have read what was there
     out.store(acc.to(out.dtype))
-    gl.thread_barrier()
+    thread_barrier()
     column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
     gl.store(
         y + target.to(gl.int64)[:, None] * ROWS + column[None, :],

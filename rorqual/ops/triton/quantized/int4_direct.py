@@ -36,7 +36,11 @@ from rorqual.ops.triton.runtime.launch import (
     is_hopper,
     zeroed_counters,
 )
-from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, wait_for_inputs
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    thread_barrier,
+    wait_for_inputs,
+)
 
 CHUNK = 128  # columns
 HALF = gl.constexpr(64)
@@ -319,7 +323,7 @@ def finished(
     SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
     acc = gl.full([PARTS, 16 * WARPS * TILES, M], 0.0, gl.float32, SUMS)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    thread_barrier()
     for chunk in gl.static_range(CHUNKS):
         acc = add_chunk(acc, given[chunk], scales, tokens, chunk, CHUNKS, GROUP, SUMS)
         if chunk + DEPTH < CHUNKS:
@@ -504,7 +508,7 @@ def _int4_linear_kernel(
         held = partials + out_token.to(gl.int64)[None, :] * ROWS + row[:, None]
         size = tokens.to(gl.int64) * ROWS
         gl.store(held + share * size, acc, mask=stored, cache_modifier=".cg")
-        gl.thread_barrier()  # every thread's part is stored before one of them counts them in
+        thread_barrier()  # every thread's part is stored before one of them counts them in
         if gl.atomic_add(counters + tile, 1, sem="acq_rel") + 1 == SPLIT:
             acc = gl.full([N, M], 0.0, gl.float32, OUT)
             for part in gl.static_range(SPLIT):

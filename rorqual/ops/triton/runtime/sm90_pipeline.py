@@ -19,6 +19,10 @@ def bulk_layout(bits: int) -> Any:
     return gl.NVMMASharedLayout(128, bits, rank=2)
 
 
+# Triton 3.7 gave it another name.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
 @gluon.jit
 def let_next_start(DEPENDENT: gl.constexpr):
     if DEPENDENT:

@@ -321,7 +321,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("compiled")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(folder),
-        "PYTHONPATH": ".",
+        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", COMPILE.replace("{folder}", str(folder))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

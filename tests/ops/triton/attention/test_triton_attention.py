@@ -411,7 +411,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: object) -> None:
         pytest.skip("the card itself compiles")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": ".",
+        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(capability)],

@@ -63,7 +63,7 @@ print("compiled")
 
 def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": ".",
+        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     done = subprocess.run(

@@ -423,7 +423,7 @@ def test_kernels_compile(capability: int) -> None:
 
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    } | {"PYTHONPATH": str(ROOT)}
+    } | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, str(capability), "--json"]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
