@@ -41,13 +41,15 @@ class ExpertBlocks:
 
     blocks [4, limit] int32: each block's expert, its first row, the end of that expert's rows, and
     a shift: row r holds pick order[r + shift]. order [...] int32; count [1] int32: how many blocks
-    there are."""
+    there are. places [num_picks] int32: each pick's row, -1 for those that are not here; None where
+    picks were sorted into buckets, and all shifts are 0 where they were not."""
 
     order: Tensor
     blocks: Tensor
     count: Tensor
     rows: int
     num_picks: int
+    places: Tensor | None = None
 
     @property
     def limit(self) -> int:
@@ -134,6 +136,7 @@ def _bucket_kernel(
 def _sort_kernel(
     ids,
     order,
+    places,
     blocks,
     count,
     num_picks,
@@ -162,11 +165,16 @@ def _sort_kernel(
         )
     if mine == slots - 1:
         tl.store(count, tl.sum(needed))
-    if rows > 0:
+    last = mine == slots - 1  # it also says which picks are not here
+    if (rows > 0) | last:
         for first in range(0, num_picks, SIZE):
             index = first + tl.arange(0, SIZE)
-            here = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32) == mine
-            tl.store(order + start + tl.cumsum(here.to(tl.int32), 0) - 1, index, mask=here)
+            slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
+            here = slot == mine
+            place = start + tl.cumsum(here.to(tl.int32), 0) - 1
+            tl.store(order + place, index, mask=here)
+            away = (slot < 0) & (index < num_picks) & last
+            tl.store(places + index, tl.where(here, place, -1), mask=here | away)
             start += tl.sum(here.to(tl.int32))
 
 
@@ -229,6 +237,7 @@ def _scatter_kernel(
     starts,
     before,
     order,
+    places,
     num_picks,
     SIZE: tl.constexpr,
     BINS: tl.constexpr,
@@ -253,19 +262,27 @@ def _scatter_kernel(
         before + chunk * BINS + slot, mask=slot >= 0, other=0
     )
     tl.store(order + base + rank, index, mask=slot >= 0)
+    tl.store(places + index, tl.where(slot >= 0, base + rank, -1), mask=index < num_picks)
 
 
 def empty_blocks(
     num_picks: int, slots: int, rows: int, device: torch.device, buckets: bool
 ) -> ExpertBlocks:
     """Room for num_picks picks among `slots` slots. buckets: every slot has room for all of them
-    in the order."""
+    in the order, and there are no places."""
     limit = -(-((num_picks + min(num_picks, slots) * (rows - 1)) // rows) // 4) * 4
-    order = slots * num_picks if buckets else num_picks
+    order = slots * num_picks if buckets else -(-num_picks // 4) * 4
+    places = 0 if buckets else num_picks
     # each part 16-byte aligned
-    work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)
+    first = 4 + 4 * limit
+    work = torch.empty(first + order + places, dtype=torch.int32, device=device)
     return ExpertBlocks(
-        work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, num_picks
+        work[first : first + order],
+        work[4:first].view(4, limit),
+        work[:1],
+        rows,
+        num_picks,
+        work[first + order :] if places else None,
     )
 
 
@@ -306,6 +323,7 @@ def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
         _sort_kernel[slots,](
             ids,
             out.order,
+            out.places,
             out.blocks,
             out.count,
             num_picks,
@@ -346,5 +364,14 @@ def _sort_in_chunks(ids: Tensor, out: ExpertBlocks, bins: int) -> None:
         **late,
     )
     _scatter_kernel[chunks,](
-        ids, starts, before, out.order, num_picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late
+        ids,
+        starts,
+        before,
+        out.order,
+        out.places,
+        num_picks,
+        SIZE=CHUNK,
+        BINS=bins,
+        num_warps=4,
+        **late,
     )

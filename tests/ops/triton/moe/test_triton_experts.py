@@ -26,6 +26,7 @@ from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import (
     align,
+    expert_rows,
     grouped_gemm_sm90_fp8,
     small_batch,
 )
@@ -263,6 +264,10 @@ def test_sorting(
         taken += range(start, min(stop, start + rows))
     assert sorted(found) == [pick for pick, slot in enumerate(flat) if slot >= 0]
     assert taken == list(range(len(found))), "rows lie expert after expert"
+    assert (out.places is None) == ("BUCKET_PICKS" in way)
+    if out.places is not None:  # picks are in the order they came in: no shift
+        rows_of = dict(zip(found, taken, strict=True))
+        assert out.places.tolist() == [rows_of.get(pick, -1) for pick in range(len(flat))]
 
 
 def test_sorting_leaves_its_counters_zero() -> None:
@@ -884,3 +889,41 @@ def test_rows_in_the_order_of_their_experts(
             seen += 1
     assert seen == here
     assert (found.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's were written"
+
+
+@pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
+@pytest.mark.parametrize(("columns", "top_k"), [(384, 2), (100, 3), (9000, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wide_rows_in_the_order_of_their_experts(
+    way: str, columns: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
+    monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
+    tokens = 20
+    slots = 6
+    ids = torch.stack([torch.randperm(slots)[:top_k] for _ in range(tokens)]).int().to(DEVICE)
+    ids[3] = -1
+    ids[7, -1] = -1
+    blocks = align.moe_align_block_size(ids, slots, 16)
+    x = random(tokens, columns + 16, dtype=dtype)[:, :columns]  # rows lie apart
+    found = expert_rows.in_order_wide(x, blocks, top_k)
+    assert found.shape == (tokens * top_k, columns)
+    assert found.dtype == dtype
+    seen = []
+    for expert, start, end, shift in blocks.blocks[:, : int(blocks.count)].t().tolist():
+        for row in range(start, min(end, start + 16)):
+            pick = int(blocks.order[shift + row])
+            assert ids.flatten()[pick] == expert
+            assert torch.equal(found[row], x[pick // top_k])
+            seen.append(row)
+    assert seen == list(range(int((ids >= 0).sum())))
+    assert found[len(seen) :].isnan().all(), "rows that are nobody's were written"
+
+
+@pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
+def test_wide_rows_of_which_none_is_here(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
+    monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
+    blocks = align.moe_align_block_size(torch.full((5, 2), -1, device=DEVICE), 3, 16)
+    found = expert_rows.in_order_wide(random(5, 64, dtype=torch.bfloat16), blocks, 2)
+    assert found.isnan().all()
