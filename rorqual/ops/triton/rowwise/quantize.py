@@ -47,6 +47,27 @@ def store_fp8(
     tl.store(scale + row * scale_row + blocks * scale_block, factors, mask=blocks * 128 < columns)
 
 
+@triton.jit
+def store_rows_fp8(x, data, scale, row, offsets, real, columns, scale_row, scale_block, column):
+    """Quantize x, fp32 [rows, SIZE], of rows `row` [rows] and columns `offsets` [SIZE] from
+    `column` on, and store both parts of those that are `real`."""
+    ROWS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    BLOCKS: tl.constexpr = SIZE // 128
+    values, factors = to_fp8(tl.reshape(x, (ROWS * SIZE,)), ROWS * BLOCKS)
+    tl.store(
+        data + (row * columns)[:, None] + offsets[None, :],
+        tl.reshape(values, (ROWS, SIZE)),
+        mask=real[:, None] & (offsets < columns)[None, :],
+    )
+    blocks = column // 128 + tl.arange(0, BLOCKS)
+    tl.store(
+        scale + (row * scale_row)[:, None] + (blocks * scale_block)[None, :],
+        tl.reshape(factors, (ROWS, BLOCKS)),
+        mask=real[:, None] & (blocks * 128 < columns)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["scale_block"])  # it is the number of tokens
 def _quantize_kernel(
     x,

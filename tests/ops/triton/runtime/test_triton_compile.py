@@ -41,6 +41,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     import torch
 
     from rorqual.config.model import MoEConfig
+    from rorqual.ops.activation import Quantized
     from rorqual.ops.deferred_sum import DeferredMoESum
     from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
@@ -48,7 +49,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm
     from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
-    from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
+    from rorqual.ops.triton.moe import combine, expert_rows, grouped_gemm, router_gemm, topk
     from rorqual.ops.triton.quantized import experts as quantized_experts
     from rorqual.ops.triton.quantized import linear as quantized_linear
     from rorqual.ops.triton.rowwise import embedding, norm
@@ -283,6 +284,22 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         "rows move",
         lambda: spec_decode.commit_tokens(index, index, index[:4], index[:4], tokens, index[:4]),
     )
+    cpu = torch.device("cpu")
+    for tokens in (8, 1024):
+        lying_in = picks_kernels.empty_blocks(tokens * 8, 128, 128, cpu, buckets=tokens == 8)
+        yield (
+            f"rows in order T{tokens}",
+            lambda t=tokens, b=lying_in: expert_rows.in_order_wide(x(t, 2048), b, 8),
+        )
+        if v3:
+            yield (
+                f"fp8 rows in order T{tokens}",
+                lambda t=tokens, b=lying_in: (
+                    expert_rows.in_order(Quantized.empty(t, 7168, cpu), b, 8),
+                    expert_rows.in_order(x(t * 8, 7168), b, 1),
+                    expert_rows.joined(x(t * 8, 4096), b),
+                ),
+            )
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (
