@@ -20,6 +20,11 @@ from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
+# Heads of more tokens than these are rotated up to so many numbers a program, so many a warp.
+FEW_TOKENS = 256
+ROTATED = 8192
+ROTATED_BY_WARP = 1024
+
 
 @triton.jit
 def _pair(offsets, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -78,6 +83,55 @@ def _rope_kernel(
     _rotate_heads(source, target, cos + angle, sin + angle, head < heads, SIZE, INTERLEAVED)
 
 
+@triton.jit
+def _rope_pairs_kernel(
+    x,
+    out,
+    cos,
+    sin,
+    heads,
+    x_token,
+    x_head,
+    o_token,
+    o_head,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """_rope_kernel for many tokens: both members of a pair are a thread's own, which reads them
+    once. Which product is rounded is said here; there the compiler decides, and alike."""
+    wait_for_inputs(DEPENDENT)
+    HALF: tl.constexpr = SIZE // 2
+    parts = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)
+    here = (head < heads)[:, None]
+    source = (x + token * x_token + head * x_head)[:, None]
+    target = (out + token * o_token + head * o_head)[:, None]
+    pair = tl.arange(0, HALF)
+    c = tl.load(cos + token * HALF + pair)[None, :]
+    s = tl.load(sin + token * HALF + pair)[None, :]
+    if INTERLEAVED:
+        columns = tl.arange(0, SIZE)[None, :]
+        whole = tl.load(source + columns, mask=here, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(whole, (HEADS, HALF, 2)))
+    else:
+        columns = pair[None, :]
+        first = tl.load(source + columns, mask=here, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF + columns, mask=here, other=0.0).to(tl.float32)
+    c = tl.broadcast_to(c, (HEADS, HALF))
+    s = tl.broadcast_to(s, (HEADS, HALF))
+    turned = tl.fma(first, c, (second * s) * -1.0).to(out.dtype.element_ty)
+    other = tl.fma(second, c, first * s).to(out.dtype.element_ty)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(turned, other), (HEADS, SIZE))
+        tl.store(target + columns, both, mask=here)
+    else:
+        tl.store(target + columns, turned, mask=here)
+        tl.store(target + HALF + columns, other, mask=here)
+
+
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None
 ) -> Tensor:
@@ -90,7 +144,12 @@ def rope(
     assert size == next_power(size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     group = min(8, next_power(heads))
-    if tokens:
+    if tokens > FEW_TOKENS:
+        group = min(max(1, ROTATED // size), next_power(heads))
+        _rope_pairs_kernel[tokens * triton.cdiv(heads, group),](
+            x, out, cos, sin, heads, *x.stride()[:2], *out.stride()[:2], group, size, interleaved,
+            num_warps=max(1, group * size // ROTATED_BY_WARP), **dependent(x.device))  # fmt: skip
+    elif tokens:
         _rope_kernel[tokens, triton.cdiv(heads, group)](
             x, out, cos, sin, heads, *x.stride()[:2], *out.stride()[:2], group, size, interleaved,
             num_warps=2, **dependent(x.device))  # fmt: skip

@@ -17,16 +17,20 @@ from torch import Tensor
 from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.rowwise.norm import silu
-from rorqual.ops.triton.rowwise.quantize import store_fp8, store_rows_fp8, to_fp8
+from rorqual.ops.triton.rowwise.quantize import (
+    TILE_WARPS,
+    store_fp8,
+    store_rows_fp8,
+    tile_at,
+    tile_of,
+    to_fp8,
+)
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 # Bytes of a row that a thread of a program which copies whole rows has on their way.
 THREAD_BYTES = 64
 # Columns of a row that one program copies at most.
 COPIED_COLUMNS = 8192
-# Of a program that joins many rows: its columns of all its rows, and warps.
-JOINED_TILE = 8192
-JOINED_WARPS = 8
 
 
 @triton.jit
@@ -200,14 +204,12 @@ def _join_rows_kernel(
     """Grid: pieces of ROWS rows, pieces of the same rows one after another. What _join_kernel does:
     rows lie expert after expert from the first on, so that only their end is looked up."""
     wait_for_inputs(DEPENDENT)
-    first = tl.program_id(0) // pieces * ROWS
-    column = tl.program_id(0) % pieces * SIZE
     last = tl.load(count) - 1
     end = tl.load(blocks + 2 * limit + last, mask=last >= 0, other=0)
-    if first < end:
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        offsets = column + tl.max_contiguous(tl.arange(0, SIZE), 8)
-        inside = (row < end)[:, None] & (offsets < columns)[None, :]
+    if tl.program_id(0) // pieces * ROWS < end:
+        row, column, offsets = tile_at(tl.program_id(0), pieces, ROWS, SIZE)
+        real = row < end
+        inside = real[:, None] & (offsets < columns)[None, :]
         place = both + (row * (2 * columns))[:, None] + offsets[None, :]
         gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
@@ -216,12 +218,12 @@ def _join_rows_kernel(
             data,
             scale,
             row,
+            column,
             offsets,
-            row < end,
+            real,
             columns,
             scale_row,
             scale_block,
-            column,
         )
 
 
@@ -313,11 +315,10 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
     columns = both.shape[1] // 2
     assert both.is_contiguous()
     out = Quantized.empty(num_picks, columns, both.device)
-    size = min(2048, max(128, next_power(columns)))
-    pieces = triton.cdiv(columns, size)
     sorting = (blocks.blocks, blocks.count, blocks.limit)
     if blocks.places is not None:
-        rows = JOINED_TILE // size
+        rows, size = tile_of(columns)
+        pieces = triton.cdiv(columns, size)
         _join_rows_kernel[triton.cdiv(num_picks, rows) * pieces,](
             both,
             out.data,
@@ -328,11 +329,12 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             pieces,
             rows,
             size,
-            num_warps=JOINED_WARPS,
+            num_warps=TILE_WARPS,
             **dependent(both.device),
         )
     elif num_picks:
-        _join_kernel[blocks.limit * blocks.rows, pieces](
+        size = min(2048, max(128, next_power(columns)))
+        _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
             both,
             out.data,
             out.scale,

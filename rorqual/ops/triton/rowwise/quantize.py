@@ -10,6 +10,20 @@ from torch import Tensor
 from rorqual.ops.activation import Activation, NormOutput, Quantized
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
+# More rows than these go by tiles of several rows and so many columns in all, to programs of so
+# many warps: a program for each row's piece costs more than it copies.
+FEW_ROWS = 256
+TILE = 8192
+TILE_WARPS = 8
+
+
+def tile_of(columns: int) -> tuple[int, int]:
+    """(rows, columns) of a program's tile where there are many rows. Pieces of a row are whole
+    where they can be, and rows lie side by side for the sake of their scales, which are stored
+    column after column."""
+    size = next((size for size in (2048, 1024, 512, 256) if columns % size == 0), 128)
+    return TILE // size, size
+
 
 def room_for(
     made: Quantized | None,
@@ -48,9 +62,20 @@ def store_fp8(
 
 
 @triton.jit
-def store_rows_fp8(x, data, scale, row, offsets, real, columns, scale_row, scale_block, column):
-    """Quantize x, fp32 [rows, SIZE], of rows `row` [rows] and columns `offsets` [SIZE] from
-    `column` on, and store both parts of those that are `real`."""
+def tile_at(program, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """(rows [ROWS] int64, first column, columns [SIZE]) of a program: the pieces of rows come one
+    after another, as they lie in memory. 8 numbers at a time, 16 bytes of 16-bit ones, are
+    neighbours in a thread: left to itself the compiler has 16 of them, for stores of 16 bytes of
+    fp8, and reads every other 16 bytes."""
+    row = (program // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = program % pieces * SIZE
+    return row, column, column + tl.max_contiguous(tl.arange(0, SIZE), 8)
+
+
+@triton.jit
+def store_rows_fp8(x, data, scale, row, column, offsets, real, columns, scale_row, scale_block):
+    """Quantize x, fp32 [rows, SIZE], of a tile as `tile_at` has it, and store both parts of rows
+    that are `real` [rows]."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     BLOCKS: tl.constexpr = SIZE // 128
@@ -88,13 +113,60 @@ def _quantize_kernel(
     store_fp8(values, data, scale, row, column, columns, columns, scale_row, scale_block, BLOCK)
 
 
+@triton.jit(do_not_specialize=["scale_block", "rows"])
+def _quantize_rows_kernel(
+    x,
+    data,
+    scale,
+    columns,
+    x_stride,
+    scale_row,
+    scale_block,
+    rows,
+    pieces,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """_quantize_kernel for many rows, by tiles."""
+    wait_for_inputs(DEPENDENT)
+    row, column, offsets = tile_at(tl.program_id(0), pieces, ROWS, SIZE)
+    real = row < rows
+    values = tl.load(
+        x + (row * x_stride)[:, None] + offsets[None, :],
+        mask=real[:, None] & (offsets < columns)[None, :],
+        other=0.0,
+    )
+    store_rows_fp8(
+        values.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
+        scale_block,
+    )  # fmt: skip
+
+
 def quantize(x: Tensor) -> Quantized:
     """x [T, columns] in any float dtype, rows `x.stride(0)` apart."""
     tokens, columns = x.shape
     assert x.stride(1) == 1
     out = Quantized.empty(tokens, columns, x.device)
-    # few rows: more programs, many rows: longer ones
-    block = min(max(128, next_power(columns)), 1024 if tokens <= 512 else 4096)
+    if tokens > FEW_ROWS:
+        rows, size = tile_of(columns)
+        pieces = triton.cdiv(columns, size)
+        _quantize_rows_kernel[triton.cdiv(tokens, rows) * pieces,](
+            x,
+            out.data,
+            out.scale,
+            columns,
+            x.stride(0),
+            *out.scale.stride(),
+            tokens,
+            pieces,
+            rows,
+            size,
+            num_warps=TILE_WARPS,
+            **dependent(x.device),
+        )
+        return out
+    block = min(max(128, next_power(columns)), 1024)
     _quantize_kernel[tokens, triton.cdiv(columns, block)](
         x,
         out.data,
@@ -103,7 +175,7 @@ def quantize(x: Tensor) -> Quantized:
         x.stride(0),
         *out.scale.stride(),
         BLOCK=block,
-        num_warps=4 if block <= 1024 else 8,
+        num_warps=4,
         **dependent(x.device),
     )
     return out
