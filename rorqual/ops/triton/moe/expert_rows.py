@@ -129,7 +129,7 @@ def _spread_kernel(
     for k in tl.static_range(TOP_K):
         rows += (tl.load(places + token * TOP_K + k).to(tl.int64),)  # type: ignore[assignment]
     # Only where a row has one pick it waits to be asked for until it is known to be needed.
-    needed = (rows[0] >= 0) if TOP_K == 1 else True
+    needed = (rows[0] >= 0) if TOP_K == 1 else True  # type: ignore[misc]
     values = tl.load(x + token * x_row + offsets, mask=inside & needed, other=0.0)
     if QUANTIZE:
         found, factors = to_fp8(values.to(tl.float32), SIZE // 128)
