@@ -17,6 +17,7 @@ if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
 from rorqual.ops.activation import NormOutput, Quantized
+from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.moe import combine
 from rorqual.ops.triton.rowwise import norm, quantize
@@ -25,12 +26,16 @@ from rorqual.ops.triton.runtime.launch import takes_fp8
 pytestmark = pytest.mark.exhaustive
 
 ROWS = 11
-FEW = (
+MANY = (
     (norm, "MANY_ROWS", 0),
     (norm, "FEW_ROWS", 0),
     (quantize, "FEW_ROWS", 0),
     (combine, "FEW_TOKENS", 0),
     (rope_kv_write, "FEW_TOKENS", 0),
+    (rope_kv_write, "LATENT_PROGRAMS", 1),
+    (rope_kv_write, "multiprocessors", lambda device: 3),
+    (norm, "multiprocessors", lambda device: 3),
+    (norm, "RESIDENT_WARPS", 1),
 )
 
 
@@ -79,10 +84,8 @@ def same_in_both_forms(op: Callable[[], Any], names: list[str], patch: pytest.Mo
         return plain(self, grid)
 
     with patch.context() as changed:
-        for module, name, value in FEW:
+        for module, name, value in MANY:
             changed.setattr(module, name, value)
-        changed.setattr(norm, "multiprocessors", lambda device: 3)
-        changed.setattr(norm, "RESIDENT_WARPS", 1)
         changed.setattr(KernelInterface, "__getitem__", noted)
         many = tensors_of(op())
     assert launched == names
@@ -179,3 +182,33 @@ def test_rope(
         return [inside]
 
     same_in_both_forms(rotated_twice, ["_rope_pairs_kernel"] * 2, monkeypatch)
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("kind", ["latent query", "quantized", "heads"])
+def test_latents(
+    kind: str, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind MLA's joint projection; the cache entry of one token is not to be written."""
+    query, rank, rotary = 240, 64, 16
+    x = random(ROWS, query + rank + rotary, dtype=dtype)
+    angle = torch.randn(ROWS, rotary // 2, device=DEVICE) * 3
+    slots = torch.randperm(ROWS, device=DEVICE)
+    slots[4] = -1
+    places = TokenPlaces(angle.cos(), angle.sin(), slots)
+    weights = random(query, dtype=dtype), random(rank, dtype=dtype)
+    if kind == "quantized" and not takes_fp8(x.device):
+        pytest.skip("needs e4m3")
+
+    def epilogue() -> list[Any]:
+        plane = torch.zeros(3, 4, rank + rotary, dtype=dtype, device=DEVICE)
+        rows = x.clone()
+        heads = 5 if kind == "heads" else 0
+        made = rope_kv_write.latent_epilogue(
+            rows, None if heads else weights[0], weights[1], places, plane, 1e-6, interleaved,
+            kind == "quantized", heads,
+        )  # fmt: skip
+        return [rows, plane, *([] if made is None else [made])]
+
+    same_in_both_forms(epilogue, ["_latent_kernel"], monkeypatch)

@@ -23,7 +23,11 @@ HEAD = 16
 PICKS = ROWS * TOP_K
 BLOCK = 16  # rows of an expert
 LIMIT = 8
+QUERY = 384
+RANK = 128
+ROTARY = 16
 LAUNCHES = f"""
+from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.moe import align, combine, expert_rows
 from rorqual.ops.triton.rowwise import quantize, norm
@@ -32,11 +36,14 @@ rows = x({ROWS}, {COLUMNS})
 weights, angle = torch.empty({ROWS}, {TOP_K}), torch.empty({ROWS}, {HEAD} // 2)
 heads = x({ROWS}, {HEADS}, {HEAD})
 norm.RESIDENT_WARPS = 24  # three programs of eight warps
-norm.multiprocessors = lambda device: 1
+norm.multiprocessors = rope_kv_write.multiprocessors = lambda device: 1
+angles = torch.empty({ROWS}, {ROTARY} // 2)
+places = TokenPlaces(angles, angles, torch.empty({ROWS}, dtype=torch.int64))
 for many in (False, True):
     if many:
         norm.FEW_ROWS = quantize.FEW_ROWS = combine.FEW_TOKENS = rope_kv_write.FEW_TOKENS = 0
     norm.MANY_ROWS = 0 if many else 100
+    rope_kv_write.LATENT_PROGRAMS = 3 if many else 100
     blocks = align.empty_blocks({PICKS}, 5, {BLOCK}, torch.device("cpu"), buckets=not many)
     assert blocks.limit == {LIMIT}
     norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, False)
@@ -52,10 +59,14 @@ for many in (False, True):
     expert_rows.in_order(quantized({ROWS}, {COLUMNS}), blocks, {TOP_K})
     expert_rows.in_order(x({PICKS}, {COLUMNS}), blocks, 1)
     expert_rows.joined(x({PICKS}, 2 * {COLUMNS}), blocks)
+    for quant in (False, True):
+        rope_kv_write.latent_epilogue(x({ROWS}, {QUERY + RANK + ROTARY}), x({QUERY}), x({RANK}),
+            places, x(4, 4, {RANK + ROTARY}), 1e-6, True, quant)
 """
 NAMES = (
     *("norm", "norm quantized", "swiglu", "swiglu quantized", "quantize", "sum", "sum of some"),
     *("rope by halves", "rope interleaved", "wide", "order", "order quantized", "join"),
+    *("latent", "latent quantized"),
 )
 
 
@@ -84,9 +95,9 @@ def unwritten(*shape: int) -> Tensor:
 class Made:
     """Rows in fp8 and their scales: what a kernel writes, and what its arguments say of them."""
 
-    def __init__(self, rows: int):
-        self.data = torch.full((rows, COLUMNS), 127, dtype=torch.uint8)
-        self.scale = torch.full((COLUMNS // 128, rows), float("nan"))
+    def __init__(self, rows: int, columns: int = COLUMNS):
+        self.data = torch.full((rows, columns), 127, dtype=torch.uint8)
+        self.scale = torch.full((columns // 128, rows), float("nan"))
         self.strides = [rows]  # the other one is 1, a constant
 
     @property
@@ -95,11 +106,11 @@ class Made:
 
 
 def same(one: list[Tensor], other: list[Tensor], written: int | None = None) -> None:
-    """written: so many rows of the first dimension, or of a scale's second."""
+    """written: so many rows of the first dimension, or of the second of fp32 scales."""
     for few, many in zip(one, other, strict=True):
         assert torch.equal(few.nan_to_num(7.0), many.nan_to_num(7.0))
         wide = few.float() if few.dtype != torch.uint8 else few.float().where(few != 127, torch.nan)
-        rows = wide.T if few.dtype == torch.float32 and few.shape[0] == COLUMNS // 128 else wide
+        rows = wide.T if few.dtype == torch.float32 else wide
         there = len(rows) if written is None else written
         assert not rows[:there].isnan().any()
         assert rows[there:].isnan().all()
@@ -239,3 +250,26 @@ def test_joined_rows(kernels: dict[str, tuple[Kernel, Kernel]]) -> None:
         run(kernel, grid, both, *made.tensors, *picks.arguments, COLUMNS, *made.strides, *rest)
         found.append(made.tensors)
     same(*found, written=picks.here)
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
+def test_latents(kernels: dict[str, tuple[Kernel, Kernel]], pack: bool) -> None:
+    width = QUERY + RANK + ROTARY
+    x = random(ROWS, width)
+    angle = torch.randn(ROWS, ROTARY // 2) * 3
+    given = [x, random(QUERY), random(RANK), angle.cos(), angle.sin(), torch.arange(ROWS)]
+    found: list[list[Tensor]] = []
+    few, many = kernels["latent quantized" if pack else "latent"]
+    for kernel, programs in ((few, ROWS), (many, 3)):
+        plane, query, made = (
+            unwritten(ROWS, RANK + ROTARY),
+            unwritten(ROWS, QUERY),
+            Made(ROWS, QUERY),
+        )
+        to = made.tensors if pack else [query]
+        strides = made.strides if pack else [0, 0]
+        run(
+            kernel, (programs, 2), *given, plane, *to, width, RANK + ROTARY, 1e-6, *strides, ROWS
+        )  # fmt: skip
+        found.append([plane, *to])
+    same(*found)
