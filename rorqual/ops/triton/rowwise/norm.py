@@ -25,8 +25,9 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
 )
 
-# Norms of more than so many rows for each program that a GPU runs at once take them in turn, by
-# programs of so many warps in all on each multiprocessor. Fewer rows have a program each.
+# More 16-bit rows than these for each program that a GPU runs at once are normed in turn, by
+# programs of so many warps in all on each multiprocessor. Fewer rows have a program each; so have
+# fp32 ones, of which no second finds room in registers.
 MANY_ROWS = 2
 RESIDENT_WARPS = 32
 
@@ -188,7 +189,7 @@ def _launch(
     )
     constants = (size, residual is not None, made is not None)
     programs = max(1, RESIDENT_WARPS // warps) * multiprocessors(x.device)
-    if tokens > MANY_ROWS * programs:
+    if x.element_size() <= 2 and tokens > MANY_ROWS * programs:
         _norm_rows_kernel[programs,](
             *arguments,
             tokens,
