@@ -23,6 +23,7 @@ from rorqual.ops.triton.rowwise.quantize import (
     store_rows_fp8,
     tile_at,
     tile_of,
+    tiles_each,
     to_fp8,
 )
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
@@ -199,32 +200,27 @@ def _join_rows_kernel(
     pieces,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: pieces of ROWS rows, pieces of the same rows one after another. What _join_kernel does:
-    rows lie expert after expert from the first on, so that only their end is looked up."""
+    """_join_kernel for many rows, TILES tiles a program: rows lie expert after expert from the
+    first on, so that only their end is looked up."""
     wait_for_inputs(DEPENDENT)
     last = tl.load(count) - 1
     end = tl.load(blocks + 2 * limit + last, mask=last >= 0, other=0)
-    if tl.program_id(0) // pieces * ROWS < end:
-        row, column, offsets = tile_at(tl.program_id(0), pieces, ROWS, SIZE)
+    begin = tl.program_id(0) * TILES
+    # tiles without a row are none of the loop
+    for tile in range(begin, tl.minimum(begin + TILES, tl.cdiv(end, ROWS) * pieces)):
+        row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
         real = row < end
         inside = real[:, None] & (offsets < columns)[None, :]
         place = both + (row * (2 * columns))[:, None] + offsets[None, :]
         gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
         store_rows_fp8(
-            silu(gate) * up,
-            data,
-            scale,
-            row,
-            column,
-            offsets,
-            real,
-            columns,
-            scale_row,
+            silu(gate) * up, data, scale, row, column, offsets, real, columns, scale_row,
             scale_block,
-        )
+        )  # fmt: skip
 
 
 def _copying(columns: int, itemsize: int) -> tuple[int, int]:
@@ -319,7 +315,9 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
     if blocks.places is not None:
         rows, size = tile_of(columns)
         pieces = triton.cdiv(columns, size)
-        _join_rows_kernel[triton.cdiv(num_picks, rows) * pieces,](
+        tiles = triton.cdiv(num_picks, rows) * pieces
+        each = tiles_each(tiles, both.device)
+        _join_rows_kernel[triton.cdiv(tiles, each),](
             both,
             out.data,
             out.scale,
@@ -329,6 +327,7 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             pieces,
             rows,
             size,
+            each,
             num_warps=TILE_WARPS,
             **dependent(both.device),
         )

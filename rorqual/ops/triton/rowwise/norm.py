@@ -17,6 +17,7 @@ from rorqual.ops.triton.rowwise.quantize import (
     store_rows_fp8,
     tile_at,
     tile_of,
+    tiles_each,
 )
 from rorqual.ops.triton.runtime.launch import (
     dependent,
@@ -288,26 +289,29 @@ def _swiglu_rows_kernel(
     pieces,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    TILES: tl.constexpr,
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """_swiglu_kernel for many rows, by tiles."""
+    """_swiglu_kernel for many rows, TILES tiles a program."""
     wait_for_inputs(DEPENDENT)
-    row, column, offsets = tile_at(tl.program_id(0), pieces, ROWS, SIZE)
-    real = row < rows
-    inside = real[:, None] & (offsets < columns)[None, :]
-    place = x + (row * x_row)[:, None] + offsets[None, :]
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
-    factor = silu(gate).to(x.dtype.element_ty).to(tl.float32)
-    y = (factor * up).to(x.dtype.element_ty)
-    if QUANT:
-        store_rows_fp8(
-            y.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
-            scale_block,
-        )  # fmt: skip
-    else:
-        tl.store(out + (row * columns)[:, None] + offsets[None, :], y, mask=inside)
+    first = tl.program_id(0) * TILES
+    for tile in range(first, first + TILES):
+        row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
+        real = row < rows
+        inside = real[:, None] & (offsets < columns)[None, :]
+        place = x + (row * x_row)[:, None] + offsets[None, :]
+        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+        factor = silu(gate).to(x.dtype.element_ty).to(tl.float32)
+        y = (factor * up).to(x.dtype.element_ty)
+        if QUANT:
+            store_rows_fp8(
+                y.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
+                scale_block,
+            )  # fmt: skip
+        else:
+            tl.store(out + (row * columns)[:, None] + offsets[None, :], y, mask=inside)
 
 
 def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
@@ -319,7 +323,9 @@ def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
     if tokens > FEW_ROWS:
         rows, size = tile_of(columns)
         pieces = triton.cdiv(columns, size)
-        _swiglu_rows_kernel[triton.cdiv(tokens, rows) * pieces,](
+        tiles = triton.cdiv(tokens, rows) * pieces
+        each = tiles_each(tiles, x.device)
+        _swiglu_rows_kernel[triton.cdiv(tiles, each),](
             x,
             out,
             data,
@@ -331,6 +337,7 @@ def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
             pieces,
             rows,
             size,
+            each,
             packed is not None,
             num_warps=TILE_WARPS,
             **dependent(x.device),

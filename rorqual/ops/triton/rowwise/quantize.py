@@ -3,18 +3,26 @@ rorqual.ops.reference.quantize_activation defines them."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.activation import Activation, NormOutput, Quantized
-from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.launch import (
+    dependent,
+    multiprocessors,
+    next_power,
+    wait_for_inputs,
+)
 
 # More rows than these go by tiles of several rows and so many columns in all, to programs of so
-# many warps: a program for each row's piece costs more than it copies.
+# many warps that take so many tiles one after another where there are enough for all
+# multiprocessors: a program for each row's piece costs more than it copies.
 FEW_ROWS = 256
 TILE = 8192
 TILE_WARPS = 8
+TILES = 4
 
 
 def tile_of(columns: int) -> tuple[int, int]:
@@ -23,6 +31,11 @@ def tile_of(columns: int) -> tuple[int, int]:
     column after column."""
     size = next((size for size in (2048, 1024, 512, 256) if columns % size == 0), 128)
     return TILE // size, size
+
+
+def tiles_each(tiles: int, device: torch.device) -> int:
+    """Of a program, if there are so many in all."""
+    return TILES if tiles >= 8 * TILES * multiprocessors(device) else 1
 
 
 def room_for(
@@ -62,13 +75,13 @@ def store_fp8(
 
 
 @triton.jit
-def tile_at(program, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """(rows [ROWS] int64, first column, columns [SIZE]) of a program: the pieces of rows come one
+def tile_at(tile, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """(rows [ROWS] int64, first column, columns [SIZE]) of a tile: the pieces of rows come one
     after another, as they lie in memory. 8 numbers at a time, 16 bytes of 16-bit ones, are
     neighbours in a thread: left to itself the compiler has 16 of them, for stores of 16 bytes of
     fp8, and reads every other 16 bytes."""
-    row = (program // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = program % pieces * SIZE
+    row = (tile // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tile % pieces * SIZE
     return row, column, column + tl.max_contiguous(tl.arange(0, SIZE), 8)
 
 
@@ -126,21 +139,24 @@ def _quantize_rows_kernel(
     pieces,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """_quantize_kernel for many rows, by tiles."""
+    """_quantize_kernel for many rows, TILES tiles a program."""
     wait_for_inputs(DEPENDENT)
-    row, column, offsets = tile_at(tl.program_id(0), pieces, ROWS, SIZE)
-    real = row < rows
-    values = tl.load(
-        x + (row * x_stride)[:, None] + offsets[None, :],
-        mask=real[:, None] & (offsets < columns)[None, :],
-        other=0.0,
-    )
-    store_rows_fp8(
-        values.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
-        scale_block,
-    )  # fmt: skip
+    first = tl.program_id(0) * TILES
+    for tile in range(first, first + TILES):
+        row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
+        real = row < rows
+        values = tl.load(
+            x + (row * x_stride)[:, None] + offsets[None, :],
+            mask=real[:, None] & (offsets < columns)[None, :],
+            other=0.0,
+        )
+        store_rows_fp8(
+            values.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
+            scale_block,
+        )  # fmt: skip
 
 
 def quantize(x: Tensor) -> Quantized:
@@ -151,7 +167,9 @@ def quantize(x: Tensor) -> Quantized:
     if tokens > FEW_ROWS:
         rows, size = tile_of(columns)
         pieces = triton.cdiv(columns, size)
-        _quantize_rows_kernel[triton.cdiv(tokens, rows) * pieces,](
+        tiles = triton.cdiv(tokens, rows) * pieces
+        each = tiles_each(tiles, x.device)
+        _quantize_rows_kernel[triton.cdiv(tiles, each),](
             x,
             out.data,
             out.scale,
@@ -162,6 +180,7 @@ def quantize(x: Tensor) -> Quantized:
             pieces,
             rows,
             size,
+            each,
             num_warps=TILE_WARPS,
             **dependent(x.device),
         )

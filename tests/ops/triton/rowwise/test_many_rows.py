@@ -97,6 +97,13 @@ def same_in_both_forms(op: Callable[[], Any], names: list[str], patch: pytest.Mo
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
+@pytest.fixture(params=[1, 4], ids=["a tile", "four tiles"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many of a program."""
+    monkeypatch.setattr(quantize, "tiles_each", lambda tiles, device: request.param)
+    monkeypatch.setattr(norm, "tiles_each", lambda tiles, device: request.param)
+
+
 @DTYPES
 @pytest.mark.parametrize("columns", [1152, 100])
 @pytest.mark.parametrize("quant", [False, True], ids=["", "quantized"])
@@ -116,7 +123,8 @@ def test_norms(
 
 
 @DTYPES
-@pytest.mark.parametrize("columns", [2048, 384, 100])
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("columns", [3072, 384, 100])
 def test_swiglu(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(ROWS, 2 * columns + 8, dtype=dtype)[:, : 2 * columns] * 5
     same_in_both_forms(lambda: norm.swiglu(x), ["_swiglu_rows_kernel"], monkeypatch)
@@ -125,6 +133,7 @@ def test_swiglu(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 @DTYPES
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("columns", [3072, 896, 100])
 def test_quantize(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(ROWS, columns + 8, dtype=dtype)[:, :columns]
@@ -213,3 +222,12 @@ def test_latents(
         return [rows, plane, *([] if made is None else [made])]
 
     same_in_both_forms(epilogue, ["_latent_kernel"], monkeypatch)
+
+
+def test_programs_take_several_tiles_where_all_multiprocessors_have_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantize, "multiprocessors", lambda device: 10)
+    device = torch.device(DEVICE)
+    assert quantize.tiles_each(319, device) == 1
+    assert quantize.tiles_each(320, device) == quantize.TILES == 4

@@ -37,6 +37,7 @@ weights, angle = torch.empty({ROWS}, {TOP_K}), torch.empty({ROWS}, {HEAD} // 2)
 heads = x({ROWS}, {HEADS}, {HEAD})
 norm.RESIDENT_WARPS = 24  # three programs of eight warps
 norm.multiprocessors = rope_kv_write.multiprocessors = lambda device: 1
+quantize.multiprocessors = lambda device: 0  # four tiles a program
 angles = torch.empty({ROWS}, {ROTARY} // 2)
 places = TokenPlaces(angles, angles, torch.empty({ROWS}, dtype=torch.int64))
 for many in (False, True):
@@ -143,7 +144,7 @@ def test_swiglu(kernels: dict[str, tuple[Kernel, Kernel]], pack: bool) -> None:
     x[4, 7] = 100.0
     found: list[list[Tensor]] = []
     few, many = kernels["swiglu quantized" if pack else "swiglu"]
-    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2 * 3,), [ROWS, 3])):
+    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2,), [ROWS, 3])):
         out, made = unwritten(ROWS, COLUMNS), Made(ROWS)
         to: list[Any] = [*made.tensors, COLUMNS, 2 * COLUMNS, *made.strides]
         if not pack:
@@ -157,7 +158,7 @@ def test_quantize(kernels: dict[str, tuple[Kernel, Kernel]]) -> None:
     x = random(ROWS, COLUMNS)
     found = []
     few, many = kernels["quantize"]
-    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2 * 3,), [ROWS, 3])):
+    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2,), [ROWS, 3])):
         made = Made(ROWS)
         run(kernel, grid, x, *made.tensors, COLUMNS, COLUMNS, *made.strides, *rest)
         found.append(made.tensors)
@@ -245,7 +246,7 @@ def test_joined_rows(kernels: dict[str, tuple[Kernel, Kernel]]) -> None:
     both = random(PICKS, 2 * COLUMNS) * 3
     few, many = kernels["join"]
     found = []
-    for kernel, grid, rest in ((few, (LIMIT * BLOCK, 2), []), (many, (5 * 3,), [3])):
+    for kernel, grid, rest in ((few, (LIMIT * BLOCK, 2), []), (many, (4,), [3])):
         made = Made(PICKS)
         run(kernel, grid, both, *made.tensors, *picks.arguments, COLUMNS, *made.strides, *rest)
         found.append(made.tensors)
