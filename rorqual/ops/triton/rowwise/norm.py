@@ -28,9 +28,10 @@ from rorqual.ops.triton.runtime.launch import (
 
 # More 16-bit rows than these for each program that a GPU runs at once are normed in turn, by
 # programs of so many warps in all on each multiprocessor. Fewer rows have a program each; so have
-# fp32 ones, of which no second finds room in registers.
+# fp32 and very long ones, of which no second finds room in registers.
 MANY_ROWS = 2
 RESIDENT_WARPS = 32
+REGISTERS = 65536  # of a multiprocessor
 
 
 @triton.jit
@@ -189,14 +190,16 @@ def _launch(
         *strides,
     )
     constants = (size, residual is not None, made is not None)
-    programs = max(1, RESIDENT_WARPS // warps) * multiprocessors(x.device)
-    if x.element_size() <= 2 and tokens > MANY_ROWS * programs:
+    each = max(1, RESIDENT_WARPS // warps)
+    programs = each * multiprocessors(x.device)
+    fits = x.element_size() == 2 and size <= 512 * warps
+    if fits and tokens > MANY_ROWS * programs:
         _norm_rows_kernel[programs,](
             *arguments,
             tokens,
             *constants,
             num_warps=warps,
-            maxnreg=65536 // (32 * warps * max(1, RESIDENT_WARPS // warps)),
+            maxnreg=min(255, REGISTERS // (32 * warps * each)),
             **dependent(x.device),
         )
     elif tokens:
