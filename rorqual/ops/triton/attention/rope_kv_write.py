@@ -18,7 +18,20 @@ from rorqual.ops.reference import EIGHT_BIT_NUMBERS
 from rorqual.ops.triton.attention.latent_fp8 import scale_of, steps_of, store_row
 from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
-from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.launch import (
+    dependent,
+    multiprocessors,
+    next_power,
+    wait_for_inputs,
+)
+
+# Heads of more tokens than these are rotated up to so many numbers a program, so many a warp.
+FEW_TOKENS = 256
+ROTATED = 8192
+ROTATED_BY_WARP = 1024
+# What follows MLA's joint projection has so many programs for each of its parts on a multiprocessor
+# where there are more tokens: a program then takes several.
+LATENT_PROGRAMS = 6
 
 
 @triton.jit
@@ -78,6 +91,55 @@ def _rope_kernel(
     _rotate_heads(source, target, cos + angle, sin + angle, head < heads, SIZE, INTERLEAVED)
 
 
+@triton.jit
+def _rope_pairs_kernel(
+    x,
+    out,
+    cos,
+    sin,
+    heads,
+    x_token,
+    x_head,
+    o_token,
+    o_head,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """_rope_kernel for many tokens: both members of a pair are a thread's own, which reads them
+    once. Which product is rounded is said here; there the compiler decides, and alike."""
+    wait_for_inputs(DEPENDENT)
+    HALF: tl.constexpr = SIZE // 2
+    parts = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)
+    here = (head < heads)[:, None]
+    source = (x + token * x_token + head * x_head)[:, None]
+    target = (out + token * o_token + head * o_head)[:, None]
+    pair = tl.arange(0, HALF)
+    c = tl.load(cos + token * HALF + pair)[None, :]
+    s = tl.load(sin + token * HALF + pair)[None, :]
+    if INTERLEAVED:
+        columns = tl.arange(0, SIZE)[None, :]
+        whole = tl.load(source + columns, mask=here, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(whole, (HEADS, HALF, 2)))
+    else:
+        columns = pair[None, :]
+        first = tl.load(source + columns, mask=here, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF + columns, mask=here, other=0.0).to(tl.float32)
+    c = tl.broadcast_to(c, (HEADS, HALF))
+    s = tl.broadcast_to(s, (HEADS, HALF))
+    turned = tl.fma(first, c, (second * s) * -1.0).to(out.dtype.element_ty)
+    other = tl.fma(second, c, first * s).to(out.dtype.element_ty)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(turned, other), (HEADS, SIZE))
+        tl.store(target + columns, both, mask=here)
+    else:
+        tl.store(target + columns, turned, mask=here)
+        tl.store(target + HALF + columns, other, mask=here)
+
+
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None
 ) -> Tensor:
@@ -90,7 +152,12 @@ def rope(
     assert size == next_power(size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     group = min(8, next_power(heads))
-    if tokens:
+    if tokens > FEW_TOKENS:
+        group = min(max(1, ROTATED // size), next_power(heads))
+        _rope_pairs_kernel[tokens * triton.cdiv(heads, group),](
+            x, out, cos, sin, heads, *x.stride()[:2], *out.stride()[:2], group, size, interleaved,
+            num_warps=max(1, group * size // ROTATED_BY_WARP), **dependent(x.device))  # fmt: skip
+    elif tokens:
         _rope_kernel[tokens, triton.cdiv(heads, group)](
             x, out, cos, sin, heads, *x.stride()[:2], *out.stride()[:2], group, size, interleaved,
             num_warps=2, **dependent(x.device))  # fmt: skip
@@ -137,8 +204,10 @@ def _normed_query(base, weight, offsets, inside, eps, QUERY: tl.constexpr, dtype
     return normed(values, tl.load(weight + offsets, mask=inside, other=0.0), QUERY, eps, dtype)
 
 
-@triton.jit(do_not_specialize=["scale_block"])
-def _latent_kernel(
+@triton.jit
+def _latent_part(
+    token,
+    part,
     x,
     q_weight,
     kv_weight,
@@ -163,15 +232,12 @@ def _latent_kernel(
     QUANT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's
-    latent, or without a latent (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE
-    columns turn in place."""
-    wait_for_inputs(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
+    """Part 0 of a token: the cache entry; part 1, if there is one: the norm of the query's latent,
+    or without a latent parts 1 ..: BLOCK of the HEADS queries each, whose last ROPE columns turn
+    in place."""
     base = x + token * x_row
-    if tl.program_id(1) == 0:
+    if part == 0:
         slot = tl.load(slots + token).to(tl.int64)
         angle = token * (ROPE // 2)
         _store_entry(
@@ -198,11 +264,61 @@ def _latent_kernel(
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
     elif HEADS > 0:
-        head = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
+        head = (part - 1) * BLOCK + tl.arange(0, BLOCK)
         width = QUERY // HEADS
         angle = token * (ROPE // 2)
         place = base + head * width + (width - ROPE)
         _rotate_heads(place, place, cos + angle, sin + angle, head < HEADS, ROPE, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["scale_block", "tokens"])
+def _latent_kernel(
+    x,
+    q_weight,
+    kv_weight,
+    cos,
+    sin,
+    slots,
+    plane,
+    q,
+    q_data,
+    q_scale,
+    x_row,
+    slot_row,
+    eps,
+    scale_row,
+    scale_block,
+    tokens,
+    QUERY: tl.constexpr,
+    QUERY_PAD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, part). MANY: there are fewer programs than tokens, and a program takes the
+    same part of one after another."""
+    wait_for_inputs(DEPENDENT)
+    first = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if MANY:
+        for token in range(first, tokens, tl.num_programs(0)):
+            _latent_part(
+                token, part, x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale,
+                x_row, slot_row, eps, scale_row, scale_block, QUERY, QUERY_PAD, RANK, ROPE,
+                INTERLEAVED, NORM, QUANT, HEADS, BLOCK,
+            )  # fmt: skip
+    else:
+        _latent_part(
+            first, part, x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale,
+            x_row, slot_row, eps, scale_row, scale_block, QUERY, QUERY_PAD, RANK, ROPE,
+            INTERLEAVED, NORM, QUANT, HEADS, BLOCK,
+        )  # fmt: skip
 
 
 def latent_epilogue(
@@ -237,7 +353,10 @@ def latent_epilogue(
     data, scale, strides = room_for(packed)
     if tokens:
         block = min(8, next_power(heads))
-        _latent_kernel[tokens, 2 if normed else 1 + triton.cdiv(heads, block)](
+        programs = LATENT_PROGRAMS * multiprocessors(x.device)
+        many = tokens > programs
+        parts = 2 if normed else 1 + triton.cdiv(heads, block)
+        _latent_kernel[programs if many else tokens, parts](
             x,
             q_weight,
             kv_weight,
@@ -252,6 +371,7 @@ def latent_epilogue(
             plane.stride(1),
             eps,
             *strides,
+            tokens,
             query,
             max(128, next_power(query)),
             rank,
@@ -261,6 +381,7 @@ def latent_epilogue(
             quant,
             0 if normed else heads,
             block,
+            many,
             num_warps=4,
             **dependent(x.device),
         )

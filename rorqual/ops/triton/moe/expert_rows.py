@@ -3,7 +3,8 @@ take rows that lie one after another (align.py).
 
 Many rows go out token by token: a row is read once and written to the place of each of its picks.
 Read row by row of the order instead, it would come from memory again for most of its picks, since
-an expert's rows go through all tokens. Few rows, whose sorting leaves no places, go by blocks.
+an expert's rows go through all tokens. Few rows, whose sorting leaves no places, go by blocks, a
+row a program, as many programs as there may be rows in blocks that are not full.
 """
 
 from __future__ import annotations
@@ -13,8 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.rowwise.quantize import store_fp8
+from rorqual.ops.triton.rowwise.norm import silu
+from rorqual.ops.triton.rowwise.quantize import (
+    TILE_WARPS,
+    store_fp8,
+    store_rows_fp8,
+    tile_at,
+    tile_of,
+    tiles_each,
+    to_fp8,
+)
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 # Bytes of a row that a thread of a program which copies whole rows has on their way.
@@ -88,29 +99,128 @@ def _order_kernel(
                 )
 
 
-@triton.jit
-def _copies_kernel(
+@triton.jit(do_not_specialize=["xs_block", "scale_block"])
+def _spread_kernel(
     x,
+    x_scale,
     data,
+    scale,
     places,
     columns,
     x_row,
+    xs_row,
+    xs_block,
+    scale_row,
+    scale_block,
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (tokens, pieces of a row). A token's row to the places of all its picks, none of which
-    waits for another: neither do loads for loads."""
+    """Grid: (tokens, pieces of a row). What _order_kernel does, from a token to the places of all
+    its picks."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    column = tl.program_id(1) * SIZE
+    offsets = column + tl.arange(0, SIZE)
     inside = offsets < columns
-    values = tl.load(x + token * x_row + offsets, mask=inside, other=0.0)
+    part = column // 128 + tl.arange(0, SIZE // 128)
+    scaled = part * 128 < columns
     rows = ()
     for k in tl.static_range(TOP_K):
         rows += (tl.load(places + token * TOP_K + k).to(tl.int64),)  # type: ignore[assignment]
+    # Only where a row has one pick it waits to be asked for until it is known to be needed.
+    needed = (rows[0] >= 0) if TOP_K == 1 else True  # type: ignore[misc]
+    values = tl.load(x + token * x_row + offsets, mask=inside & needed, other=0.0)
+    if QUANTIZE:
+        found, factors = to_fp8(values.to(tl.float32), SIZE // 128)
+        values = tl.reshape(found, (SIZE,))
+    elif x_scale is not None:
+        factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=scaled & needed)
     for k in tl.static_range(TOP_K):
-        tl.store(data + rows[k] * columns + offsets, values, mask=inside & (rows[k] >= 0))
+        here = rows[k] >= 0
+        tl.store(data + rows[k] * columns + offsets, values, mask=inside & here)
+        if QUANTIZE or x_scale is not None:
+            tl.store(scale + rows[k] * scale_row + part * scale_block, factors, mask=scaled & here)
+
+
+@triton.jit(do_not_specialize=["limit", "scale_block"])
+def _join_kernel(
+    both,
+    data,
+    scale,
+    blocks,
+    count,
+    limit,
+    columns,
+    scale_row,
+    scale_block,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side,
+    quantized."""
+    wait_for_inputs(DEPENDENT)
+    column = tl.program_id(1) * SIZE
+    _, row, real = _row(blocks, count, limit, ROWS)
+    if real:
+        offsets = column + tl.arange(0, SIZE)
+        gate = tl.load(both + row * (2 * columns) + offsets, mask=offsets < columns, other=0.0).to(
+            tl.float32
+        )
+        up = tl.load(
+            both + row * (2 * columns) + columns + offsets, mask=offsets < columns, other=0.0
+        ).to(tl.float32)
+        store_fp8(
+            silu(gate) * up,
+            data,
+            scale,
+            row,
+            column,
+            columns,
+            columns,
+            scale_row,
+            scale_block,
+            SIZE,
+        )
+
+
+@triton.jit(do_not_specialize=["limit", "scale_block"])
+def _join_rows_kernel(
+    both,
+    data,
+    scale,
+    blocks,
+    count,
+    limit,
+    columns,
+    scale_row,
+    scale_block,
+    pieces,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """_join_kernel for many rows, TILES tiles a program: rows lie expert after expert from the
+    first on, so that only their end is looked up."""
+    wait_for_inputs(DEPENDENT)
+    last = tl.load(count) - 1
+    end = tl.load(blocks + 2 * limit + last, mask=last >= 0, other=0)
+    begin = tl.program_id(0) * TILES
+    # tiles without a row are none of the loop
+    for tile in range(begin, tl.minimum(begin + TILES, tl.cdiv(end, ROWS) * pieces)):
+        row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
+        real = row < end
+        inside = real[:, None] & (offsets < columns)[None, :]
+        place = both + (row * (2 * columns))[:, None] + offsets[None, :]
+        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+        store_rows_fp8(
+            silu(gate) * up, data, scale, row, column, offsets, real, columns, scale_row,
+            scale_block,
+        )  # fmt: skip
 
 
 def _copying(columns: int, itemsize: int) -> tuple[int, int]:
@@ -122,41 +232,117 @@ def _copying(columns: int, itemsize: int) -> tuple[int, int]:
 def in_order_wide(x: Tensor, blocks: ExpertBlocks, top_k: int) -> Tensor:
     """Rows of x [T, columns], evenly spaced, as `blocks` orders their picks: [picks, columns] in
     x's dtype; those behind the last pick stay unwritten."""
+    out = torch.empty(blocks.num_picks, x.shape[1], dtype=x.dtype, device=x.device)
+    _put_in_order(x, None, out, None, blocks, top_k)
+    return out
+
+
+def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
+    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the
+    last pick stay unwritten."""
+    out = Quantized.empty(blocks.num_picks, x.shape[1], blocks.order.device)
+    if isinstance(x, Quantized):
+        _put_in_order(x.data, x.scale, out.data, out.scale, blocks, top_k)
+    else:
+        _put_in_order(x, None, out.data, out.scale, blocks, top_k)
+    return out
+
+
+def _put_in_order(
+    x: Tensor,
+    x_scale: Tensor | None,
+    data: Tensor,
+    scale: Tensor | None,
+    blocks: ExpertBlocks,
+    top_k: int,
+) -> None:
+    """Rows of x and their scales, or rows quantized on the way where only they have none."""
     tokens, columns = x.shape
     assert x.stride(1) == 1
     assert blocks.num_picks == tokens * top_k, (blocks.num_picks, tokens, top_k)
-    out = torch.empty(blocks.num_picks, columns, dtype=x.dtype, device=x.device)
-    size, warps = _copying(columns, x.element_size())
+    none = (0, 0)
+    strides = (
+        x.stride(0),
+        *(none if x_scale is None else x_scale.stride()),
+        *(none if scale is None else scale.stride()),
+    )
+    quantize = scale is not None and x_scale is None
     if blocks.places is not None:
-        _copies_kernel[tokens, triton.cdiv(columns, size)](
+        size, warps = _copying(columns, x.element_size())
+        _spread_kernel[tokens, triton.cdiv(columns, size)](
             x,
-            out,
+            x_scale,
+            data,
+            scale,
             blocks.places,
             columns,
-            x.stride(0),
+            *strides,
             top_k,
             size,
+            quantize,
             num_warps=warps,
             **dependent(x.device),
         )
     elif tokens:
+        size = min(4096, max(128, next_power(columns)))
         _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
             x,
-            None,
-            out,
-            None,
+            x_scale,
+            data,
+            scale,
             blocks.order,
             blocks.blocks,
             blocks.count,
             blocks.limit,
             columns,
-            x.stride(0),
-            *(0, 0, 0, 0),  # no scales
+            *strides,
             top_k,
             blocks.rows,
             size,
-            False,
-            num_warps=warps,
+            quantize,
+            num_warps=8,
             **dependent(x.device),
+        )
+
+
+def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
+    """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
+    num_picks = both.shape[0]
+    columns = both.shape[1] // 2
+    assert both.is_contiguous()
+    out = Quantized.empty(num_picks, columns, both.device)
+    sorting = (blocks.blocks, blocks.count, blocks.limit)
+    if blocks.places is not None:
+        rows, size = tile_of(columns)
+        pieces = triton.cdiv(columns, size)
+        tiles = triton.cdiv(num_picks, rows) * pieces
+        each = tiles_each(tiles, both.device)
+        _join_rows_kernel[triton.cdiv(tiles, each),](
+            both,
+            out.data,
+            out.scale,
+            *sorting,
+            columns,
+            *out.scale.stride(),
+            pieces,
+            rows,
+            size,
+            each,
+            num_warps=TILE_WARPS,
+            **dependent(both.device),
+        )
+    elif num_picks:
+        size = min(2048, max(128, next_power(columns)))
+        _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
+            both,
+            out.data,
+            out.scale,
+            *sorting,
+            columns,
+            *out.scale.stride(),
+            blocks.rows,
+            size,
+            num_warps=4,
+            **dependent(both.device),
         )
     return out

@@ -43,6 +43,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import (
+    bulk_layout,
     let_next_start,
     next_stage,
     thread_barrier,
@@ -402,7 +403,7 @@ def _launch(
     assert y.dtype == weight.data.dtype, (y.dtype, weight.data.dtype)
     assert y.dtype.itemsize == 2, y.dtype
     assert stages * STAGE_BYTES <= SHARED, stages
-    layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
+    layout = bulk_layout(16)
     tiles = blocks.limit * -(-rows // N)
     _grouped_sm90_kernel[min(tiles, multiprocessors(device)),](
         x,
@@ -442,7 +443,7 @@ def down(h: Tensor, weight: Weight, blocks: ExpertBlocks, stages: int) -> Tensor
     """Of rows h [picks, columns] in the order of `blocks`: [picks, rows] as the picks' own rows.
     Rows of picks that are not here stay unwritten."""
     y = torch.empty(h.shape[0], weight.data.shape[1], dtype=h.dtype, device=h.device)
-    layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
+    layout = bulk_layout(16)
     _launch(TensorDescriptor.from_tensor(h, [64, K], layout), 0, weight, y, blocks, 0, stages)
     return y
 

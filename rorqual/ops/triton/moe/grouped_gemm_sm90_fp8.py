@@ -22,8 +22,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,119 +32,16 @@ from rorqual.ops.activation import Activation, Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import REGISTERS, SHARED, share, sums, tile_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.rowwise.quantize import quantized, store_fp8
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, next_power
-from rorqual.ops.triton.runtime.launch import wait_for_inputs as wait
+from rorqual.ops.triton.moe.expert_rows import in_order, joined
+from rorqual.ops.triton.rowwise.quantize import quantized
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import (
+    bulk_layout,
     let_next_start,
     next_stage,
     thread_barrier,
     wait_for_inputs,
 )
-
-
-@triton.jit
-def _row(blocks, count, limit, ROWS: tl.constexpr):
-    """(block of this program, its row, whether there is such a row)"""
-    block = tl.program_id(0) // ROWS
-    real = block < tl.load(count)
-    row = tl.load(blocks + limit + block, mask=real, other=0) + tl.program_id(0) % ROWS
-    return block, row.to(tl.int64), row < tl.load(blocks + 2 * limit + block, mask=real, other=0)
-
-
-@triton.jit(do_not_specialize=["limit", "xs_block", "scale_block"])
-def _order_kernel(
-    x,
-    x_scale,
-    data,
-    scale,
-    order,
-    blocks,
-    count,
-    limit,
-    columns,
-    x_row,
-    xs_row,
-    xs_block,
-    scale_row,
-    scale_block,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (rows of all blocks, pieces of a row). A row of x to its position in the order,
-    quantized if it is not."""
-    wait(DEPENDENT)
-    column = tl.program_id(1) * SIZE
-    block, row, real = _row(blocks, count, limit, ROWS)
-    if real:
-        token = (tl.load(order + tl.load(blocks + 3 * limit + block) + row) // TOP_K).to(tl.int64)
-        offsets = column + tl.arange(0, SIZE)
-        values = tl.load(x + token * x_row + offsets, mask=offsets < columns, other=0.0)
-        if QUANTIZED:
-            tl.store(data + row * columns + offsets, values, mask=offsets < columns)
-            part = column // 128 + tl.arange(0, SIZE // 128)
-            factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=part * 128 < columns)
-            tl.store(
-                scale + row * scale_row + part * scale_block, factors, mask=part * 128 < columns
-            )
-        else:
-            store_fp8(
-                values.to(tl.float32),
-                data,
-                scale,
-                row,
-                column,
-                columns,
-                columns,
-                scale_row,
-                scale_block,
-                SIZE,
-            )
-
-
-@triton.jit(do_not_specialize=["limit", "scale_block"])
-def _join_kernel(
-    both,
-    data,
-    scale,
-    blocks,
-    count,
-    limit,
-    columns,
-    scale_row,
-    scale_block,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side,
-    quantized."""
-    wait(DEPENDENT)
-    column = tl.program_id(1) * SIZE
-    _, row, real = _row(blocks, count, limit, ROWS)
-    if real:
-        offsets = column + tl.arange(0, SIZE)
-        gate = tl.load(both + row * (2 * columns) + offsets, mask=offsets < columns, other=0.0).to(
-            tl.float32
-        )
-        up = tl.load(
-            both + row * (2 * columns) + columns + offsets, mask=offsets < columns, other=0.0
-        ).to(tl.float32)
-        store_fp8(
-            gate / (1.0 + tl.exp(-gate)) * up,
-            data,
-            scale,
-            row,
-            column,
-            columns,
-            columns,
-            scale_row,
-            scale_block,
-            SIZE,
-        )
 
 
 class PipelineBuffers(NamedTuple):
@@ -360,61 +255,6 @@ def _grouped_kernel(
     )  # fmt: skip
 
 
-def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
-    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the
-    last pick stay unwritten."""
-    data = x.data if isinstance(x, Quantized) else x
-    columns = x.shape[1]
-    device = blocks.order.device
-    out = Quantized.empty(blocks.num_picks, columns, device)
-    scale, strides = (x.scale, x.scale.stride()) if isinstance(x, Quantized) else (None, (0, 0))
-    size = min(4096, max(128, next_power(columns)))
-    _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
-        data,
-        scale,
-        out.data,
-        out.scale,
-        blocks.order,
-        blocks.blocks,
-        blocks.count,
-        blocks.limit,
-        columns,
-        data.stride(0),
-        *strides,
-        *out.scale.stride(),
-        top_k,
-        blocks.rows,
-        size,
-        scale is not None,
-        num_warps=8,
-        **dependent(device),
-    )
-    return out
-
-
-def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
-    """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
-    num_picks = both.shape[0]
-    columns = both.shape[1] // 2
-    out = Quantized.empty(num_picks, columns, both.device)
-    size = min(2048, max(128, next_power(columns)))
-    _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
-        both,
-        out.data,
-        out.scale,
-        blocks.blocks,
-        blocks.count,
-        blocks.limit,
-        columns,
-        *out.scale.stride(),
-        blocks.rows,
-        size,
-        num_warps=4,
-        **dependent(both.device),
-    )
-    return out
-
-
 def product(
     x: Quantized,
     weight: Weight,
@@ -434,7 +274,7 @@ def product(
     assert rows % 128 == columns % 128 == 0, (rows, columns)
     assert (m + 128) * 128 * stages + 4 * 64 * 128 <= SHARED, (m, stages)
     y = torch.empty(blocks.num_picks, rows, dtype=dtype, device=device)
-    layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
+    layout = bulk_layout(8)
     flat = weight.data.view(experts * rows, columns)
     _grouped_kernel[min(blocks.limit * (rows // 128), multiprocessors(device)),](
         TensorDescriptor.from_tensor(x.data, [64, 128], layout),

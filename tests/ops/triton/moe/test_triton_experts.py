@@ -27,7 +27,6 @@ from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, Stre
 from rorqual.ops.triton.moe import (
     align,
     expert_rows,
-    grouped_gemm_sm90_fp8,
     small_batch,
 )
 from rorqual.ops.triton.moe import (
@@ -886,26 +885,29 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
     assert difference(y, reference.linear(x, w, bias)) < 1e-5
 
 
-@pytest.mark.parametrize("picks_first", [30, 5000])  # sorted into buckets, and in chunks
+@pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("inner", "top_k"), [(256, 2), (2176, 1)])
 def test_rows_in_the_order_of_their_experts(
-    picks_first: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, quantized: bool, inner: int, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if picks_first < 4096 else 0)
-    tokens = 40
+    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
+    monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
+    if way == "chunks":  # several tiles a program
+        monkeypatch.setattr(quantize, "multiprocessors", lambda device: 0)
+    tokens = 80 // top_k
     slots = 6
-    inner = 256
-    ids = torch.stack([torch.randperm(slots)[:2] for _ in range(tokens)]).int().to(DEVICE)
+    ids = torch.stack([torch.randperm(slots)[:top_k] for _ in range(tokens)]).int().to(DEVICE)
     ids[3] = -1
-    ids[7, 1] = -1
+    ids[7, -1] = -1
     blocks = align.moe_align_block_size(ids, slots, 128)
     x = random(tokens, 384, dtype=torch.bfloat16)
     given = quantize.quantize(x) if quantized else x
-    found = grouped_gemm_sm90_fp8.in_order(given, blocks, 2)
+    found = expert_rows.in_order(given, blocks, top_k)
     expected = quantize.quantize(x)
     here = int((ids >= 0).sum())
     both = random(blocks.num_picks, 2 * inner, dtype=torch.bfloat16)
-    joined = grouped_gemm_sm90_fp8.joined(both, blocks)
+    joined = expert_rows.joined(both, blocks)
     truth = quantize.quantize(
         torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float()
     )
@@ -916,16 +918,18 @@ def test_rows_in_the_order_of_their_experts(
             pick = int(blocks.order[shift + row])
             assert ids.flatten()[pick] == expert
             assert torch.equal(
-                found.data[row].view(torch.uint8), expected.data[pick // 2].view(torch.uint8)
+                found.data[row].view(torch.uint8), expected.data[pick // top_k].view(torch.uint8)
             )
-            assert torch.equal(found.scale[row], expected.scale[pick // 2])
+            assert torch.equal(found.scale[row], expected.scale[pick // top_k])
             assert torch.equal(
                 joined.data[row].view(torch.uint8), truth.data[row].view(torch.uint8)
             )
             torch.testing.assert_close(joined.scale[row], truth.scale[row])
             seen += 1
     assert seen == here
-    assert (found.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's were written"
+    for behind in (found, joined):
+        assert (behind.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's"
+        assert behind.scale[here:].isnan().all()
 
 
 @pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
