@@ -254,32 +254,6 @@ class Copies:
         """Copies out are done at once."""
 
 
-class ThreadCopies:
-    """async_copy: what threads of one partition copy, in groups."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Tensor, Tensor]] = []
-        self.groups: list[list[tuple[Tensor, Tensor]]] = []
-
-    def async_copy_global_to_shared(
-        self, target: Shared, source: Pointer, mask: Any = None
-    ) -> None:
-        offset = torch.broadcast_to(source.offset, target.data.shape)
-        there = torch.broadcast_to(torch.as_tensor(True if mask is None else mask), offset.shape)
-        data = Language.load(Pointer(source.flat, offset), there, 0)
-        _spoil(target.data)
-        self.open.append((target.data, data))
-
-    def commit_group(self) -> None:
-        self.groups.append(self.open)
-        self.open = []
-
-    def wait_group(self, outstanding: int) -> None:
-        while len(self.groups) > outstanding:
-            for target, data in self.groups.pop(0):
-                target.copy_(data)
-
-
 def _alike(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     a = torch.as_tensor(a)
     return a, torch.as_tensor(b, dtype=a.dtype)
@@ -301,7 +275,6 @@ class Language:
     )
     reshape = staticmethod(torch.reshape)
     permute = staticmethod(torch.permute)
-    exp = staticmethod(torch.exp)
     static_range = range
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
@@ -439,7 +412,6 @@ def run(
         tools = {
             "gl": Language(grid, program),
             "tma": Copies,
-            "async_copy": ThreadCopies(),
             "mbarrier": Barriers,
             "fence_async_shared": lambda: None,
             "thread_barrier": Language.thread_barrier,

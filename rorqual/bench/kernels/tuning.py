@@ -174,14 +174,14 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 def tall_plans(
     used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device
 ) -> list[ex.GroupedGemmPlan]:
-    """The kernels for many rows an expert, with the tiles in use where they are not to be had."""
-    found = {
-        "fp8": ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3)),
-        "bf16": ((192, 4), (192, 3)),
-    }
-    if picks / shape.routed < 16 or not is_hopper(device):
+    """grouped_gemm_sm90_fp8.py's kernel where an expert has many rows, with the tiles in use where
+    it is not to be had."""
+    if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
         return []
-    return [replace(used, rows=rows, tall=stages) for rows, stages in found.get(shape.kind, ())]
+    return [
+        replace(used, rows=rows, tall=stages)
+        for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))
+    ]
 
 
 def best_tiles(

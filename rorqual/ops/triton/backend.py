@@ -69,7 +69,8 @@ from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_p
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
 WIDEST_HEAD = 256
-NORM_IN_ROUTER = True  # one kernel less a layer, for a token or two
+# One kernel less a layer for a token or two. Off until a GPU has said that it pays.
+NORM_IN_ROUTER = False
 
 
 class TritonOps(Ops):

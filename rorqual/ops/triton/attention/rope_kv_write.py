@@ -18,20 +18,12 @@ from rorqual.ops.reference import EIGHT_BIT_NUMBERS
 from rorqual.ops.triton.attention.latent_fp8 import scale_of, steps_of, store_row
 from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
-from rorqual.ops.triton.runtime.launch import (
-    dependent,
-    multiprocessors,
-    next_power,
-    wait_for_inputs,
-)
+from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 # Heads of more tokens than these are rotated up to so many numbers a program, so many a warp.
 FEW_TOKENS = 256
 ROTATED = 8192
 ROTATED_BY_WARP = 1024
-# What follows MLA's joint projection has so many programs for each of its parts on a multiprocessor
-# where there are more tokens: a program then takes several.
-LATENT_PROGRAMS = 6
 
 
 @triton.jit
@@ -204,10 +196,8 @@ def _normed_query(base, weight, offsets, inside, eps, QUERY: tl.constexpr, dtype
     return normed(values, tl.load(weight + offsets, mask=inside, other=0.0), QUERY, eps, dtype)
 
 
-@triton.jit
-def _latent_part(
-    token,
-    part,
+@triton.jit(do_not_specialize=["scale_block"])
+def _latent_kernel(
     x,
     q_weight,
     kv_weight,
@@ -232,12 +222,15 @@ def _latent_part(
     QUANT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Part 0 of a token: the cache entry; part 1, if there is one: the norm of the query's latent,
-    or without a latent parts 1 ..: BLOCK of the HEADS queries each, whose last ROPE columns turn
-    in place."""
+    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's
+    latent, or without a latent (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE
+    columns turn in place."""
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
     base = x + token * x_row
-    if part == 0:
+    if tl.program_id(1) == 0:
         slot = tl.load(slots + token).to(tl.int64)
         angle = token * (ROPE // 2)
         _store_entry(
@@ -264,61 +257,11 @@ def _latent_part(
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
     elif HEADS > 0:
-        head = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        head = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
         width = QUERY // HEADS
         angle = token * (ROPE // 2)
         place = base + head * width + (width - ROPE)
         _rotate_heads(place, place, cos + angle, sin + angle, head < HEADS, ROPE, INTERLEAVED)
-
-
-@triton.jit(do_not_specialize=["scale_block", "tokens"])
-def _latent_kernel(
-    x,
-    q_weight,
-    kv_weight,
-    cos,
-    sin,
-    slots,
-    plane,
-    q,
-    q_data,
-    q_scale,
-    x_row,
-    slot_row,
-    eps,
-    scale_row,
-    scale_block,
-    tokens,
-    QUERY: tl.constexpr,
-    QUERY_PAD: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANT: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Program (token, part). MANY: there are fewer programs than tokens, and a program takes the
-    same part of one after another."""
-    wait_for_inputs(DEPENDENT)
-    first = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if MANY:
-        for token in range(first, tokens, tl.num_programs(0)):
-            _latent_part(
-                token, part, x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale,
-                x_row, slot_row, eps, scale_row, scale_block, QUERY, QUERY_PAD, RANK, ROPE,
-                INTERLEAVED, NORM, QUANT, HEADS, BLOCK,
-            )  # fmt: skip
-    else:
-        _latent_part(
-            first, part, x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale,
-            x_row, slot_row, eps, scale_row, scale_block, QUERY, QUERY_PAD, RANK, ROPE,
-            INTERLEAVED, NORM, QUANT, HEADS, BLOCK,
-        )  # fmt: skip
 
 
 def latent_epilogue(
@@ -353,10 +296,7 @@ def latent_epilogue(
     data, scale, strides = room_for(packed)
     if tokens:
         block = min(8, next_power(heads))
-        programs = LATENT_PROGRAMS * multiprocessors(x.device)
-        many = tokens > programs
-        parts = 2 if normed else 1 + triton.cdiv(heads, block)
-        _latent_kernel[programs if many else tokens, parts](
+        _latent_kernel[tokens, 2 if normed else 1 + triton.cdiv(heads, block)](
             x,
             q_weight,
             kv_weight,
@@ -371,7 +311,6 @@ def latent_epilogue(
             plane.stride(1),
             eps,
             *strides,
-            tokens,
             query,
             max(128, next_power(query)),
             rank,
@@ -381,7 +320,6 @@ def latent_epilogue(
             quant,
             0 if normed else heads,
             block,
-            many,
             num_warps=4,
             **dependent(x.device),
         )

@@ -23,12 +23,6 @@ from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power
 # gain a seventh of the two kernels' bytes, and hold y [T K, hidden] until the layer that reads it
 # is done.
 NORM_SUMS_TOKENS = 512
-# More tokens than these are summed by programs that take pieces of so many columns of a token one
-# after another, as they lie in memory, and have its weights but once. Fewer have a program a piece.
-FEW_TOKENS = 256
-PIECE = 1024
-PIECE_WARPS = 4
-PIECES = 8  # of a program at most
 # of a thread, for rows on their way; half with more than 8 warps, whose threads have 128 in all
 ROW_REGISTERS = 192
 
@@ -117,46 +111,6 @@ def _combine_kernel(
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _combine_pieces_kernel(
-    y,
-    ids,
-    weights,
-    base,
-    out,
-    parts,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    ABSENT: tl.constexpr,
-    BASE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """_combine_kernel for many tokens: PIECES pieces of SIZE columns a program, of which there are
-    `parts` a token."""
-    wait_for_inputs(DEPENDENT)
-    token = (tl.program_id(0) // parts).to(tl.int64)
-    first = tl.program_id(0) % parts * PIECES
-    factors = ()
-    present = ()
-    for k in tl.static_range(TOP_K):
-        factors += (tl.load(weights + token * TOP_K + k),)  # type: ignore[assignment]
-        if ABSENT:
-            present += (tl.load(ids + token * TOP_K + k) >= 0,)  # type: ignore[assignment]
-    for piece in range(first, first + PIECES):
-        columns = piece * SIZE + tl.arange(0, SIZE)
-        inside = columns < HIDDEN
-        total = tl.zeros((SIZE,), tl.float32)
-        for k in tl.static_range(TOP_K):
-            here = (inside & present[k]) if ABSENT else inside
-            row = tl.load(y + (token * TOP_K + k) * HIDDEN + columns, mask=here, other=0.0)
-            total += row.to(tl.float32) * factors[k]
-        if BASE:
-            total += tl.load(base + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["scale_block"])
 def _combine_norm_kernel(
     y,
@@ -224,27 +178,6 @@ def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None 
     (tokens, top_k) = weights.shape
     hidden = y.shape[1]
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
-    if tokens > FEW_TOKENS:
-        size = min(PIECE, next_power(hidden))
-        pieces = triton.cdiv(hidden, size)
-        parts = triton.cdiv(pieces, PIECES)
-        _combine_pieces_kernel[tokens * parts,](
-            y,
-            ids,
-            weights,
-            base,
-            out,
-            parts,
-            hidden,
-            top_k,
-            size,
-            triton.cdiv(pieces, parts),
-            ids is not None,
-            base is not None,
-            num_warps=PIECE_WARPS,
-            **dependent(y.device),
-        )
-        return out
     size = min(next_power(hidden), 512 if tokens <= 64 else 1024)
     _combine_kernel[tokens, triton.cdiv(hidden, size)](
         y,

@@ -17,21 +17,36 @@ from torch import Tensor
 from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.rowwise.norm import silu
-from rorqual.ops.triton.rowwise.quantize import (
-    TILE_WARPS,
-    store_fp8,
-    store_rows_fp8,
-    tile_at,
-    tile_of,
-    tiles_each,
-    to_fp8,
+from rorqual.ops.triton.rowwise.quantize import store_fp8, to_fp8
+from rorqual.ops.triton.runtime.launch import (
+    dependent,
+    multiprocessors,
+    next_power,
+    wait_for_inputs,
 )
-from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 # Bytes of a row that a thread of a program which copies whole rows has on their way.
 THREAD_BYTES = 64
 # Columns of a row that one program copies at most.
 COPIED_COLUMNS = 8192
+# Many rows are joined by tiles of several rows and so many columns in all, in programs of so many
+# warps that take so many tiles one after another where there are enough for all multiprocessors: a
+# program for each piece of a row costs more than it computes.
+TILE = 8192
+TILE_WARPS = 8
+TILES = 2
+
+
+def tile_of(columns: int) -> tuple[int, int]:
+    """(rows, columns) of a program's tile. Pieces of a row are whole where they can be, and rows
+    lie side by side for the sake of their scales, which are stored column after column."""
+    size = next((size for size in (2048, 1024, 512, 256) if columns % size == 0), 128)
+    return TILE // size, size
+
+
+def tiles_each(tiles: int, device: torch.device) -> int:
+    """Of a program, if there are so many in all."""
+    return TILES if tiles >= 8 * TILES * multiprocessors(device) else 1
 
 
 @triton.jit
@@ -65,8 +80,8 @@ def _order_kernel(
     QUANTIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (rows of all blocks, pieces of a row). A row of x, with its scales if it has any, to
-    its position in the order; QUANTIZE: in fp8."""
+    """Grid: (rows of all blocks, pieces of a row). A row of x with its scales to its position in
+    the order; QUANTIZE: it has none, and is quantized on the way."""
     wait_for_inputs(DEPENDENT)
     column = tl.program_id(1) * SIZE
     block, row, real = _row(blocks, count, limit, ROWS)
@@ -89,14 +104,11 @@ def _order_kernel(
             )
         else:
             tl.store(data + row * columns + offsets, values, mask=offsets < columns)
-            if x_scale is not None:
-                part = column // 128 + tl.arange(0, SIZE // 128)
-                factors = tl.load(
-                    x_scale + token * xs_row + part * xs_block, mask=part * 128 < columns
-                )
-                tl.store(
-                    scale + row * scale_row + part * scale_block, factors, mask=part * 128 < columns
-                )
+            part = column // 128 + tl.arange(0, SIZE // 128)
+            factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=part * 128 < columns)
+            tl.store(
+                scale + row * scale_row + part * scale_block, factors, mask=part * 128 < columns
+            )
 
 
 @triton.jit(do_not_specialize=["xs_block", "scale_block"])
@@ -135,13 +147,12 @@ def _spread_kernel(
     if QUANTIZE:
         found, factors = to_fp8(values.to(tl.float32), SIZE // 128)
         values = tl.reshape(found, (SIZE,))
-    elif x_scale is not None:
+    else:
         factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=scaled & needed)
     for k in tl.static_range(TOP_K):
         here = rows[k] >= 0
         tl.store(data + rows[k] * columns + offsets, values, mask=inside & here)
-        if QUANTIZE or x_scale is not None:
-            tl.store(scale + rows[k] * scale_row + part * scale_block, factors, mask=scaled & here)
+        tl.store(scale + rows[k] * scale_row + part * scale_block, factors, mask=scaled & here)
 
 
 @triton.jit(do_not_specialize=["limit", "scale_block"])
@@ -184,6 +195,38 @@ def _join_kernel(
             scale_block,
             SIZE,
         )
+
+
+@triton.jit
+def tile_at(tile, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """(rows [ROWS] int64, first column, columns [SIZE]) of a tile: the pieces of rows come one
+    after another, as they lie in memory. 8 numbers at a time, 16 bytes of 16-bit ones, are
+    neighbours in a thread: left to itself the compiler has 16 of them, for stores of 16 bytes of
+    fp8, and reads every other 16 bytes."""
+    row = (tile // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tile % pieces * SIZE
+    return row, column, column + tl.max_contiguous(tl.arange(0, SIZE), 8)
+
+
+@triton.jit
+def store_rows_fp8(x, data, scale, row, column, offsets, real, columns, scale_row, scale_block):
+    """Quantize x, fp32 [rows, SIZE], of a tile as `tile_at` has it, and store both parts of rows
+    that are `real` [rows]."""
+    ROWS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    BLOCKS: tl.constexpr = SIZE // 128
+    values, factors = to_fp8(tl.reshape(x, (ROWS * SIZE,)), ROWS * BLOCKS)
+    tl.store(
+        data + (row * columns)[:, None] + offsets[None, :],
+        tl.reshape(values, (ROWS, SIZE)),
+        mask=real[:, None] & (offsets < columns)[None, :],
+    )
+    blocks = column // 128 + tl.arange(0, BLOCKS)
+    tl.store(
+        scale + (row * scale_row)[:, None] + (blocks * scale_block)[None, :],
+        tl.reshape(factors, (ROWS, BLOCKS)),
+        mask=real[:, None] & (blocks * 128 < columns)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["limit", "scale_block"])
@@ -229,67 +272,39 @@ def _copying(columns: int, itemsize: int) -> tuple[int, int]:
     return size, min(16, max(1, size * itemsize // (32 * THREAD_BYTES)))
 
 
-def in_order_wide(x: Tensor, blocks: ExpertBlocks, top_k: int) -> Tensor:
-    """Rows of x [T, columns], evenly spaced, as `blocks` orders their picks: [picks, columns] in
-    x's dtype; those behind the last pick stay unwritten."""
-    out = torch.empty(blocks.num_picks, x.shape[1], dtype=x.dtype, device=x.device)
-    _put_in_order(x, None, out, None, blocks, top_k)
-    return out
-
-
 def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
-    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the
-    last pick stay unwritten."""
-    out = Quantized.empty(blocks.num_picks, x.shape[1], blocks.order.device)
-    if isinstance(x, Quantized):
-        _put_in_order(x.data, x.scale, out.data, out.scale, blocks, top_k)
-    else:
-        _put_in_order(x, None, out.data, out.scale, blocks, top_k)
-    return out
-
-
-def _put_in_order(
-    x: Tensor,
-    x_scale: Tensor | None,
-    data: Tensor,
-    scale: Tensor | None,
-    blocks: ExpertBlocks,
-    top_k: int,
-) -> None:
-    """Rows of x and their scales, or rows quantized on the way where only they have none."""
+    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns], quantized on the way
+    where they are not; those behind the last pick stay unwritten."""
     tokens, columns = x.shape
-    assert x.stride(1) == 1
+    made = isinstance(x, Quantized)
+    data, scale = (x.data, x.scale) if isinstance(x, Quantized) else (x, None)
+    assert data.stride(1) == 1
     assert blocks.num_picks == tokens * top_k, (blocks.num_picks, tokens, top_k)
-    none = (0, 0)
-    strides = (
-        x.stride(0),
-        *(none if x_scale is None else x_scale.stride()),
-        *(none if scale is None else scale.stride()),
-    )
-    quantize = scale is not None and x_scale is None
+    out = Quantized.empty(blocks.num_picks, columns, blocks.order.device)
+    strides = (data.stride(0), *((0, 0) if scale is None else scale.stride()), *out.scale.stride())
     if blocks.places is not None:
-        size, warps = _copying(columns, x.element_size())
+        size, warps = _copying(columns, data.element_size())
         _spread_kernel[tokens, triton.cdiv(columns, size)](
-            x,
-            x_scale,
             data,
             scale,
+            out.data,
+            out.scale,
             blocks.places,
             columns,
             *strides,
             top_k,
             size,
-            quantize,
+            not made,
             num_warps=warps,
-            **dependent(x.device),
+            **dependent(data.device),
         )
     elif tokens:
         size = min(4096, max(128, next_power(columns)))
         _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
-            x,
-            x_scale,
             data,
             scale,
+            out.data,
+            out.scale,
             blocks.order,
             blocks.blocks,
             blocks.count,
@@ -299,10 +314,11 @@ def _put_in_order(
             top_k,
             blocks.rows,
             size,
-            quantize,
+            not made,
             num_warps=8,
-            **dependent(x.device),
+            **dependent(data.device),
         )
+    return out
 
 
 def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:

@@ -3,8 +3,8 @@ x_t), with e = ids[t, k].
 
 Three forms behind `experts`:
 - direct, for a handful of picks: small_batch.py.
-- tall, for many rows an expert on Hopper, between the grouped form's sorting and its sum: in fp8
-  grouped_gemm_sm90_fp8.py, in 16 bits grouped_gemm_sm90.py.
+- tall, for many rows an expert in fp8: grouped_gemm_sm90_fp8.py, between the grouped form's sorting
+  and its sum.
 - grouped: picks are sorted into blocks of rows that share an expert (align.py), then two grouped
   GEMMs and a weighted sum (combine.py).
 While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose
@@ -68,9 +68,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class GroupedGemmPlan:
-    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of the kernels
-    that take their place on Hopper, grouped_gemm_sm90_fp8.py's with 128 or 256 rows of fp8 and
-    grouped_gemm_sm90.py's with 192 of 16 bits; 0: never."""
+    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of
+    grouped_gemm_sm90_fp8.py's kernel, which takes 128 or 256 rows of fp8 in their place on Hopper;
+    0: never."""
 
     rows: int
     up: Tile
@@ -307,7 +307,7 @@ def plan_for(
 ) -> GroupedGemmPlan:
     """The plan for num_picks of the experts with these weights, by their mean number an expert. The
     last `shared` experts and their picks do not count: they only add blocks of rows. dtype: of the
-    result. Tuning rules with "tall" hold only where the tall form can run."""
+    result. Tuning rules with "tall" hold only where grouped_gemm_sm90_fp8.py's kernel can run."""
     slots, hidden, _ = down.data.shape
     inner = down.columns
     slots -= shared
@@ -323,13 +323,8 @@ def plan_for(
         GroupedGemmPlan,
         down.data.device,
         **shape,
-        tall=dtype.itemsize == 2 and is_hopper(down.data.device) and _whole_lines(down),
+        tall=dtype.itemsize == 2 and is_hopper(down.data.device),
     )
-
-
-def _whole_lines(down: Weight) -> bool:
-    """Whether rows of both GEMMs' operands are whole 16 bytes, as bulk copies need them."""
-    return down.quantized or (down.data.shape[1] % 8 == 0 and down.columns % 8 == 0)
 
 
 def supported(w: ExpertWeights) -> bool:
@@ -425,11 +420,6 @@ def _products(
     dtype: torch.dtype,
 ) -> Tensor:
     assert blocks.rows == plan.rows
-    if plan.tall and not w.down.quantized:
-        from rorqual.ops.triton.moe import grouped_gemm_sm90
-
-        assert not isinstance(x, Quantized)
-        return grouped_gemm_sm90.products(hidden_of(x), w, blocks, top_k, plan.tall)
     if plan.tall:
         from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 

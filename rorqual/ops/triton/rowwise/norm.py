@@ -9,29 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.activation import Activation, PendingNorm, Quantized, output_of
-from rorqual.ops.triton.rowwise.quantize import (
-    FEW_ROWS,
-    TILE_WARPS,
-    room_for,
-    store_fp8,
-    store_rows_fp8,
-    tile_at,
-    tile_of,
-    tiles_each,
-)
-from rorqual.ops.triton.runtime.launch import (
-    dependent,
-    multiprocessors,
-    next_power,
-    wait_for_inputs,
-)
-
-# More 16-bit rows than these for each program that a GPU runs at once are normed in turn, by
-# programs of so many warps in all on each multiprocessor. Fewer rows have a program each; so have
-# fp32 and very long ones, of which no second finds room in registers.
-MANY_ROWS = 2
-RESIDENT_WARPS = 32
-REGISTERS = 65536  # of a multiprocessor
+from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
+from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
 @triton.jit
@@ -40,39 +19,6 @@ def normed(x, weight, columns, eps, dtype: tl.constexpr):
     weight multiplies it, and after."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def _store_norm(
-    values,
-    other,
-    factor,
-    out,
-    total,
-    data,
-    scale,
-    row,
-    offsets,
-    inside,
-    columns,
-    eps,
-    scale_row,
-    scale_block,
-    SIZE: tl.constexpr,
-    ADD: tl.constexpr,
-    QUANT: tl.constexpr,
-):
-    """Everything that is made of one row, `values` in the dtype of `out`, and `other` if it is
-    added."""
-    if ADD:
-        values = (values.to(tl.float32) + other.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(total + row * columns + offsets, values, mask=inside)
-    y = normed(values.to(tl.float32), factor, columns, eps, out.dtype.element_ty)
-    tl.store(out + row * columns + offsets, y, mask=inside)
-    if QUANT:
-        store_fp8(
-            y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE
-        )
 
 
 @triton.jit(do_not_specialize=["scale_block"])
@@ -101,61 +47,16 @@ def _norm_kernel(
     inside = offsets < columns
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
-    other = values
     if ADD:
         other = tl.load(residual + row * r_row + offsets, mask=inside, other=0.0)
-    _store_norm(
-        values, other, factor, out, total, data, scale, row, offsets, inside, columns, eps,
-        scale_row, scale_block, SIZE, ADD, QUANT,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["scale_block", "rows"])
-def _norm_rows_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    total,
-    data,
-    scale,
-    columns,
-    x_row,
-    r_row,
-    eps,
-    scale_row,
-    scale_block,
-    rows,
-    SIZE: tl.constexpr,
-    ADD: tl.constexpr,
-    QUANT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """_norm_kernel for many rows: a program takes one after another, each as it does, and asks for
-    the next before it begins with one."""
-    wait_for_inputs(DEPENDENT)
-    offsets = tl.arange(0, SIZE)
-    inside = offsets < columns
-    first = tl.program_id(0).to(tl.int64)
-    programs = tl.num_programs(0)
-    values = tl.load(x + first * x_row + offsets, mask=inside, other=0.0)
-    factor = tl.load(weight + offsets, mask=inside, other=0.0)
-    other = values
-    if ADD:
-        other = tl.load(residual + first * r_row + offsets, mask=inside, other=0.0)
-    for row in range(first, rows, programs):
-        after = row + programs
-        coming = inside & (after < rows)
-        next_values = tl.load(x + after * x_row + offsets, mask=coming, other=0.0)
-        next_other = next_values
-        if ADD:
-            next_other = tl.load(residual + after * r_row + offsets, mask=coming, other=0.0)
-        _store_norm(
-            values, other, factor, out, total, data, scale, row, offsets, inside, columns, eps,
-            scale_row, scale_block, SIZE, ADD, QUANT,
-        )  # fmt: skip
-        values = next_values
-        other = next_other
+        values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * columns + offsets, values, mask=inside)
+    y = normed(values.to(tl.float32), factor, columns, eps, x.dtype.element_ty)
+    tl.store(out + row * columns + offsets, y, mask=inside)
+    if QUANT:
+        store_fp8(
+            y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE
+        )
 
 
 def warps_for(size: int) -> int:
@@ -183,36 +84,26 @@ def _launch(
         total = torch.empty_like(out) if residual is not None else None
     data, scale, strides = room_for(made)
     size = max(16 if made is None else 128, next_power(columns))
-    warps = warps_for(size)
-    arguments = (
-        x,
-        residual,
-        weight,
-        out,
-        total,
-        data,
-        scale,
-        columns,
-        x.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        eps,
-        *strides,
-    )
-    constants = (size, residual is not None, made is not None)
-    each = max(1, RESIDENT_WARPS // warps)
-    programs = each * multiprocessors(x.device)
-    fits = x.element_size() == 2 and size <= 512 * warps
-    if fits and tokens > MANY_ROWS * programs:
-        _norm_rows_kernel[programs,](
-            *arguments,
-            tokens,
-            *constants,
-            num_warps=warps,
-            maxnreg=min(255, REGISTERS // (32 * warps * each)),
+    if tokens:
+        _norm_kernel[tokens,](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            data,
+            scale,
+            columns,
+            x.stride(0),
+            residual.stride(0) if residual is not None else 0,
+            eps,
+            *strides,
+            size,
+            residual is not None,
+            made is not None,
+            num_warps=warps_for(size),
             **dependent(x.device),
         )
-    elif tokens:
-        _norm_kernel[tokens,](*arguments, *constants, num_warps=warps, **dependent(x.device))
     return out, total
 
 
@@ -297,74 +188,13 @@ def _swiglu_kernel(
         tl.store(out + row * columns + offsets, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["scale_block", "rows"])
-def _swiglu_rows_kernel(
-    x,
-    out,
-    data,
-    scale,
-    columns,
-    x_row,
-    scale_row,
-    scale_block,
-    rows,
-    pieces,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    QUANT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """_swiglu_kernel for many rows, TILES tiles a program."""
-    wait_for_inputs(DEPENDENT)
-    first = tl.program_id(0) * TILES
-    for tile in range(first, first + TILES):
-        row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
-        real = row < rows
-        inside = real[:, None] & (offsets < columns)[None, :]
-        place = x + (row * x_row)[:, None] + offsets[None, :]
-        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
-        factor = silu(gate).to(x.dtype.element_ty).to(tl.float32)
-        y = (factor * up).to(x.dtype.element_ty)
-        if QUANT:
-            store_rows_fp8(
-                y.to(tl.float32), data, scale, row, column, offsets, real, columns, scale_row,
-                scale_block,
-            )  # fmt: skip
-        else:
-            tl.store(out + (row * columns)[:, None] + offsets[None, :], y, mask=inside)
-
-
 def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
     tokens = x.shape[0]
     columns = x.shape[1] // 2
     assert x.stride(1) == 1
     data, scale, strides = room_for(packed)
     size = min(1024, max(128, next_power(columns)))
-    if tokens > FEW_ROWS:
-        rows, size = tile_of(columns)
-        pieces = triton.cdiv(columns, size)
-        tiles = triton.cdiv(tokens, rows) * pieces
-        each = tiles_each(tiles, x.device)
-        _swiglu_rows_kernel[triton.cdiv(tiles, each),](
-            x,
-            out,
-            data,
-            scale,
-            columns,
-            x.stride(0),
-            *strides,
-            tokens,
-            pieces,
-            rows,
-            size,
-            each,
-            packed is not None,
-            num_warps=TILE_WARPS,
-            **dependent(x.device),
-        )
-    elif tokens:
+    if tokens:
         _swiglu_kernel[tokens, triton.cdiv(columns, size)](
             x,
             out,

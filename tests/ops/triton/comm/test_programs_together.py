@@ -27,6 +27,7 @@ SLOTS = 25
 ROWS = 16
 PICKS = 300
 HIDDEN = 2304
+NORMED = 512  # where the router computes the norm before it
 COLUMNS = 528
 RANKS = 2
 LAUNCHES = f"""
@@ -34,6 +35,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.comm import all_reduce_norm
 from rorqual.ops.triton.moe import align, topk
+from rorqual.ops.triton.rowwise import norm
 bf16 = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 into = lambda tokens: align.empty_blocks(tokens * 6, {SLOTS}, {ROWS}, torch.device("cpu"), True)
 align.moe_align_block_size(torch.empty({PICKS}, 1, dtype=torch.int32), {SLOTS}, {ROWS})
@@ -45,6 +47,9 @@ for two_shot in (False, True):
         x, table, epochs = bf16(2, {COLUMNS}), torch.empty({RANKS} + 1,
             dtype=torch.int64), torch.empty(8, dtype=torch.int32)
         all_reduce_norm.all_reduce_norm(table, epochs, rank, x, x, x[0], 1e-6, two_shot)
+pending = norm.pending(bf16(2, {NORMED}), bf16(2, {NORMED}), bf16({NORMED}), 1e-6)
+router = RouterWeights(bf16(24, {NORMED}), torch.empty(24), {MOE}, 1)
+topk.router(pending, router, torch.int32, into=into(2))
 """
 
 
@@ -117,7 +122,7 @@ def choose(kernels: list[Kernel], seed: int | None, ptx: str = "", joint: bool =
     out = Sorted(tokens * 6)
     held = torch.full((tokens, 24), 1e9)
     before = (
-        [x, gate, held, counters, bias, ids, weights, HIDDEN]
+        [x, gate, held, counters, bias, ids, weights, HIDDEN, 0, 0.0]
         if joint
         else [logits, bias, ids, weights, logits.numel(), 24]
     )
@@ -128,6 +133,34 @@ def choose(kernels: list[Kernel], seed: int | None, ptx: str = "", joint: bool =
         ptx or kernel.ptx, kernel.shared, grid, arguments, watched, seed, early=[gate]
     )
     check_choice(logits, bias, ids, weights)
+    out.check(ids.flatten())
+    assert not counters.any(), "the next launch starts from zeros"
+
+
+def choose_normed(kernels: list[Kernel], seed: int | None, ptx: str = "") -> None:
+    torch.manual_seed(2)
+    kernel = kernels[-1]
+    counters = torch.zeros(64, dtype=torch.int32)
+    x, residual = (torch.randn(2, NORMED).bfloat16() for _ in range(2))
+    weight = torch.randn(NORMED).bfloat16()
+    gate = (torch.randn(24, NORMED) / 24).bfloat16()
+    bias = torch.randn(24) * 0.3
+    rows, total = (torch.full_like(x, float("nan")) for _ in range(2))
+    ids = integers(2, 6)
+    weights = torch.full((2, 6), float("nan"))
+    out = Sorted(2 * 6)
+    held = torch.full((2, 24), 1e9)
+    before = [x, residual, weight, rows, total, gate, held, counters, bias, ids, weights]
+    sizes = [NORMED, NORMED, 1e-6, float(MOE.scaling)]
+    watched = [rows, total, ids, weights, *out.tensors, held, counters]
+    arguments = [*before, *sizes, *out.arguments]
+    ptx_interpreter.run(
+        ptx or kernel.ptx, kernel.shared, (24, 2), arguments, watched, seed, early=[gate]
+    )
+    normed, added = reference.add_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, added)
+    torch.testing.assert_close(rows, normed, rtol=1e-2, atol=1e-3)
+    check_choice(rows.float() @ gate.float().T, bias, ids, weights)
     out.check(ids.flatten())
     assert not counters.any(), "the next launch starts from zeros"
 
@@ -185,6 +218,11 @@ def reduce(kernels: list[Kernel], seed: int, two_shot: bool, ptx: list[str] | No
 def test_picks_are_sorted(kernels: list[Kernel], seed: int | None, joint: bool) -> None:
     sort(kernels, seed)
     choose(kernels, seed, joint=joint)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_router_computes_the_norm_before_it(kernels: list[Kernel], seed: int | None) -> None:
+    choose_normed(kernels, seed)
 
 
 @pytest.mark.parametrize("two_shot", [False, True])

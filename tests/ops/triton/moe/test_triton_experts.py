@@ -20,6 +20,7 @@ from rorqual.ops import reference
 from rorqual.ops.activation import NormOutput, PendingNorm, Quantized, hidden_of
 from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
+from rorqual.ops.triton import backend
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps, _router
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -385,8 +386,11 @@ def test_gate_product(
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("hidden", [160, 128])
-def test_router_computes_the_norm_before_it(tokens: int, hidden: int) -> None:
+def test_router_computes_the_norm_before_it(
+    tokens: int, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a token or two; the rows, the sum, the choice are those of a norm and a router apart."""
+    monkeypatch.setattr(backend, "NORM_IN_ROUTER", True)
     moe = MoEConfig(12, 3, 32)
     router = RouterWeights(random(12, hidden).bfloat16(), None, moe)
     x, residual = (random(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
@@ -405,7 +409,10 @@ def test_router_computes_the_norm_before_it(tokens: int, hidden: int) -> None:
     assert torch.equal(later, total)
 
 
-def test_a_pending_norm_is_computed_for_whoever_asks_first() -> None:
+def test_a_pending_norm_is_computed_for_whoever_asks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "NORM_IN_ROUTER", True)
     x, residual = (random(2, 96, dtype=torch.bfloat16) for _ in range(2))
     weight = random(96, dtype=torch.bfloat16)
     ops = TritonOps()
@@ -894,7 +901,7 @@ def test_rows_in_the_order_of_their_experts(
     monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
     monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
     if way == "chunks":  # several tiles a program
-        monkeypatch.setattr(quantize, "multiprocessors", lambda device: 0)
+        monkeypatch.setattr(expert_rows, "multiprocessors", lambda device: 0)
     tokens = 80 // top_k
     slots = 6
     ids = torch.stack([torch.randperm(slots)[:top_k] for _ in range(tokens)]).int().to(DEVICE)
@@ -930,41 +937,3 @@ def test_rows_in_the_order_of_their_experts(
     for behind in (found, joined):
         assert (behind.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's"
         assert behind.scale[here:].isnan().all()
-
-
-@pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
-@pytest.mark.parametrize(("columns", "top_k"), [(384, 2), (100, 3), (9000, 1)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_wide_rows_in_the_order_of_their_experts(
-    way: str, columns: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
-    monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
-    tokens = 20
-    slots = 6
-    ids = torch.stack([torch.randperm(slots)[:top_k] for _ in range(tokens)]).int().to(DEVICE)
-    ids[3] = -1
-    ids[7, -1] = -1
-    blocks = align.moe_align_block_size(ids, slots, 16)
-    x = random(tokens, columns + 16, dtype=dtype)[:, :columns]  # rows lie apart
-    found = expert_rows.in_order_wide(x, blocks, top_k)
-    assert found.shape == (tokens * top_k, columns)
-    assert found.dtype == dtype
-    seen = []
-    for expert, start, end, shift in blocks.blocks[:, : int(blocks.count)].t().tolist():
-        for row in range(start, min(end, start + 16)):
-            pick = int(blocks.order[shift + row])
-            assert ids.flatten()[pick] == expert
-            assert torch.equal(found[row], x[pick // top_k])
-            seen.append(row)
-    assert seen == list(range(int((ids >= 0).sum())))
-    assert found[len(seen) :].isnan().all(), "rows that are nobody's were written"
-
-
-@pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
-def test_wide_rows_of_which_none_is_here(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
-    monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
-    blocks = align.moe_align_block_size(torch.full((5, 2), -1, device=DEVICE), 3, 16)
-    found = expert_rows.in_order_wide(random(5, 64, dtype=torch.bfloat16), blocks, 2)
-    assert found.isnan().all()

@@ -1,8 +1,7 @@
-"""The forms for few and for many rows, as compiled for Hopper: the same bits from random rows."""
+"""Rope and the experts' rows have forms for few rows and for many. As compiled for Hopper: the same
+bits from random rows."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -23,52 +22,25 @@ HEAD = 16
 PICKS = ROWS * TOP_K
 BLOCK = 16  # rows of an expert
 LIMIT = 8
-QUERY = 384
-RANK = 128
-ROTARY = 16
 LAUNCHES = f"""
-from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.triton.attention import rope_kv_write
-from rorqual.ops.triton.moe import align, combine, expert_rows
-from rorqual.ops.triton.rowwise import quantize, norm
+from rorqual.ops.triton.moe import align, expert_rows
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
-rows = x({ROWS}, {COLUMNS})
-weights, angle = torch.empty({ROWS}, {TOP_K}), torch.empty({ROWS}, {HEAD} // 2)
+angle = torch.empty({ROWS}, {HEAD} // 2)
 heads = x({ROWS}, {HEADS}, {HEAD})
-norm.RESIDENT_WARPS = 24  # three programs of eight warps
-norm.multiprocessors = rope_kv_write.multiprocessors = lambda device: 1
-quantize.multiprocessors = lambda device: 0  # four tiles a program
-angles = torch.empty({ROWS}, {ROTARY} // 2)
-places = TokenPlaces(angles, angles, torch.empty({ROWS}, dtype=torch.int64))
+expert_rows.multiprocessors = lambda device: 0  # several tiles a program
 for many in (False, True):
     if many:
-        norm.FEW_ROWS = quantize.FEW_ROWS = combine.FEW_TOKENS = rope_kv_write.FEW_TOKENS = 0
-    norm.MANY_ROWS = 0 if many else 100
-    rope_kv_write.LATENT_PROGRAMS = 3 if many else 100
+        rope_kv_write.FEW_TOKENS = 0
     blocks = align.empty_blocks({PICKS}, 5, {BLOCK}, torch.device("cpu"), buckets=not many)
     assert blocks.limit == {LIMIT}
-    norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, False)
-    norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, True)
-    norm.swiglu(x({ROWS}, 2 * {COLUMNS}))
-    norm.swiglu_fp8(x({ROWS}, 2 * {COLUMNS}))
-    quantize.quantize(rows)
-    combine.combine(x({PICKS}, {COLUMNS}), None, weights, rows)
-    combine.combine(x({PICKS}, {COLUMNS}), torch.empty({ROWS}, {TOP_K}).int(), weights, None)
     for interleaved in (False, True):
         rope_kv_write.rope(heads, angle, angle, interleaved)
-    expert_rows.in_order_wide(rows, blocks, {TOP_K})
     expert_rows.in_order(quantized({ROWS}, {COLUMNS}), blocks, {TOP_K})
     expert_rows.in_order(x({PICKS}, {COLUMNS}), blocks, 1)
     expert_rows.joined(x({PICKS}, 2 * {COLUMNS}), blocks)
-    for quant in (False, True):
-        rope_kv_write.latent_epilogue(x({ROWS}, {QUERY + RANK + ROTARY}), x({QUERY}), x({RANK}),
-            places, x(4, 4, {RANK + ROTARY}), 1e-6, True, quant)
 """
-NAMES = (
-    *("norm", "norm quantized", "swiglu", "swiglu quantized", "quantize", "sum", "sum of some"),
-    *("rope by halves", "rope interleaved", "wide", "order", "order quantized", "join"),
-    *("latent", "latent quantized"),
-)
+NAMES = ("rope by halves", "rope interleaved", "order", "order quantized", "join")
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +59,6 @@ def seeded() -> None:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape).bfloat16()
-
-
-def unwritten(*shape: int) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
 
 
 class Made:
@@ -115,71 +83,6 @@ def same(one: list[Tensor], other: list[Tensor], written: int | None = None) -> 
         there = len(rows) if written is None else written
         assert not rows[:there].isnan().any()
         assert rows[there:].isnan().all()
-
-
-@pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
-def test_norms(kernels: dict[str, tuple[Kernel, Kernel]], pack: bool) -> None:
-    x = random(ROWS, COLUMNS)
-    residual = random(ROWS, COLUMNS)
-    weight = random(COLUMNS)
-    found: list[list[Tensor]] = []
-    for kernel, grid, rest in zip(
-        kernels["norm quantized" if pack else "norm"], (ROWS, 3), ([], [ROWS]), strict=True
-    ):
-        out, total, made = unwritten(ROWS, COLUMNS), unwritten(ROWS, COLUMNS), Made(ROWS)
-        bytes_made = made.tensors if pack else []
-        strides = made.strides if pack else [0, 0]
-        run(
-            kernel, (grid,), x, residual, weight, out, total, *bytes_made, *[COLUMNS] * 3, 1e-6,
-            *strides, *rest,
-        )  # fmt: skip
-        found.append([out, total, *bytes_made])
-    same(*found)
-
-
-@pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
-def test_swiglu(kernels: dict[str, tuple[Kernel, Kernel]], pack: bool) -> None:
-    x = random(ROWS, 2 * COLUMNS) * 9
-    x[3, 5] = -100.0  # whose exponential is none of fp32's normal numbers
-    x[4, 7] = 100.0
-    found: list[list[Tensor]] = []
-    few, many = kernels["swiglu quantized" if pack else "swiglu"]
-    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2,), [ROWS, 3])):
-        out, made = unwritten(ROWS, COLUMNS), Made(ROWS)
-        to: list[Any] = [*made.tensors, COLUMNS, 2 * COLUMNS, *made.strides]
-        if not pack:
-            to = [out, COLUMNS, 2 * COLUMNS, 0, 0]
-        run(kernel, grid, x, *to, *rest)
-        found.append(made.tensors if pack else [out])
-    same(*found)
-
-
-def test_quantize(kernels: dict[str, tuple[Kernel, Kernel]]) -> None:
-    x = random(ROWS, COLUMNS)
-    found = []
-    few, many = kernels["quantize"]
-    for kernel, grid, rest in ((few, (ROWS, 3), []), (many, (2,), [ROWS, 3])):
-        made = Made(ROWS)
-        run(kernel, grid, x, *made.tensors, COLUMNS, COLUMNS, *made.strides, *rest)
-        found.append(made.tensors)
-    same(*found)
-
-
-@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-def test_sums(kernels: dict[str, tuple[Kernel, Kernel]], some: bool) -> None:
-    y = random(PICKS, COLUMNS)
-    ids = torch.where(torch.rand(PICKS) < 0.3, -1, 1).int()
-    weights = torch.rand(ROWS, TOP_K)
-    base = random(ROWS, COLUMNS)
-    if some:
-        y[ids < 0] = float("nan")
-    found = []
-    few, many = kernels["sum of some" if some else "sum"]
-    for kernel, grid in ((few, (ROWS, 6)), (many, (ROWS,))):
-        out = unwritten(ROWS, COLUMNS)
-        run(kernel, grid, y, *([ids, weights] if some else [weights, base]), out)
-        found.append([out])
-    same(*found)
 
 
 @pytest.mark.parametrize("way", ["by halves", "interleaved"])
@@ -220,7 +123,7 @@ class Sorted:
         self.arguments = [self.blocks, self.count, LIMIT]
 
 
-@pytest.mark.parametrize("kind", ["wide", "order", "order quantized"])
+@pytest.mark.parametrize("kind", ["order", "order quantized"])
 def test_rows_in_order(kernels: dict[str, tuple[Kernel, Kernel]], kind: str) -> None:
     picks = Sorted()
     rows = PICKS if kind == "order quantized" else ROWS
@@ -231,9 +134,9 @@ def test_rows_in_order(kernels: dict[str, tuple[Kernel, Kernel]], kind: str) -> 
     given_strides = [rows] if kind == "order" else [0, 0]
     found = []
     for many, kernel in enumerate(kernels[kind]):
-        made, out = Made(PICKS), unwritten(PICKS, COLUMNS)
-        to = [out] if kind == "wide" else made.tensors
-        strides = [COLUMNS, COLUMNS, *given_strides, *([0, 0] if kind == "wide" else made.strides)]
+        made = Made(PICKS)
+        to = made.tensors
+        strides = [COLUMNS, COLUMNS, *given_strides, *made.strides]
         where = [picks.places] if many else [picks.order, *picks.arguments]
         grid = (rows, 1) if many else (LIMIT * BLOCK, 1)
         run(kernel, grid, *given, *to, *where, *strides)
@@ -246,31 +149,8 @@ def test_joined_rows(kernels: dict[str, tuple[Kernel, Kernel]]) -> None:
     both = random(PICKS, 2 * COLUMNS) * 3
     few, many = kernels["join"]
     found = []
-    for kernel, grid, rest in ((few, (LIMIT * BLOCK, 2), []), (many, (4,), [3])):
+    for kernel, grid, rest in ((few, (LIMIT * BLOCK, 2), []), (many, (7,), [3])):
         made = Made(PICKS)
         run(kernel, grid, both, *made.tensors, *picks.arguments, COLUMNS, *made.strides, *rest)
         found.append(made.tensors)
     same(*found, written=picks.here)
-
-
-@pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
-def test_latents(kernels: dict[str, tuple[Kernel, Kernel]], pack: bool) -> None:
-    width = QUERY + RANK + ROTARY
-    x = random(ROWS, width)
-    angle = torch.randn(ROWS, ROTARY // 2) * 3
-    given = [x, random(QUERY), random(RANK), angle.cos(), angle.sin(), torch.arange(ROWS)]
-    found: list[list[Tensor]] = []
-    few, many = kernels["latent quantized" if pack else "latent"]
-    for kernel, programs in ((few, ROWS), (many, 3)):
-        plane, query, made = (
-            unwritten(ROWS, RANK + ROTARY),
-            unwritten(ROWS, QUERY),
-            Made(ROWS, QUERY),
-        )
-        to = made.tensors if pack else [query]
-        strides = made.strides if pack else [0, 0]
-        run(
-            kernel, (programs, 2), *given, plane, *to, width, RANK + ROTARY, 1e-6, *strides, ROWS
-        )  # fmt: skip
-        found.append([plane, *to])
-    same(*found)

@@ -52,7 +52,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.triton.moe import combine, expert_rows, grouped_gemm, router_gemm, topk
     from rorqual.ops.triton.quantized import experts as quantized_experts
     from rorqual.ops.triton.quantized import linear as quantized_linear
-    from rorqual.ops.triton.rowwise import embedding, norm, quantize
+    from rorqual.ops.triton.rowwise import embedding, norm
     from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -292,21 +292,16 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         lambda: spec_decode.commit_tokens(index, index, index[:4], index[:4], tokens, index[:4]),
     )
     cpu = torch.device("cpu")
-    for tokens in (8, 1024):
+    for tokens in (8, 1024) if v3 else ():
         lying_in = picks_kernels.empty_blocks(tokens * 8, 128, 128, cpu, buckets=tokens == 8)
         yield (
             f"rows in order T{tokens}",
-            lambda t=tokens, b=lying_in: expert_rows.in_order_wide(x(t, 2048), b, 8),
+            lambda t=tokens, b=lying_in: (
+                expert_rows.in_order(Quantized.empty(t, 7168, cpu), b, 8),
+                expert_rows.in_order(x(t * 8, 7168), b, 1),
+                expert_rows.joined(x(t * 8, 4096), b),
+            ),
         )
-        if v3:
-            yield (
-                f"fp8 rows in order T{tokens}",
-                lambda t=tokens, b=lying_in: (
-                    expert_rows.in_order(Quantized.empty(t, 7168, cpu), b, 8),
-                    expert_rows.in_order(x(t * 8, 7168), b, 1),
-                    expert_rows.joined(x(t * 8, 4096), b),
-                ),
-            )
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (
@@ -338,22 +333,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
-    for hidden, packs in itertools.product((7168, 2048), {False, v3}):
-
-        def few_and_many(h: int = hidden, q: bool = packs) -> None:
-            for tokens in (4, 9000):
-                norm.add_norm(x(tokens, h), x(tokens, h), x(h), 1e-6, quantize_output=q)
-
-        yield f"sum and norm of few rows and many, {hidden} {packs}", few_and_many
+    yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     for tokens in (4, 9000):
-        yield f"swiglu T{tokens}", lambda t=tokens: norm.swiglu(x(t, 4096))
-        yield (
-            f"sum T{tokens}",
-            lambda t=tokens: combine.combine(x(t * 8, 7168), *picks(t, 8), x(t, 7168)),
-        )
-        if v3:
-            yield f"quantize T{tokens}", lambda t=tokens: quantize.quantize(x(t, 7168))
-            yield f"swiglu fp8 T{tokens}", lambda t=tokens: norm.swiglu_fp8(x(t, 36864))
         angles = x(tokens, 32, dtype=wide)
         yield (
             f"rope T{tokens}",
@@ -364,6 +345,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             "norm fp8",
             lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, quantize_output=True),
         )
+        yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
     slots = x(4, dtype=torch.int64)
     angle = x(4, 32, dtype=wide)
     places = TokenPlaces(angle, angle, slots)
@@ -480,15 +462,11 @@ def test_kernels_compile(capability: int) -> None:
             assert row["case"] == "fp32" or product in row, row
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row
     orders = [(row["case"], row["kernel"], row["sums over"]) for row in rows if "sums over" in row]
-    assert {kernel for _, kernel, _ in orders} == {
-        "_norm_kernel",
-        "_norm_rows_kernel",
-        "_combine_norm_kernel",
-    }
+    assert {kernel for _, kernel, _ in orders} == {"_norm_kernel", "_combine_norm_kernel"}
     alike = len({(case, order) for case, _, order in orders}) == len(
         {case for case, _, _ in orders}
     )
-    assert alike, "the joint kernel and that for many rows sum squares as the norm's does"
+    assert alike, "the joint kernel sums squares as the norm's does"
 
 
 if __name__ == "__main__":
