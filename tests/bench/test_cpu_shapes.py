@@ -3,8 +3,13 @@ bands."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from rorqual.bench.cpu.peer import Peer, Setting
 from rorqual.bench.cpu.run import FLAGS, processor
 from rorqual.bench.cpu.shapes import BANDS, FAMILIES, draw_shapes
 from rorqual.bench.cpu.work import CpuWork
@@ -46,3 +51,24 @@ def test_values_out_of_range_are_refused() -> None:
         CpuWork(shapes=0)
     with pytest.raises(ConfigError, match="threads=0 is out of range; accepted: at least 1"):
         CpuWork(threads=0)
+
+
+@pytest.mark.parametrize(("tokens", "tries"), [(8, True), (64, False)])
+def test_copies_of_experts_that_would_fill_memory_are_not_tried(
+    tokens: int, tries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 tokens 4.4 GB in bf16."""
+    peer: Any = Peer.__new__(Peer)
+    peer.static = None
+    sizes = {"moe_intermediate_size": 1408, "hidden_size": 2048, "num_experts_per_tok": 6}
+    peer.model = SimpleNamespace(config=SimpleNamespace(**sizes))
+    tried: list[Setting] = []
+
+    def probe(self: Peer, prompts: torch.Tensor, steps: int, setting: Setting) -> float:
+        tried.append(setting)
+        return 1.0
+
+    monkeypatch.setattr(Peer, "_probe", probe)
+    peer.best(torch.zeros(1, tokens, dtype=torch.int64), 3, 60.0)
+    assert {setting.experts for setting in tried} >= {"grouped_mm", "eager"}
+    assert any(setting.experts == "batched_mm" for setting in tried) == tries

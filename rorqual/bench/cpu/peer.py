@@ -17,6 +17,8 @@ from torch import Tensor
 Clock = Callable[[], float]
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 PROBED_STEPS = 3
+# batched_mm copies the weights of each token's experts: not tried where they come to more bytes
+MOST_COPIED = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,18 @@ class Peer:
         tried: dict[Setting, float] = {}
         deadline = time.perf_counter() + limit
         for setting in self._candidates(tried, steps):
+            if setting.experts == "batched_mm" and self._copied(prompts, setting) > MOST_COPIED:
+                continue
             if tried and time.perf_counter() > deadline:
                 break
             tried[setting] = self._probe(prompts, steps, setting)
         return min(tried, key=lambda setting: tried[setting]), len(tried)
+
+    def _copied(self, prompts: Tensor, setting: Setting) -> int:
+        """Bytes of the larger matrix, gate and up, of all experts of all prompts' tokens."""
+        config = self.model.config
+        matrix = 2 * config.moe_intermediate_size * config.hidden_size * setting.dtype.itemsize
+        return prompts.numel() * config.num_experts_per_tok * matrix
 
     def _candidates(self, tried: dict[Setting, float], steps: int) -> Iterator[Setting]:
         """Dtype and experts together, then the other attention with the best of them, then that
