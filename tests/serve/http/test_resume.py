@@ -237,9 +237,10 @@ def test_no_comment_comes_unasked(server: Running) -> None:
     given = resume_field(whole[:2])
     status, rest = server.request("POST", TEXT, {**body, "rorqual_resume": given})
     events = [json.loads(line[6:]) for line in rest.split("\n\n")[:-2]]
-    assert [event["choices"][0]["text"] for event in events] == [
+    # a server that is behind puts two tokens into one chunk
+    assert "".join(event["choices"][0]["text"] for event in events) == "".join(
         event.data["choices"][0]["text"] for event in whole[2:]
-    ]
+    )
     assert {event["id"] for event in events} == {whole[0].data["id"]}
 
 
