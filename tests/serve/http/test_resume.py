@@ -229,7 +229,7 @@ def test_other_apis_do_not_go_on(server: Running, path: str, body: dict[str, Any
 
 def test_no_comment_comes_unasked(server: Running) -> None:
     """A stream may go on without them."""
-    body = {**PROMPT, "temperature": 0, "max_tokens": 4, "stream": True}
+    body = {**PROMPT, "temperature": 0, "max_tokens": 24, "stream": True}
     status, plain = server.request("POST", TEXT, body)
     assert status == 200
     assert ": rorqual" not in plain
