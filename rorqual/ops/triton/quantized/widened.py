@@ -91,15 +91,15 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
     columns = 2 * packed
     out = torch.empty(*shape, columns, dtype=dtype, device=weight.data.device)
     rows = out.numel() // columns
-    chunks = columns // operands.step_of(weight)
-    _widen_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(chunks, TILE_CHUNKS)](
+    step = operands.step_of(weight)
+    _widen_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns // step, TILE_CHUNKS)](
         weight.data,
         weight.scale,
         weight.zero,
         out,
         rows,
         columns,
-        operands.step_of(weight),
+        step,
         operands.group_of(weight),
         weight.block[0],
         weight.zero is not None,
