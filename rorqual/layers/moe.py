@@ -15,7 +15,7 @@ from rorqual.layers.experts import HeldExperts
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.picks import Picks
-from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.activation import Activation, hidden_of, room_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import RouterWeights
@@ -224,7 +224,7 @@ class MoE(ExpertLayer):
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
         """[T, hidden], or the sum over each token's experts left to the norm that follows, where
         the layout says that one does."""
-        if not hidden_of(x).shape[0]:
+        if not room_of(x).shape[0]:
             return hidden_of(x)
         experts = self.ops.experts_deferred if layout.norm_sums else self.ops.routed_experts
         shared = None

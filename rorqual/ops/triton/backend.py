@@ -69,8 +69,6 @@ from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_p
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
 WIDEST_HEAD = 256
-# One kernel less a layer for a token or two. Off until a GPU has said that it pays.
-NORM_IN_ROUTER = False
 
 
 class TritonOps(Ops):
@@ -131,7 +129,7 @@ class TritonOps(Ops):
         wanted_in_fp8 = quantize_output and takes_fp8(x.device)
         few = 0 < x.shape[0] <= routing.ROUTER_TOKENS and routing.takes_norm(x.shape[1])
         rows = x.stride(1) == residual.stride(1) == 1
-        if NORM_IN_ROUTER and few and rows and not wanted_in_fp8:
+        if few and rows and not wanted_in_fp8:
             pending = norm_kernels.pending(x, residual, weight, eps)
             return pending, pending.total
         return self.add_norm(x, residual, weight, eps, quantize_output)

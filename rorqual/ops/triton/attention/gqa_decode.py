@@ -24,6 +24,7 @@ from rorqual.ops.triton.attention.mla_decode import (
     _softmax_step,
     _store_part,
     _whole,
+    fetch_rows_ahead,
     widened,
 )
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
@@ -178,7 +179,6 @@ def _gqa_decode_kernel(
     head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
     key/value heads], where FINISH: zero, and left zero. SCALED: the cache is an 8-bit one; a key's
     scale goes to its scores, a value's to its weights."""
-    wait_for_inputs(DEPENDENT)
     DTYPE: tl.constexpr = q.dtype.element_ty
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -193,11 +193,23 @@ def _gqa_decode_kernel(
     v_head = v_plane + group * kv_head + columns
     scale_head = scales + group * 2 if SCALED else k_plane
 
-    all_tiles = tl.load(starts + requests)
+    # The schedule is there: the kernel that made it let nobody start before its end. Read past the
+    # first level cache, which may hold the last step's.
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
-    request = tl.load(first + worker)
+    request = tl.load(first + worker, cache_modifier=".cg")
+    if DEPENDENT:  # noqa: SIM102 - known to the compiler
+        if position < last:
+            tile = position - tl.load(starts + request, cache_modifier=".cg")
+            length = tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
+            table = tables + request.to(tl.int64) * table_row
+            slots = _slots(table, tile * BLOCK_N + offsets, length, PAGE) * kv_row
+            bytes_of: tl.constexpr = SIZE * k_plane.dtype.element_ty.primitive_bitwidth // 8
+            fetch_rows_ahead(k_plane + group * kv_head + slots, bytes_of, DEPENDENT)
+            fetch_rows_ahead(v_plane + group * kv_head + slots, bytes_of, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if FINISH:  # noqa: SIM102 - known to the compiler
         if worker == 0:  # those before the first tile
             _zero_empty(

@@ -175,6 +175,23 @@ def _row(table, n, PAGE: tl.constexpr):
 
 
 @triton.jit
+def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Have SIZE bytes from each of a tile of addresses on brought to the second level cache, a line
+    of 128 at a time. Nobody waits: for what earlier steps wrote, before this kernel waits for the
+    one that makes its inputs."""
+    if DEPENDENT:
+        for line in tl.static_range(0, SIZE, 128):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [addresses.to(tl.int64) + line],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
 def _whole(pointers, inside, WHOLE: tl.constexpr):
     """A tile, whose columns outside are zero unless all are inside."""
     if WHOLE:
@@ -298,7 +315,6 @@ def _mla_decode_kernel(
 ):
     """Grid (row blocks, workers). `factor` is the softmax scale times log2(e). GROUPS > 0 marks
     an 8-bit cache."""
-    wait_for_inputs(DEPENDENT)
     ROWS: tl.constexpr = HEADS * QUERIES
     KIND: tl.constexpr = q_latent.dtype.element_ty
     HALF: tl.constexpr = GROUPS > 0 and tl.bfloat16 == KIND
@@ -313,11 +329,24 @@ def _mla_decode_kernel(
     rope_columns = tl.arange(0, ROPE)
     offsets = tl.arange(0, BLOCK_N)
 
-    all_tiles = tl.load(starts + requests)
+    # The schedule is there: the kernel that made it let nobody start before its end. Read past the
+    # first level cache, which may hold the last step's.
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
-    request = tl.load(first + worker)
+    request = tl.load(first + worker, cache_modifier=".cg")
+    if DEPENDENT:  # noqa: SIM102 - known to the compiler
+        if position < last:
+            tile = position - tl.load(starts + request, cache_modifier=".cg")
+            length = tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
+            table = tables + request.to(tl.int64) * table_row
+            slots = _slots(table, tile * BLOCK_N + offsets, length, PAGE)
+            row_bytes: tl.constexpr = RANK * latent.dtype.element_ty.primitive_bitwidth // 8
+            rope_bytes: tl.constexpr = ROPE * rope.dtype.element_ty.primitive_bitwidth // 8
+            fetch_rows_ahead(latent + slots * latent_row, row_bytes, DEPENDENT)
+            fetch_rows_ahead(rope + slots * rope_row, rope_bytes, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     while position < last:
         begin = tl.load(starts + request)
         end = tl.load(starts + request + 1)

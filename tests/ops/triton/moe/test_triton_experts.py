@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
 from rorqual.config.model import MoEConfig
+from rorqual.layers.moe import MoE
 from rorqual.ops import reference
 from rorqual.ops.activation import NormOutput, PendingNorm, Quantized, hidden_of
+from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
-from rorqual.ops.triton import backend
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps, _router
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -36,6 +39,7 @@ from rorqual.ops.triton.moe import (
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.rowwise import norm, quantize
+from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 pytestmark = pytest.mark.exhaustive
 
@@ -386,11 +390,8 @@ def test_gate_product(
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("hidden", [160, 128])
-def test_router_computes_the_norm_before_it(
-    tokens: int, hidden: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_router_computes_the_norm_before_it(tokens: int, hidden: int) -> None:
     """For a token or two; the rows, the sum, the choice are those of a norm and a router apart."""
-    monkeypatch.setattr(backend, "NORM_IN_ROUTER", True)
     moe = MoEConfig(12, 3, 32)
     router = RouterWeights(random(12, hidden).bfloat16(), None, moe)
     x, residual = (random(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
@@ -409,10 +410,29 @@ def test_router_computes_the_norm_before_it(
     assert torch.equal(later, total)
 
 
-def test_a_pending_norm_is_computed_for_whoever_asks_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(backend, "NORM_IN_ROUTER", True)
+def test_a_layer_leaves_a_pending_norm_to_its_router() -> None:
+    """Whoever asks for the rows before the router has the norm's kernel launched."""
+    w = expert_weights("bf16", 8, 96, 32)
+    router = RouterWeights(random(8, 96).bfloat16(), None, MoEConfig(8, 2, 32))
+    x, residual = (random(1, 96, dtype=torch.bfloat16) for _ in range(2))
+    ops = TritonOps()
+    weight = random(96, dtype=torch.bfloat16)
+    rows, _ = ops.add_norm(x, residual, weight, 1e-6)
+    pending, _ = ops.add_norm_for_router(x, residual, weight, 1e-6)
+    assert isinstance(pending, PendingNorm)
+
+    def too_early(norm: PendingNorm) -> None:
+        raise AssertionError("the norm was asked for before the router ran")
+
+    pending.compute = too_early
+    layer: Any = SimpleNamespace(
+        ops=ops, router=router, shared=None, exchange=SimpleNamespace(experts=w)
+    )
+    found = MoE.forward(layer, pending, SINGLE_LAYOUT)
+    assert torch.equal(summed(found), ops.routed_experts(rows, router, w))
+
+
+def test_a_pending_norm_is_computed_for_whoever_asks_first() -> None:
     x, residual = (random(2, 96, dtype=torch.bfloat16) for _ in range(2))
     weight = random(96, dtype=torch.bfloat16)
     ops = TritonOps()
