@@ -178,6 +178,8 @@ class Transformer:
         yield from forward_layers(self.layers, state, step)
         if not self.mesh.last_stage:
             return self._pass_on(state)
+        # as many as there are tokens are all of them, in order: nothing to pick
+        every_row = every_row or step.logit_rows.shape[0] == step.num_tokens
         return self.leave(state, step, None if every_row else step.logit_rows)
 
     def leave(self, state: HiddenState, step: ForwardBatch, rows: Tensor | None) -> Tensor:
