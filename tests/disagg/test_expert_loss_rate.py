@@ -3,15 +3,13 @@ itself from 5 s on, 0.95 of the rate before once another has joined, and no toke
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.distributed.starting import ROOT
+from tests.demo_script import load_demo
 
 pytestmark = pytest.mark.longest
 # Medians of pairs in turns: on a machine that is busy with other things too, one measurement in
@@ -21,14 +19,7 @@ TRIES = 3
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    path = ROOT / "demo" / "kill_an_expert_server.py"
-    spec = importlib.util.spec_from_file_location("kill_an_expert_server", path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
+    return load_demo("kill_an_expert_server")
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])

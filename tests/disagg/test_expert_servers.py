@@ -20,6 +20,8 @@ from rorqual.disagg.expert_server import ExpertServer, serve_experts
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import ConfigError, ExpertsMissing, RorqualError
+from rorqual.models import transformer
+from rorqual.parallel import overlap
 from rorqual.parallel.remote import exchange as remote_exchange
 from rorqual.parallel.remote.link import LinkError, introduce, receive, send, shut
 from rorqual.parallel.remote.wire import (
@@ -95,6 +97,7 @@ LAYOUTS: list[Any] = [
     (1, {"num_speculative_tokens": 2}),
     (2, {"micro_batches": 3}),
     (3, {"micro_batches": 4, "num_speculative_tokens": 2}),
+    (2, {"micro_batches": 6, "num_speculative_tokens": 1}),
     (3, {"steps_in_flight": 3, "chunked_prefill_size": 3}),
     (2, {"pipeline_turns": 2}),
     pytest.param(
@@ -116,6 +119,61 @@ def test_every_layout_gives_one_process_s_tokens(
     spread = {1: ["all"], 2: ["0-7", "8-15"], 3: ["0-5,14", "6-11", "10-15,0"]}[count]
     servers = [start(slots) for slots in spread]
     assert everything(LLM(**options(servers, secret_file, **more)), TEXTS) == expected
+
+
+# of different lengths, and tokens of different numbers: steps pass from twelve requests to one
+MANY = [*TEXTS, "A", "The old man and the sea", "Why not", "Once upon a time there was", "So"]
+LENGTHS = [params(max_tokens=4 + 2 * number) for number in range(len(MANY))]
+MANY_SEQS: dict[str, Any] = {"max_num_seqs": len(MANY)}
+
+
+@pytest.fixture(scope="module")
+def many() -> list[list[int]]:
+    """Of one process."""
+    llm = LLM(**{**COMMON, **MANY_SEQS})
+    try:
+        return [out.outputs[0].token_ids for out in llm.generate(MANY, LENGTHS)]
+    finally:
+        llm.engine.close()
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize(
+    ("parts", "drafts"), [(8, 0), (8, 1), (5, 0), (5, 2), (6, 0), (6, 1), (7, 1)]
+)
+def test_up_to_eight_parts_give_one_process_s_tokens(
+    parts: int,
+    drafts: int,
+    start: Start,
+    secret_file: str,
+    many: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of steps with fewer requests than parts, which stay whole; and of those that a server
+    leaves."""
+    cut: set[int] = set()
+
+    def noted(generators: Any) -> Any:
+        cut.add(len(generators))
+        return overlap.run(generators)
+
+    monkeypatch.setattr(transformer, "run", noted)
+    first, second = start("0-9"), start("6-15,0-5")
+    more = {"micro_batches": parts, "num_speculative_tokens": drafts, **MANY_SEQS}
+
+    def generated(llm: LLM, count: int) -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in llm.generate(MANY[:count], LENGTHS[:count])]
+
+    with engine([first, second], secret_file, **more) as llm:
+        assert generated(llm, len(MANY)) == many
+        assert cut == {parts}
+        cut.clear()
+        for count in (parts - 1, 1):
+            assert generated(llm, count) == many[:count]
+        assert not cut
+        first.close()
+        assert generated(llm, len(MANY)) == many
+        assert cut == {parts}
 
 
 @pytest.mark.exhaustive

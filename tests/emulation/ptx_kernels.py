@@ -4,7 +4,6 @@ may break in it."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
+
+from tests.child_process import compiler_environment
 
 BEFORE = """
 import json
@@ -45,11 +46,7 @@ class Kernel:
 def compiled(launches: str, folder: Path, checks: str = "") -> list[Kernel]:
     """launches: Python whose launches are compiled; checks: Python that may look at `launched`
     afterwards."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(folder),
-        # as it is: another Triton may be tried by it
-        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = compiler_environment(TRITON_CACHE_DIR=str(folder))
     inside = "\n".join("    " + line for line in launches.strip().splitlines())
     command = [
         sys.executable,

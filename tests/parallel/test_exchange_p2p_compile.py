@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.child_process import compiler_environment
+
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(
@@ -61,12 +60,9 @@ def compiled(capability: int) -> list[dict[str, object]]:
 
 
 def test_the_kernels_compile_for_hopper() -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    } | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, __file__],
-        env=environment,
+        env=compiler_environment(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.serve.running import ROOT
+from tests.child_process import python_path
 
 # of processes that find what this one finds, and tell their spans soon
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": python_path(),
     "OTEL_BSP_SCHEDULE_DELAY": "100",
 }
 SERVER = 2  # kinds, by OTLP's numbers

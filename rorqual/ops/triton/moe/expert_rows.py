@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.rowwise.norm import silu
 from rorqual.ops.triton.rowwise.quantize import store_fp8, to_fp8
+from rorqual.ops.triton.rowwise.silu import silu
 from rorqual.ops.triton.runtime.launch import (
     dependent,
     multiprocessors,

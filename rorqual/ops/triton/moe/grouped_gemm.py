@@ -43,6 +43,7 @@ from rorqual.ops.triton.moe.small_batch import (
     tile_of,
 )
 from rorqual.ops.triton.rowwise.quantize import quantized
+from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
@@ -212,7 +213,7 @@ def _gate_up_kernel(
                 gate = _product(gate, gt, xt, SWAP, PRECISION)
                 ut = tile_of(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K)
                 up = _product(up, ut, xt, SWAP, PRECISION)
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = silu_exp(gate) * up
         columns = first + tl.arange(0, N)
         if QUANT:  # N is 128 here: the tile is one block of the activation
             scale = tl.maximum(tl.max(tl.abs(y), 0 if SWAP else 1), 1e-4) / 448.0

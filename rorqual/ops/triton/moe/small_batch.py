@@ -14,6 +14,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm import int4
 from rorqual.ops.triton.gemm.int4 import group_scale, halves, int4_terms
 from rorqual.ops.triton.rowwise.quantize import to_fp8
+from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -145,7 +146,7 @@ def _direct_gate_up_kernel(
         g = tl.sum(gate, 1)
         u = tl.sum(up, 1)
         rows = first + tl.arange(0, N)
-        y = (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty)
+        y = (silu_exp(g) * u).to(h.dtype.element_ty)
         tl.store(h + pick.to(tl.int64) * INNER + rows, y, mask=rows < INNER)
 
 

@@ -25,6 +25,7 @@ from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.quantized import int4_direct, operands, widened
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
+from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
@@ -143,7 +144,7 @@ def _quantized_gate_up_kernel(
             N, ROWS, K, INT4, W_GROUP, X_GROUP, X_SCALED, ZERO,
         )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (2, 1, 0)))
-        y = (gate / (1.0 + tl.exp(-gate)) * up).to(h.dtype.element_ty)
+        y = (silu_exp(gate) * up).to(h.dtype.element_ty)
         columns = (tile % tiles) * HALF + tl.arange(0, HALF)
         target = h + rows.to(tl.int64)[:, None] * INNER + columns[None, :]
         tl.store(target, y, mask=valid[:, None] & (columns < INNER)[None, :])

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.rounding import ACTIVATION_BLOCK, FP8
+from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 # kinds of config.quant.ACTIVATIONS that are rounded here: the number, and columns of a scale (0:
@@ -64,8 +65,8 @@ def _round_kernel(
     if GATED:
         kind: tl.constexpr = x.dtype.element_ty
         up = tl.load(x + row * x_row + columns + offsets, mask=inside, other=0.0).to(tl.float32)
-        silu = (values / (1.0 + tl.exp(-values))).to(kind).to(tl.float32)
-        values = (silu * up).to(kind).to(tl.float32)
+        gate = silu_exp(values).to(kind).to(tl.float32)
+        values = (gate * up).to(kind).to(tl.float32)
     # rows of picks that are elsewhere were never written, and are read by nobody
     values = tl.where(values == values, values, 0.0)
     groups = tl.reshape(values, (SIZE // SHARE, SHARE))

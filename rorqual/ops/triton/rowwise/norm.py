@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rorqual.ops.activation import Activation, PendingNorm, Quantized, output_of
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
+from rorqual.ops.triton.rowwise.silu import silu
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -139,13 +140,6 @@ def pending(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> PendingN
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
-
-
-@triton.jit
-def silu(x):
-    """x / (1 + exp(-x)), x fp32. By exp2, which takes results below 2^-126 for zero where exp
-    spends four instructions on them: beside the 1 none of them counts."""
-    return x / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit(do_not_specialize=["scale_block"])

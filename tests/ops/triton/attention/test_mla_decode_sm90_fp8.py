@@ -3,7 +3,6 @@ with hostile tails and scales; and what it compiles to."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from rorqual.bench.kernels.attention import attend, exact_entries
 from rorqual.ops import reference
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention import mla_decode_sm90_fp8
+from tests.child_process import compiler_environment
 from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import caught, changes
@@ -319,10 +319,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """PTX of three forms of the kernel, with files of machine code and of shared memory's size
     beside it."""
     folder = tmp_path_factory.mktemp("compiled")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = compiler_environment(TRITON_CACHE_DIR=str(folder))
     command = [sys.executable, "-c", COMPILE.replace("{folder}", str(folder))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

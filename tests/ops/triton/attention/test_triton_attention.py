@@ -7,7 +7,6 @@ poisoned.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from unittest import mock
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.interface import AttentionMetadata, Ops, PartialAttention, shares_of
+from tests.child_process import compiler_environment
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
@@ -409,10 +409,7 @@ print(len(launched), sum("wgmma" in k.ptx for k in launched))
 def test_every_kernel_compiles(capability: int, tmp_path: object) -> None:
     if DEVICE == "cuda" and capability != 90:
         pytest.skip("the card itself compiles")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = compiler_environment(TRITON_CACHE_DIR=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(capability)],
         env=environment,

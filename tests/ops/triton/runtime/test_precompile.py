@@ -3,12 +3,13 @@ would be written is zero."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.child_process import compiler_environment
 
 pytestmark = pytest.mark.exhaustive
 
@@ -62,10 +63,7 @@ print("compiled")
 
 
 def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
+    environment = compiler_environment(TRITON_CACHE_DIR=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
     )

@@ -7,19 +7,18 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+from tests.child_process import compiler_environment
+
 INSTRUCTIONS = (
     "wgmma.mma_async",
     "mma.sync",
@@ -435,12 +434,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 def test_kernels_compile(capability: int) -> None:
     from tests.emulation.cross_compile import SHARED
 
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    } | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, str(capability), "--json"]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=compiler_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)
