@@ -45,6 +45,7 @@ inline void panel_product(const char *, int64_t, int64_t, int64_t, const char *,
 #endif
 
 #include "pairs.h"
+#include "lanes.h"
 
 template <class E>
 inline bool on_unit(const E *weights, int64_t n) {
@@ -96,6 +97,13 @@ inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
             for (int64_t band = 0; band < rows; band += PANEL) {
                 int64_t width = std::min(PANEL, rows - band), bytes = std::min(DEEP, k - deep) * EACH, last = std::min(n, some + AT_UNIT);
                 turn_panel((const char *)(w + band * ldw + deep), ldw * EACH, width, bytes, panel);
+#if defined(__AVX512BF16__)
+                if (!amx_here()) {
+                    NextBand next = {band + PANEL < rows ? (const char *)(w + (band + PANEL) * ldw + deep) : nullptr, ldw * EACH, std::min(PANEL, rows - band - PANEL) - 1};
+                    pairs_product(panel, edged(bytes), (const char *)(x + some * ldx + deep), ldx * EACH, last - some, y + some * ldy + band, ldy, width, {deep > 0, nullptr}, next);
+                    continue;
+                }
+#endif
                 for (int64_t i = some; i < last; i += CHUNK) {
                     int64_t count = std::min(CHUNK, last - i), length = edged(bytes);
                     panel_product<bf16>(panel, length, 0, length, (const char *)(x + i * ldx + deep), ldx * EACH, count, sums);
