@@ -64,14 +64,14 @@ void expert_gates(bool units, const T *gate_up, const float *in, int64_t ldx, in
     }
 }
 
-// Whether an expert's rows are lanes: in calls whose products may depend on the number of rows, AMX aside.
+// Whether an expert's rows are lanes: where fewer lanes stay empty than turning a panel takes rows. The sums are the same.
 template <class T>
-inline bool on_lanes(const T *, int64_t, int64_t) {
+inline bool on_lanes(const T *, int64_t) {
     return false;
 }
 
 #if defined(__AVX512BF16__)
-inline bool on_lanes(const bf16 *, int64_t tokens, int64_t count) { return tokens >= PACKED && count >= FEWEST_LANES && !amx_here(); }
+inline bool on_lanes(const bf16 *, int64_t count) { return count >= PACKED && count <= MOST_LANES && spare_lanes(count) <= 6 && !amx_here(); }
 
 constexpr int64_t LANE_ROWS = 32;  // rows of a matrix whose results stay in the first cache
 
@@ -157,7 +157,7 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     share(used * blocks, 2 * work, [=](int64_t unit) {
         Group e = groups[unit / blocks];
         int64_t from = unit % blocks * width;
-        if (on_lanes(gate_up, n, e.count))
+        if (on_lanes(gate_up, e.count))
             return lane_gates(gate_up + e.slot * 2 * size * hidden, x, order, e, top_k, hidden, size, from, std::min(width, size - from),
                               (uint32_t *)(g + e.first * ldg));
         bool units = on_unit(gate_up, e.count);
@@ -169,7 +169,7 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     share(used * bands, work, [=](int64_t unit) {
         Group e = groups[unit / bands];
         int64_t from = unit % bands * height, rows = std::min(height, hidden - from);
-        if (on_lanes(down, n, e.count))
+        if (on_lanes(down, e.count))
             return lane_downs(down + e.slot * hidden * size, (const uint32_t *)(g + e.first * ldg), order, e, hidden, size, from, rows, out);
         float *made = scratch(10, e.count * rows);
         const T *some = down + (e.slot * hidden + from) * size;

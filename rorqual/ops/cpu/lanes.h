@@ -7,9 +7,10 @@
 // Sums are those of `unit_dots` to the last bit: every result adds up its pairs of columns in order, in the same pieces.
 
 #if defined(__AVX512BF16__)
-constexpr int64_t FEWEST_LANES = 8;  // rows from which lanes may stay empty
+constexpr int64_t MOST_LANES = 112;  // rows up to which it pays
 
 inline int64_t registers_of(int64_t count) { return (count + LANES - 1) / LANES; }
+inline int64_t spare_lanes(int64_t count) { return registers_of(count) * LANES - count; }
 inline int64_t groups_of(int64_t registers) { return (registers + 2) / 3; }
 
 struct LaneGroup {
