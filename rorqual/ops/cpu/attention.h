@@ -107,14 +107,19 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
         int64_t request, group, part;
     };
     static thread_local std::vector<Unit> all;
+    static thread_local std::vector<int64_t> firsts;  // of a request's group, its first unit
     all.clear();
+    firsts.clear();
     int64_t cached = 0;
     for (int64_t t = 0; t < n; t++) {
         cached += lens[t];
-        for (int64_t g = 0; g < groups; g++)
+        for (int64_t g = 0; g < groups; g++) {
+            firsts.push_back(int64_t(all.size()));
             for (int64_t p = 0; p == 0 || p * PART < lens[t]; p++) all.push_back({t, g, p});
+        }
     }
     const Unit *units = all.data();
+    const int64_t *starts = firsts.data();
     int64_t count = int64_t(all.size()), each = heads * ldo;
     float *sums = scratch(9, count * each), *state = scratch(7, count * heads * 2);
     share(count, cached * groups * heads * (d + dv), [=, &cache](int64_t i) {
@@ -123,13 +128,13 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
         attend(q + row * heads * ldq, ldq, heads, d, dv, cache, u.group * group_offset, cache.tables + u.request * cache.width, first, last,
                sums + i * each, ldo, state + i * heads * 2);
     });
-    for (int64_t i = 0; i < count;) {
-        Unit u = units[i];
-        int64_t parts = std::max<int64_t>(1, (lens[u.request] + PART - 1) / PART), row = u.request * groups + u.group;
-        for (int64_t h = 0; h < heads; h++)
-            join_parts(sums + i * each + h * ldo, each, state + (i * heads + h) * 2, heads * 2, parts, padded(dv), out + (row * heads + h) * ldo);
-        i += parts;
-    }
+    split(n * groups, 1, 4 * count * each, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            int64_t i = starts[row], parts = std::max<int64_t>(1, (lens[units[i].request] + PART - 1) / PART);
+            for (int64_t h = 0; h < heads; h++)
+                join_parts(sums + i * each + h * ldo, each, state + (i * heads + h) * 2, heads * 2, parts, padded(dv), out + (row * heads + h) * ldo);
+        }
+    });
 }
 
 constexpr int64_t QUERIES = 48;  // of a head that look at a step of keys together

@@ -436,30 +436,46 @@ template <class T>
 void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                 float scale, T *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
     int64_t ldq = apart(d);
-    float *query = scratch(0, n * heads * ldq), *sums = scratch(1, n * heads * ldq), *row = scratch(3, d);
-    for (int64_t i = 0; i < n * heads; i++) {
-        widen_all(q + i * d, d, row);
-        for (int64_t j = 0; j < d; j++) row[j] *= scale;
-        spread<T>(row, d, query + i * ldq);
-    }
+    float *query = scratch(0, n * heads * ldq), *sums = scratch(1, n * heads * ldq);
+    split(n * heads, 1, 8 * n * heads * d, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            float *row = query + i * ldq;
+            spread<T>(q + i * d, d, row);
+            for (int64_t j = 0; j < padded(d); j++) row[j] *= scale;
+        }
+    });
     Paged<T> cache = {keys, values, groups * d, groups * d, tables, width, page};
     attend_all(query, ldq, n, groups, heads / groups, d, d, cache, d, lens, sums, ldq);
-    for (int64_t i = 0; i < n * heads; i++) {
-        gathered<T>(sums + i * ldq, d, row);
-        narrow_all(row, d, out + i * d);
-    }
+    split(n * heads, 1, 8 * n * heads * d, [=](int64_t begin, int64_t end) {
+        float *row = scratch(3, d);
+        for (int64_t i = begin; i < end; i++) {
+            gathered<T>(sums + i * ldq, d, row);
+            narrow_all(row, d, out + i * d);
+        }
+    });
+}
+
+struct Ranked {
+    uint32_t key;  // larger for larger values, largest for those that are none, the same for both zeros
+    int32_t second;
+};
+
+inline uint32_t rank_of(float x) {
+    uint32_t u;
+    x += 0.f;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return 0xffffffff;
+    return u >> 31 ? ~u : u | 0x80000000;
 }
 
 // The k best of n values, in the order in which torch.topk(sorted=False) leaves them on the CPU:
 // the same algorithm of the standard library, so that of equal values (rounded logits often are)
 // the same ones are taken as by the definition. Valid until the next call on this thread.
-const std::pair<float, int64_t> *best(const float *x, int64_t n, int64_t k) {
-    static thread_local std::vector<std::pair<float, int64_t>> queue;
+const Ranked *best(const float *x, int64_t n, int64_t k) {
+    static thread_local std::vector<Ranked> queue;
     queue.resize(n);
-    for (int64_t i = 0; i < n; i++) queue[i] = {x[i], i};
-    auto before = [](const auto &a, const auto &b) {
-        return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
-    };
+    for (int64_t i = 0; i < n; i++) queue[i] = {rank_of(x[i]), int32_t(i)};
+    auto before = [](Ranked a, Ranked b) { return a.key > b.key; };
     if (k * 64 <= n)
         std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), before);
     else

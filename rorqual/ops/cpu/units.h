@@ -70,8 +70,10 @@ inline void unit_row(const bf16 *x, int64_t k, bf16 *out, int64_t last) {
 }
 
 template <class X>
-bf16 *unit_rows(const X *x, int64_t n, int64_t k, int which) {
+const bf16 *unit_rows(const X *x, int64_t n, int64_t k, int which) {
     int64_t ldx = unit_apart(k);
+    if constexpr (std::is_same<X, bf16>::value)
+        if (ldx == k) return x;  // as they lie
     bf16 *in = (bf16 *)scratch(which, n * ldx / 2);
     split(n, 1, n * k, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) unit_row(x + i * k, k, in + i * ldx, ldx);
@@ -99,8 +101,10 @@ inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
                 turn_panel((const char *)(w + band * ldw + deep), ldw * EACH, width, bytes, panel);
 #if defined(__AVX512BF16__)
                 if (!amx_here()) {
-                    NextBand next = {band + PANEL < rows ? (const char *)(w + (band + PANEL) * ldw + deep) : nullptr, ldw * EACH, std::min(PANEL, rows - band - PANEL) - 1};
-                    pairs_product(panel, edged(bytes), (const char *)(x + some * ldx + deep), ldx * EACH, last - some, y + some * ldy + band, ldy, width, {deep > 0, nullptr}, next);
+                    int64_t left = rows - band - PANEL;
+                    NextBand next = {left > 0 ? (const char *)(w + (band + PANEL) * ldw + deep) : nullptr, ldw * EACH, std::min(PANEL, left) - 1};
+                    pairs_product(panel, edged(bytes), (const char *)(x + some * ldx + deep), ldx * EACH, last - some, y + some * ldy + band, ldy,
+                                  width, {deep > 0, nullptr}, next);
                     continue;
                 }
 #endif
