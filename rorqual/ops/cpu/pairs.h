@@ -86,6 +86,10 @@ INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Pi
 inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
     int64_t r = 0, ahead = rows_ahead(ldw * int64_t(sizeof(bf16))), tiles = (n + 3) / 4;
     if (n > 1) ahead = std::max<int64_t>(4, ahead);  // four rows are read at once: none of them is asked for
+    for (; n == 1 && r + 4 <= rows; r += 4) {
+        const bf16 *mine = w + r * ldw;
+        pair_tile<1>(mine, ldw, x, ldx, {k, true, true, nullptr}, r + 4 + ahead <= rows ? mine + ahead * ldw : mine, y + r, ldy);
+    }
     int64_t deep = n > 4 && n * ldx > HELD_PAIRS ? PIECE : k;
     float *held = scratch(14, deep < k ? tiles * 16 * SPAN : 0);
     for (; r + 4 <= rows; r += 4) {
@@ -96,7 +100,6 @@ inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
                 Piece piece = {std::min(deep, k - i), i == 0, i + deep >= k, held + t * 16 * SPAN};
                 const bf16 *in = x + from * ldx + i;
                 float *out = y + from * ldy + r;
-                if (count == 1) pair_tile<1>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
                 if (count == 2) pair_tile<2>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
                 if (count == 3) pair_tile<3>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
                 if (count == 4) pair_tile<4>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
