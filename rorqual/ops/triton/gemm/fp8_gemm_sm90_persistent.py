@@ -56,12 +56,18 @@ def share(high, ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_of(turn, rounds, high, ROWS: gl.constexpr):
-    """(token tile, weight tile) of a turn: 16 token tiles go through all weight tiles together,
-    so that both stay in the cache. The last round, of fewer tiles than programs, begins with the
-    last program."""
+    """(token tile, weight tile) of a turn. The last round, of fewer tiles than programs, begins
+    with the last program."""
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
+    return corner_of(tile, high, ROWS)
+
+
+@gluon.jit
+def corner_of(tile, high, ROWS: gl.constexpr):
+    """(token tile, weight tile): 16 token tiles go through all weight tiles together, so that both
+    stay in the cache."""
     PER_GROUP: gl.constexpr = 16 * ((ROWS + 127) // 128)
     group = tile // PER_GROUP
     inside = tile % PER_GROUP
@@ -175,7 +181,7 @@ def sums(
 
 
 @gluon.jit
-def _with_bias(acc, bias, row_tile, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
+def with_bias(acc, bias, row_tile, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
     if BIAS:
         row = row_tile * 128 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
         acc = acc + gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[None, :]
@@ -183,7 +189,7 @@ def _with_bias(acc, bias, row_tile, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC:
 
 
 @gluon.jit
-def _send(y_tma, out, acc, first, n_tile):
+def send(y_tma, out, acc, first, n_tile):
     """By a bulk copy, which leaves out what lies past the ends."""
     tma.store_wait(0)
     thread_barrier()  # the copy before this one has read its place
@@ -193,7 +199,7 @@ def _send(y_tma, out, acc, first, n_tile):
 
 
 @gluon.jit
-def _store(y, acc, first, n_tile, tokens, ROWS: gl.constexpr, ACC: gl.constexpr):
+def store(y, acc, first, n_tile, tokens, ROWS: gl.constexpr, ACC: gl.constexpr):
     token = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
     row = n_tile * 128 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
     there = (token < tokens)[:, None] & (row < ROWS)[None, :]
@@ -261,9 +267,9 @@ def _multiply(
                 TWO,
                 64,
             )
-            _store(
+            store(
                 y,
-                _with_bias(narrow, bias, n_tile, ROWS, BIAS, NARROW),
+                with_bias(narrow, bias, n_tile, ROWS, BIAS, NARROW),
                 first,
                 n_tile,
                 tokens,
@@ -271,9 +277,9 @@ def _multiply(
                 NARROW,
             )
             if TWO:
-                _store(
+                store(
                     y,
-                    _with_bias(narrow_high, bias, n_tile, ROWS, BIAS, NARROW),
+                    with_bias(narrow_high, bias, n_tile, ROWS, BIAS, NARROW),
                     first + 64,
                     n_tile,
                     tokens,
@@ -300,10 +306,10 @@ def _multiply(
                 TWO,
                 128,
             )
-            _send(y_tma, out, _with_bias(low, bias, n_tile, ROWS, BIAS, ACC), first, n_tile)
+            send(y_tma, out, with_bias(low, bias, n_tile, ROWS, BIAS, ACC), first, n_tile)
             if TWO:
-                _send(
-                    y_tma, out, _with_bias(upper, bias, n_tile, ROWS, BIAS, ACC), first + 64, n_tile
+                send(
+                    y_tma, out, with_bias(upper, bias, n_tile, ROWS, BIAS, ACC), first + 64, n_tile
                 )
     tma.store_wait(0)
 

@@ -37,7 +37,7 @@ class LinearPlan(tuning.StoredConfig):
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
         if row.tall:
-            return PersistentPlan(row.m, row.stages)
+            return PersistentPlan(row.m, row.stages, row.split, row.waves == 1, row.halves)
         return TilePlan(
             row.m, row.n, row.warps, row.stages, row.swap, row.tma, row.split, row.waves, row.halves
         )
@@ -105,13 +105,33 @@ class StreamKPlan(LinearPlan):
 @dataclass(frozen=True)
 class PersistentPlan(LinearPlan):
     """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
-    rows."""
+    rows. balanced: that of fp8_gemm_sm90_balanced.py, whose scales come through shared memory;
+    split: in it, tiles of the last rounds are cut for at most so many programs a tile on average, 1
+    for whole tiles; turns: in it, the warpgroups begin their products by turns."""
 
     m: int
     stages: int
+    split: int = 1
+    balanced: bool = False
+    turns: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.split != 1 or self.turns) and not self.balanced:
+            raise ValueError("only the balanced kernel cuts tiles and takes turns")
 
     def row(self) -> LinearRow:
-        return LinearRow(self.m, 128, 4, self.stages, swap=False, tma=True, tall=True)
+        return LinearRow(
+            self.m,
+            128,
+            4,
+            self.stages,
+            swap=False,
+            tma=True,
+            split=self.split,
+            waves=int(self.balanced),
+            halves=self.turns,
+            tall=True,
+        )
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)
