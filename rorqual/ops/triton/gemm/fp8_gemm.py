@@ -252,7 +252,7 @@ def _run(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: Lin
         from rorqual.ops.triton.gemm import fp8_gemm_sm90_balanced, fp8_gemm_sm90_persistent
 
         if fp8_gemm_sm90_persistent.fits(weight, y):
-            kernel = fp8_gemm_sm90_balanced if plan.balanced else fp8_gemm_sm90_persistent
+            kernel = fp8_gemm_sm90_balanced if plan.loop else fp8_gemm_sm90_persistent
             kernel.launch(x, weight, bias, y, plan)
             return
         plan = HALVES

@@ -264,6 +264,114 @@ def _begin(ring, xt, wt, done, never, turn, WHO: gl.constexpr, TURNS: gl.constex
 
 
 @gluon.jit
+def _turn(
+    ring,
+    product,
+    spare,
+    unit,
+    stage,
+    phase,
+    never,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """Begins the product of the next unit, then waits for `product`, that of this unit, and gives
+    its stage away."""
+    coming, turned = next_stage(stage, phase, STAGES)
+    mbarrier.wait(ring.full.index(coming), turned)
+    begun = _product(ring, coming, spare, never, M, WHO, WIDTH)
+    factors = _factors(ring, unit, 0, M, WHO, WIDTH)
+    done = warpgroup_mma_wait(1, deps=[product])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return begun, done, factors, coming, turned
+
+
+@gluon.jit
+def _product(ring, stage, spare, never, M: gl.constexpr, WHO: gl.constexpr, WIDTH: gl.constexpr):
+    """Of a warpgroup's 64 tokens, under way. Of `spare` nothing but its registers is used."""
+    return warpgroup_mma(
+        ring.inputs.index(stage).slice(WHO * (M // 2), 64),
+        ring.weights.index(stage).slice(0, WIDTH).permute((1, 0)),
+        spare,
+        use_acc=never,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _factors(
+    ring, unit, CHUNK: gl.constexpr, M: gl.constexpr, WHO: gl.constexpr, WIDTH: gl.constexpr
+):
+    """[64, 1]: of the tokens of a warpgroup's chunk."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    chunks = ring.factors._reinterpret(gl.float32, [FACTORS // 64, 64], FLAT)
+    chunk = unit % (FACTORS // M) * (M // 64) + WHO * (M // 128) + CHUNK
+    return chunks.index(chunk).load(gl.SliceLayout(1, ACC))[:, None]
+
+
+@gluon.jit
+def _at_once(x):
+    """x, computed before any product or wait behind this: put off, it would hold the registers that
+    the next product takes."""
+    return gl.inline_asm_elementwise("", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def overlapping_sums(
+    ring,
+    unit,
+    units,
+    stage,
+    phase,
+    tokens,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """As sums_of, of 64 tokens: the product of the next unit is under way while that of this one
+    is scaled and added."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    never = tokens < 0
+    stop = unit + units
+    acc = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
+    # Two products' registers take turns, each under the same name where a turn of the loop begins
+    # and ends: else it would be copied, and waited for.
+    spare = acc
+    mbarrier.wait(ring.full.index(stage), phase)
+    part = _product(ring, stage, acc, never, M, WHO, WIDTH)
+    while unit + 2 < stop:
+        other, done, now, stage, phase = _turn(
+            ring, part, spare, unit, stage, phase, never, M, STAGES, WHO, WIDTH
+        )
+        acc = _at_once(acc + done * now)
+        unit = unit + 1  # not +=: tests run this on tensors, which that would change in place
+        part, spare, now, stage, phase = _turn(
+            ring, other, done, unit, stage, phase, never, M, STAGES, WHO, WIDTH
+        )
+        acc = _at_once(acc + spare * now)
+        unit = unit + 1
+    if unit + 1 < stop:
+        other, done, now, stage, phase = _turn(
+            ring, part, spare, unit, stage, phase, never, M, STAGES, WHO, WIDTH
+        )
+        acc = _at_once(acc + done * now)
+        unit = unit + 1
+        now = _factors(ring, unit, 0, M, WHO, WIDTH)
+        done = warpgroup_mma_wait(0, deps=[other])
+    else:
+        now = _factors(ring, unit, 0, M, WHO, WIDTH)
+        done = warpgroup_mma_wait(0, deps=[part])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    acc = _at_once(acc + done * now)
+    stage, phase = next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
 def sums_of(
     ring,
     index,
@@ -283,8 +391,6 @@ def sums_of(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     TWO: gl.constexpr = M == 256
     SKIP: gl.constexpr = WHO * (M // 2)
-    KEPT: gl.constexpr = FACTORS // M
-    PIECES: gl.constexpr = M // 64
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low = zero
     high = zero
@@ -292,27 +398,23 @@ def sums_of(
     # so that products take the registers of the last one's result: the compiler finds no room
     # otherwise
     never = tokens < 0
-    factors = ring.factors._reinterpret(
-        gl.float32, [FACTORS // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     for unit in range(index, index + units):
         mbarrier.wait(ring.full.index(stage), phase)
         xt = ring.inputs.index(stage)
         wt = ring.weights.index(stage).slice(0, WIDTH).permute((1, 0))
-        piece = unit % KEPT * PIECES + WHO * (PIECES // 2)
         part, turn = _begin(ring, xt.slice(SKIP, 64), wt, done, never, turn, WHO, TURNS)
-        low_now = factors.index(piece).load(gl.SliceLayout(1, ACC))
+        low_now = _factors(ring, unit, 0, M, WHO, WIDTH)
         if TWO:
-            high_now = factors.index(piece + 1).load(gl.SliceLayout(1, ACC))
+            high_now = _factors(ring, unit, 1, M, WHO, WIDTH)
             done = warpgroup_mma_wait(0, deps=[part])
-            low = low + done * low_now[:, None]
+            low = low + done * low_now
             part, turn = _begin(ring, xt.slice(SKIP + 64, 64), wt, done, never, turn, WHO, TURNS)
         done = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         if TWO:
-            high = high + done * high_now[:, None]
+            high = high + done * high_now
         else:
-            low = low + done * low_now[:, None]
+            low = low + done * low_now
         stage, phase = next_stage(stage, phase, STAGES)
     return low, high, stage, phase, turn
 
@@ -389,7 +491,7 @@ def _finish(
     TWO: gl.constexpr = M == 256
     first = m_tile * M + FIRST * 64
     complete = units == BLOCKS
-    if CUT:
+    if CUT:  # noqa: SIM102 - else there is nothing to compile
         if units < BLOCKS:
             tile = (run.first + index) // BLOCKS
             is_head = (run.first + index) % BLOCKS == 0
@@ -445,12 +547,19 @@ def _work(
     WIDTH: gl.constexpr,
     CUT: gl.constexpr,
     TURNS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     BIAS: gl.constexpr,
 ):
     """A warpgroup's share of a tile, or of a part of one."""
-    low, high, stage, phase, turn = sums_of(
-        ring, index, units, stage, phase, turn, tokens, M, STAGES, WHO, WIDTH, TURNS
-    )
+    if OVERLAP and M == 128:
+        low, stage, phase = overlapping_sums(
+            ring, index, units, stage, phase, tokens, M, STAGES, WHO, WIDTH
+        )
+        high = low
+    else:
+        low, high, stage, phase, turn = sums_of(
+            ring, index, units, stage, phase, turn, tokens, M, STAGES, WHO, WIDTH, TURNS
+        )
     _finish(
         low, high, y, y_tma, out, bias, partials, counters, run, index, units, m_tile, n_tile,
         tokens, M, ROWS, BLOCKS, WHO, WIDTH, CUT, BIAS,
@@ -475,6 +584,7 @@ def _multiply(
     WHO: gl.constexpr,
     CUT: gl.constexpr,
     TURNS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
@@ -494,12 +604,14 @@ def _multiply(
         if ROWS % 128 > 0 and ROWS % 128 <= 64 and n_tile * 128 + 128 > ROWS:
             stage, phase, turn = _work(
                 y, y_tma, out, bias, partials, counters, ring, run, index, units, m_tile, n_tile,
-                tokens, stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 64, CUT, TURNS, BIAS,
+                tokens, stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 64, CUT, TURNS, OVERLAP,
+                BIAS,
             )  # fmt: skip
         else:
             stage, phase, turn = _work(
                 y, y_tma, out, bias, partials, counters, ring, run, index, units, m_tile, n_tile,
-                tokens, stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 128, CUT, TURNS, BIAS,
+                tokens, stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 128, CUT, TURNS, OVERLAP,
+                BIAS,
             )  # fmt: skip
         index = index + units  # not +=: tests run this on tensors
     tma.store_wait(0)
@@ -525,6 +637,7 @@ def _balanced_kernel(
     STAGES: gl.constexpr,
     CUT: gl.constexpr,
     TURNS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     BIAS: gl.constexpr,
     MULTIPLIER: gl.constexpr,
     COPIER: gl.constexpr,
@@ -556,14 +669,14 @@ def _balanced_kernel(
                 _multiply,
                 (
                     bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
-                    M, ROWS, BLOCKS, STAGES, 0, CUT, TURNS, BIAS, DEPENDENT,
+                    M, ROWS, BLOCKS, STAGES, 0, CUT, TURNS, OVERLAP, BIAS, DEPENDENT,
                 ),
             ),
             (
                 _multiply,
                 (
                     bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
-                    M, ROWS, BLOCKS, STAGES, 1, CUT, TURNS, BIAS, DEPENDENT,
+                    M, ROWS, BLOCKS, STAGES, 1, CUT, TURNS, OVERLAP, BIAS, DEPENDENT,
                 ),
             ),
             (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, STAGES, CUT, DEPENDENT)),
@@ -625,7 +738,8 @@ def launch(
         m,
         stages,
         cut,
-        plan.turns,
+        plan.loop == "turns",
+        plan.loop == "overlap",
         bias is not None,
         *REGISTERS,
         num_warps=4,

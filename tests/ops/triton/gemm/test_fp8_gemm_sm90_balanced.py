@@ -23,18 +23,23 @@ from tests.emulation.ptx_memory import TensorMap
 
 pytestmark = pytest.mark.exhaustive
 
-CASES = [  # tokens, rows, columns, m, stages, programs, cut, turns
-    (300, 320, 384, 256, 3, 2, False, False),  # 64 rows in the last tile; an empty half tile
-    (130, 400, 256, 128, 4, 5, False, True),  # fewer tiles in the last round than programs
-    (4500, 320, 128, 256, 3, 7, False, False),  # two groups of token tiles
-    (1, 192, 640, 128, 4, 7, True, False),  # one unit or two a program: tiles of four parts
-    (1, 192, 640, 128, 4, 10, True, True),  # one unit a program
-    (100, 2112, 256, 128, 5, 7, True, False),  # whole tiles too; narrow last tiles are cut
-    (130, 400, 640, 128, 4, 3, True, True),  # 16 rows in the last tile
-    (257, 296, 384, 256, 2, 5, True, False),  # 40 rows in the last tile; a token in the last
-    (300, 320, 384, 256, 3, 4, True, True),
-    (513, 192, 384, 256, 2, 7, True, False),
-    (513, 448, 256, 128, 4, 3, True, True),
+CASES = [  # tokens, rows, columns, m, stages, programs, cut, loop
+    (300, 320, 384, 256, 3, 2, False, "plain"),  # 64 rows in the last tile; an empty half tile
+    (130, 400, 256, 128, 4, 5, False, "turns"),  # fewer tiles in the last round than programs
+    (4500, 320, 128, 256, 3, 7, False, "plain"),  # two groups of token tiles
+    (1, 192, 640, 128, 4, 7, True, "plain"),  # one unit or two a program: tiles of four parts
+    (1, 192, 640, 128, 4, 10, True, "turns"),  # one unit a program
+    (100, 2112, 256, 128, 5, 7, True, "plain"),  # whole tiles too; narrow last tiles are cut
+    (130, 400, 640, 128, 4, 3, True, "turns"),  # 16 rows in the last tile
+    (257, 296, 384, 256, 2, 5, True, "plain"),  # 40 rows in the last tile; a token in the last
+    (300, 320, 384, 256, 3, 4, True, "turns"),
+    (513, 192, 384, 256, 2, 7, True, "plain"),
+    (513, 448, 256, 128, 4, 3, True, "turns"),
+    (1, 192, 640, 128, 4, 10, True, "overlap"),
+    (1, 192, 640, 128, 4, 7, True, "overlap"),
+    (100, 2112, 256, 128, 5, 7, True, "overlap"),
+    (130, 400, 640, 128, 4, 3, True, "overlap"),
+    (300, 320, 384, 128, 6, 4, False, "overlap"),
 ]
 
 
@@ -46,7 +51,7 @@ def emulate(
     stages: int,
     programs: int,
     cut: bool,
-    turns: bool,
+    loop: str,
     bias: Tensor | None = None,
     backwards: bool = False,
 ) -> Tensor:
@@ -72,18 +77,26 @@ def emulate(
         m,
         stages,
         cut,
-        turns,
+        loop == "turns",
+        loop == "overlap",
         bias is not None,
         *fp8_gemm_sm90_balanced.REGISTERS,
         False,
     ]
-    gluon_emulator.run(fp8_gemm_sm90_balanced, "_balanced_kernel", (programs,), args, backwards)
+    gluon_emulator.run(
+        fp8_gemm_sm90_balanced,
+        "_balanced_kernel",
+        (programs,),
+        args,
+        backwards,
+        _at_once=lambda x: x,
+    )
     assert not counters.any(), "the next launch starts from zeros"
     return y
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "columns", "m", "stages", "programs", "cut", "turns"), CASES
+    ("tokens", "rows", "columns", "m", "stages", "programs", "cut", "loop"), CASES
 )
 def test_emulated_result(
     tokens: int,
@@ -93,13 +106,13 @@ def test_emulated_result(
     stages: int,
     programs: int,
     cut: bool,
-    turns: bool,
+    loop: str,
 ) -> None:
     torch.manual_seed(tokens)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if tokens in (1, 300) else None
-    y = emulate(x, scale, weight, m, stages, programs, cut, turns, bias)
+    y = emulate(x, scale, weight, m, stages, programs, cut, loop, bias)
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
     assert torch.equal(
-        y, emulate(x, scale, weight, m, stages, programs, cut, turns, bias, backwards=True)
+        y, emulate(x, scale, weight, m, stages, programs, cut, loop, bias, backwards=True)
     ), "order of programs"
