@@ -119,12 +119,12 @@ def test_emulated_result(
     ), "order of programs"
 
 
-@pytest.mark.parametrize("processors", [132, 114, 7])
-@pytest.mark.parametrize("split", [1, 2, 3, 64])
-@pytest.mark.parametrize("tiles", [1, 2, 34, 132, 133, 272, 512, 896])
+@pytest.mark.parametrize("processors", [132, 7])
+@pytest.mark.parametrize("split", [1, 3, 64])
+@pytest.mark.parametrize("tiles", [1, 34, 133, 264])
 def test_every_unit_has_one_program(tiles: int, split: int, processors: int) -> None:
     """What the kernel's Python makes of the numbers, program after program."""
-    units = 12
+    units = 5
     workers, cut = fp8_gemm_sm90_balanced.programs(tiles, units, split, processors)
     assert workers <= min(processors, tiles * split)
     found = []
@@ -168,14 +168,13 @@ for (rows, plan), kernel in zip(PLANS, launched):
     assert kernel.ptx.count(product + ".m64n128k32") == whole, plan
     assert kernel.ptx.count(product + ".m64n64k32") == (whole if rows % 128 else 0), plan
     assert "setmaxnreg.inc.sync.aligned.u32 \\t232;" in kernel.ptx
-    first = kernel.ptx.index("cp.async.bulk.tensor")
     assert "griddepcontrol.wait" in kernel.ptx
 """
 FORMS = [  # tokens, rows, columns, m, stages, split, programs, bias, loop
     (200, 200, 256, 256, 2, 64, 3, True, "plain"),  # 72 rows in the last tile
-    (100, 168, 640, 128, 4, 64, 4, False, "overlap"),  # narrow last tiles
+    (100, 168, 1280, 128, 4, 64, 3, False, "overlap"),  # narrow last tiles
     (300, 320, 384, 256, 3, 64, 4, True, "turns"),  # whole tiles too; an empty half tile
-    (130, 192, 256, 128, 4, 64, 3, True, "turns"),
+    (130, 192, 640, 128, 4, 64, 3, True, "turns"),
     (200, 168, 256, 128, 4, 1, 3, False, "plain"),  # whole tiles only
     (260, 264, 384, 128, 4, 64, 4, False, "overlap"),
 ]
@@ -255,3 +254,42 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     y = execute(kernel, form)
     assert torch.equal(y, execute(kernel, form, backwards=True))
     assert torch.equal(y, execute(kernel, form, seed=form))
+
+
+# what is taken out, one place at a time; by what; in which form; how many of the places matter at
+# least
+BROKEN = {
+    "a stage is used or filled before it is there or free": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        1,
+        12,
+    ),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 5, 3),
+    "a stage is given back by one warpgroup, or full without its factors": (
+        r"(mbarrier\.init[^;]*), 2;",
+        r"\1, 1;",
+        1,
+        4,
+    ),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 1, 12),
+    "what threads wrote is sent without a fence": (r"fence\.proxy\.async[^;]*;", "", 3, 3),
+    "registers without a fence": (r"wgmma\.fence[^;]*;", "", 1, 4),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 1, 8),
+    "a store that still reads, also at the end": (r"cp\.async\.bulk\.wait_group[^;]*;", "", 3, 2),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1, 2),
+    "counted in without releasing": ("acq_rel", "acquire", 1, 2),
+    "counted in without acquiring": ("acq_rel", "release", 1, 2),
+    "threads do not meet": (r"bar\.sync[^;]*;", "", 1, 8),
+}
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("what", BROKEN)
+def test_races_are_found(kernels: list[Kernel], what: str) -> None:
+    pattern, by, form, matter = BROKEN[what]
+    kernel = kernels[form - len(FORMS)]
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx))
+        >= matter
+    ), what
