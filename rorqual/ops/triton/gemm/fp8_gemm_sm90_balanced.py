@@ -70,7 +70,7 @@ class Ring(NamedTuple):
     turns: Any
 
 
-class Run(NamedTuple):
+class UnitRun(NamedTuple):
     """What a program does: `units` units from `first` on of `cut` tiles that are cut into units,
     which come behind `rounds` whole tiles a program; then its whole tiles."""
 
@@ -94,7 +94,7 @@ def _worker_of(unit, workers, cut, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def run_of(tokens, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, CUT: gl.constexpr):
-    """A program's Run; without CUT the tiles of the last round stay whole and begin with the last
+    """A program's UnitRun; without CUT the tiles of the last round stay whole and begin with the last
     program."""
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
@@ -111,7 +111,7 @@ def run_of(tokens, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, CU
         cut = tiles - rounds * workers
         first = (workers - 1 - worker) * BLOCKS
         units = gl.where(first < cut * BLOCKS, BLOCKS, 0)
-    return Run(first, units, cut, rounds, high)
+    return UnitRun(first, units, cut, rounds, high)
 
 
 @gluon.jit
