@@ -94,7 +94,7 @@ def _worker_of(unit, workers, cut, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def run_of(tokens, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, CUT: gl.constexpr):
-    """A program's UnitRun; without CUT the tiles of the last round stay whole and begin with the last
+    """A program's; without CUT the tiles of the last round stay whole and begin with the last
     program."""
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
