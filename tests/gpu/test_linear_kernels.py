@@ -34,17 +34,7 @@ FEW = [
     StreamKPlan(128, 128, 8, 6, split=2),
     StreamKPlan(128, 64, 4, 3, split=4, waves=2),
 ]
-MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))] + [
-    PersistentPlan(m, stages, split, loop)
-    for m, stages, split, loop in (
-        (256, 4, 64, "plain"),
-        (256, 4, 1, "turns"),
-        (128, 6, 64, "overlap"),
-        (128, 4, 3, "overlap"),
-        (128, 6, 1, "overlap"),
-        (128, 5, 64, "turns"),
-    )
-]
+MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))]
 
 
 def check(plan: StreamKPlan | PersistentPlan, rows: int, columns: int, tokens: int) -> None:

@@ -270,15 +270,9 @@ def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
 
 
 def persistent_candidates(tokens: int) -> Iterator[PersistentPlan]:
-    for m, stages, loops in (
-        (256, 4, ("", "plain", "turns")),
-        (256, 3, ("",)),
-        (128, 6, ("", "plain", "turns", "overlap")),
-        (128, 4, ("",)),
-    ):
-        for loop in loops if tokens > m // 2 else ():
-            for split in (1, 2, 3, 4, 64) if loop else (1,):
-                yield PersistentPlan(m, stages, split, loop)
+    for m, stages in ((256, 4), (256, 3), (128, 6), (128, 4)):
+        if tokens > m // 2:
+            yield PersistentPlan(m, stages)
 
 
 def gluon_candidates(tokens: int) -> Iterator[LinearPlan]:

@@ -249,11 +249,10 @@ def _run(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: Lin
         fp8_gemm_sm90_streamk.launch(x, weight, bias, y, plan)
         return
     if isinstance(plan, PersistentPlan):
-        from rorqual.ops.triton.gemm import fp8_gemm_sm90_balanced, fp8_gemm_sm90_persistent
+        from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
 
         if fp8_gemm_sm90_persistent.fits(weight, y):
-            kernel = fp8_gemm_sm90_balanced if plan.loop else fp8_gemm_sm90_persistent
-            kernel.launch(x, weight, bias, y, plan)
+            fp8_gemm_sm90_persistent.launch(x, weight, bias, y, plan)
             return
         plan = HALVES
     assert isinstance(plan, TilePlan)

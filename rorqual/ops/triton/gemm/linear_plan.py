@@ -25,7 +25,6 @@ class LinearRow:
     halves: bool = False
     stream: bool = False
     tall: bool = False
-    loop: str = ""
 
 
 class LinearPlan(tuning.StoredConfig):
@@ -38,7 +37,7 @@ class LinearPlan(tuning.StoredConfig):
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
         if row.tall:
-            return PersistentPlan(row.m, row.stages, row.split, row.loop)
+            return PersistentPlan(row.m, row.stages)
         return TilePlan(
             row.m, row.n, row.warps, row.stages, row.swap, row.tma, row.split, row.waves, row.halves
         )
@@ -106,35 +105,13 @@ class StreamKPlan(LinearPlan):
 @dataclass(frozen=True)
 class PersistentPlan(LinearPlan):
     """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
-    rows. loop: that of fp8_gemm_sm90_balanced.py, whose scales come through shared memory, and how
-    its products follow one another: "plain", "turns" (the two warpgroups begin them by turns) or,
-    of 128 tokens, "overlap" (each begins the next one before it adds one up). split: in it, the
-    tiles of the last rounds are cut for at most so many programs a tile on average, 1 for whole
-    tiles."""
+    rows."""
 
     m: int
     stages: int
-    split: int = 1
-    loop: str = ""
-
-    def __post_init__(self) -> None:
-        if self.loop not in ("", "plain", "turns", *(["overlap"] if self.m == 128 else [])):
-            raise ValueError(f"no product of {self.m} tokens a tile has a loop {self.loop!r}")
-        if self.split != 1 and not self.loop:
-            raise ValueError("only fp8_gemm_sm90_balanced.py cuts tiles: name its loop")
 
     def row(self) -> LinearRow:
-        return LinearRow(
-            self.m,
-            128,
-            4,
-            self.stages,
-            swap=False,
-            tma=True,
-            split=self.split,
-            tall=True,
-            loop=self.loop,
-        )
+        return LinearRow(self.m, 128, 4, self.stages, swap=False, tma=True, tall=True)
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)

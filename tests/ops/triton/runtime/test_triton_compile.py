@@ -108,7 +108,6 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         (
             StreamKPlan(64, 128, 8, 6, split=64),
             PersistentPlan(256, 4),
-            PersistentPlan(128, 6, 64, "overlap"),
         )
         if v3
         else ()

@@ -105,21 +105,14 @@ def test_every_shipped_rule_is_a_configuration() -> None:
 
 
 def test_plans_of_products_are_written_as_they_were_read() -> None:
-    """Rows of every kind: what a plan has no field for has one value in all files. Older rows name
-    no loop."""
+    """Rows of every kind: what a plan has no field for has one value in all files."""
     rows = [rule.config for rule in tuning.shipped(tuning.DEFAULT_CARD)["linear_fp8"]]
     rows += [
-        asdict(plan.row())
-        for plan in (
-            FOUND,
-            TilePlan(64, 128, 4, 2, False, True, 1, 2, True),
-            PersistentPlan(128, 6, 64, "overlap"),
-        )
+        asdict(plan.row()) for plan in (FOUND, TilePlan(64, 128, 4, 2, False, True, 1, 2, True))
     ]
     plans = [LinearPlan.from_row(row) for row in rows]
     assert {type(plan) for plan in plans} == {TilePlan, StreamKPlan, PersistentPlan}
-    assert [asdict(plan.row()) for plan in plans] == [{"loop": "", **row} for row in rows]
-    assert plans[-1] == PersistentPlan(128, 6, 64, "overlap")
+    assert [asdict(plan.row()) for plan in plans] == rows
 
 
 def test_a_row_of_kernels_that_were_is_refused() -> None:
@@ -127,10 +120,6 @@ def test_a_row_of_kernels_that_were_is_refused() -> None:
     for change in ({"warps": 8}, {"stages": 1}, {"n": 256, "warps": 16}):
         with pytest.raises(ValueError, match="no streaming product"):
             LinearPlan.from_row({**row, **change})
-    many = asdict(PersistentPlan(256, 4, 2, "turns").row())
-    for change in ({"loop": "overlap"}, {"loop": "other"}, {"loop": ""}):
-        with pytest.raises(ValueError, match="loop"):
-            LinearPlan.from_row({**many, **change})
     with pytest.raises(TypeError, match="swap"):
         LinearPlan.from_row({**row, "swap": 3})
 
@@ -383,8 +372,7 @@ def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
             rows = 128 if tall else plan.n
             assert tall != isinstance(plan, StreamKPlan)
             assert plan.m >= min(tokens, 128) or (tokens > 128 and plan.m == 64)
-            beside = tall * 32_768 + (2048 if tall and plan.loop else 0)
-            assert (rows + plan.m) * 128 * plan.stages + beside <= 226 * 1024, plan
+            assert (rows + plan.m) * 128 * plan.stages + tall * 32_768 <= 226 * 1024, plan
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
