@@ -253,6 +253,9 @@ class Registers:
             return a * b + (
                 self.get(text[2], kind[0] + "64" if wide else kind) if head == "mad" else 0
             )
+        if head == "mul" and "hi" in rest and kind == "u64":
+            a, b = (self.get(name, kind).astype(object) for name in text[:2])
+            return (a * b >> 64).astype(np.uint64)
         if head == "mul" and "hi" in rest:
             product = self.get(text[0], kind).astype(np.int64) * self.get(text[1], kind).astype(
                 np.int64

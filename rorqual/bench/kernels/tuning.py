@@ -270,7 +270,7 @@ def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
 
 
 def persistent_candidates(tokens: int) -> Iterator[PersistentPlan]:
-    for m, stages in ((256, 4), (256, 3), (128, 6), (128, 4)):
+    for m, stages in ((256, 4), (128, 6), (128, 4)):
         if tokens > m // 2:
             yield PersistentPlan(m, stages)
 

@@ -1,19 +1,25 @@
-"""Block-fp8 products of many tokens on Hopper, in Gluon: one warp copies, two warpgroups multiply,
-and neither waits for the other two.
+"""Block-fp8 products of many tokens on Hopper, in Gluon: one warp copies, two fetch scales, two
+warpgroups multiply.
 
-A program is persistent and takes tiles of M tokens and 128 weight rows. Each warpgroup has half of
-the tokens, 64 at a time: while one promotes its partial sums to fp32, the tensor cores work for the
-other. Copies run up to STAGES blocks of 128 columns ahead, over the ends of tiles too. The last
-column of tiles may have 64 weight rows and then takes half the time; it comes last, to those who
-had least.
+A program is persistent and takes tiles of M tokens and 128 weight rows, a unit of 128 columns at a
+time. Chunks of 64 tokens go to the two warpgroups in turn, and these begin their products by turns:
+while one promotes its partial sums to fp32, the tensor cores work for the other. Copies run up to
+STAGES units ahead, over the ends of tiles too. The last column of tiles may have 64 weight rows and
+then takes half the time; it comes last, to those who had least.
+
+Scales are fetched four units at once and left, a token's times the weights', where the warpgroups
+find them: fetched by these, a unit ahead, they arrive behind the bulk copies of all units after it,
+later than a unit of 128 tokens takes.
 
 Shared memory, 128 bytes a cycle, is what bounds it: a product of 64 x 128 x 32 reads 6 KB in its 64
-cycles and a block of 256 tokens brings 48 KB in 1024, together 144 bytes a cycle, so 0.89 of the
+cycles and a unit of 256 tokens brings 48 KB in 1024, together 144 bytes a cycle, so 0.89 of the
 tensor cores' rate at most; with 128 tokens 160 and 0.80, with products of 64 x 64 x 32 (as in
 Triton's kernel in halves) 192 and 0.67.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,7 +47,23 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 
 N = 128  # weight rows a tile
 SHARED = 227 * 1024 - 1024  # bytes of stages and of the output on its way out
-REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
+REGISTERS = (232, 40)  # of a thread that multiplies, of one that copies or fetches scales
+KEPT_BYTES = 2048
+# what sums are multiplied by: so many are kept, of two units or of four
+FACTORS = gl.constexpr(KEPT_BYTES // 4)
+
+
+class Ring(NamedTuple):
+    """Between the warps that fetch and the two warpgroups that multiply: stages of both sides'
+    tiles, `factors` of the latest units, and barriers that tell when a stage and its factors are
+    full and when the stage is empty. turns: which warpgroup may begin a product."""
+
+    inputs: Any
+    weights: Any
+    factors: Any
+    full: Any
+    empty: Any
+    turns: Any
 
 
 @gluon.jit
@@ -70,14 +92,104 @@ def tile_of(turn, rounds, high, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _unit_at(unit, rounds, high, ROWS: gl.constexpr, BLOCKS: gl.constexpr):
+    """(token tile, weight tile, block of columns) of a program's unit."""
+    m_tile, n_tile = tile_of(unit // BLOCKS, rounds, high, ROWS)
+    return m_tile, n_tile, unit % BLOCKS
+
+
+@gluon.jit
 def _copy(
     x_tma,
     w_tma,
-    inputs,
-    weights,
-    full,
-    empty,
+    ring,
     tokens,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    high = (tokens + M - 1) // M
+    tiles, rounds = share(high, ROWS)
+    units = tiles * BLOCKS
+    # weights do not wait for the kernel before: none of a step writes them
+    for unit in range(gl.minimum(units, STAGES)):
+        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS)
+        mbarrier.expect(ring.full.index(unit), (M + 128) * 128)
+        tma.async_copy_global_to_shared(
+            w_tma, [n_tile * 128, block * 128], ring.full.index(unit), ring.weights.index(unit)
+        )
+    wait_for_inputs(DEPENDENT)
+    stage = 0
+    phase = 1
+    for unit in range(units):
+        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS)
+        mbarrier.wait(ring.empty.index(stage), phase)
+        more = unit >= STAGES
+        mbarrier.expect(ring.full.index(stage), (M + 128) * 128, pred=more)
+        tma.async_copy_global_to_shared(
+            x_tma, [m_tile * M, block * 128], ring.full.index(stage), ring.inputs.index(stage)
+        )
+        tma.async_copy_global_to_shared(
+            w_tma,
+            [n_tile * 128, block * 128],
+            ring.full.index(stage),
+            ring.weights.index(stage),
+            pred=more,
+        )
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _leave(ring, factors, unit, units, stage, free, phase, M: gl.constexpr, STAGES: gl.constexpr):
+    """A unit's factors, [M], in the place of those of the unit FACTORS // M before, once that unit
+    is done with; nothing from `units` on. free, phase: its stage and its phase."""
+    KEPT: gl.constexpr = FACTORS // M
+    if unit < units:
+        if unit >= KEPT:
+            mbarrier.wait(ring.empty.index(free), phase)
+            free, phase = next_stage(free, phase, STAGES)
+        ring.factors.index(unit % KEPT).store(factors)
+        thread_barrier()
+        mbarrier.arrive(ring.full.index(stage), count=1)
+        stage = stage + 1
+        if stage == STAGES:
+            stage = 0
+    return stage, free, phase
+
+
+@gluon.jit
+def _factors_of(
+    x_scale,
+    w_scale,
+    unit,
+    units,
+    rounds,
+    high,
+    tokens,
+    xs_row,
+    xs_block,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """[M] of a unit: its tokens' scales, times that of its weights."""
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    m_tile, n_tile, block = _unit_at(gl.minimum(unit, units - 1), rounds, high, ROWS, BLOCKS)
+    token = m_tile * M + gl.arange(0, M, TOKENS)
+    scale = gl.load(x_scale + block * xs_block + token * xs_row, mask=token < tokens, other=0.0)
+    return scale * gl.load(w_scale + n_tile * BLOCKS + block)
+
+
+@gluon.jit
+def _scale(
+    x_scale,
+    w_scale,
+    ring,
+    tokens,
+    xs_row,
+    xs_block,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -86,50 +198,71 @@ def _copy(
 ):
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
-    turns, rounds = share(high, ROWS)
+    tiles, rounds = share(high, ROWS)
+    units = tiles * BLOCKS
     stage = 0
-    phase = 1
-    for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        for block in range(BLOCKS):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), (M + 128) * 128)
-            tma.async_copy_global_to_shared(
-                x_tma, [m_tile * M, block * 128], full.index(stage), inputs.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                w_tma, [n_tile * 128, block * 128], full.index(stage), weights.index(stage)
-            )
-            stage, phase = next_stage(stage, phase, STAGES)
+    free = 0
+    phase = 0
+    for unit in range(0, units, 4):
+        a = _factors_of(
+            x_scale, w_scale, unit, units, rounds, high, tokens, xs_row, xs_block, M, ROWS, BLOCKS
+        )
+        b = _factors_of(
+            x_scale, w_scale, unit + 1, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
+            BLOCKS,
+        )  # fmt: skip
+        c = _factors_of(
+            x_scale, w_scale, unit + 2, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
+            BLOCKS,
+        )  # fmt: skip
+        d = _factors_of(
+            x_scale, w_scale, unit + 3, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
+            BLOCKS,
+        )  # fmt: skip
+        stage, free, phase = _leave(ring, a, unit, units, stage, free, phase, M, STAGES)
+        stage, free, phase = _leave(ring, b, unit + 1, units, stage, free, phase, M, STAGES)
+        stage, free, phase = _leave(ring, c, unit + 2, units, stage, free, phase, M, STAGES)
+        stage, free, phase = _leave(ring, d, unit + 3, units, stage, free, phase, M, STAGES)
 
 
 @gluon.jit
-def sums(
-    x_scale,
-    weight_scale,
-    inputs,
-    weights,
-    full,
-    empty,
+def _begin(ring, xt, wt, done, never, turn, WHO: gl.constexpr):
+    """A product under way, which takes the registers of `done`."""
+    mbarrier.wait(ring.turns.index(WHO), turn)
+    part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
+    mbarrier.arrive(ring.turns.index(1 - WHO), count=1)
+    return part, turn ^ 1
+
+
+@gluon.jit
+def _chunk_factors(ring, unit, CHUNK: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr):
+    """[64, 1]: of the tokens of one chunk of a unit."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    chunks = ring.factors._reinterpret(gl.float32, [FACTORS // 64, 64], FLAT)
+    chunk = unit % (FACTORS // M) * (M // 64) + CHUNK
+    return chunks.index(chunk).load(gl.SliceLayout(1, ACC))[:, None]
+
+
+@gluon.jit
+def _sums(
+    ring,
+    first,
     stage,
     phase,
-    first,
+    turn,
     tokens,
-    xs_row,
-    xs_block,
+    M: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-    SKIP: gl.constexpr,
+    WHO: gl.constexpr,
     TWO: gl.constexpr,
     WIDTH: gl.constexpr,
-    NEXT: gl.constexpr = 64,
 ):
-    """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before
-    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows with the scales from
-    `weight_scale` on."""
+    """Of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight rows
+    and the program's BLOCKS units from `first` on. tokens: any number that the compiler cannot
+    know."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
-    token_scale = x_scale + token * xs_row
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low = zero
     high = zero
@@ -137,41 +270,25 @@ def sums(
     # so that products take the registers of the last one's result: the compiler finds no room
     # otherwise
     never = tokens < 0
-    # Scales come a unit ahead: under way beside a product they would arrive after it. Masked, not
-    # kept inside: then one address serves all.
-    factor = gl.load(weight_scale)
-    low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
-    if TWO:
-        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
-    for block in range(BLOCKS):
-        low_now = low_factor * factor
+    for unit in range(first, first + BLOCKS):
+        mbarrier.wait(ring.full.index(stage), phase)
+        xt = ring.inputs.index(stage)
+        wt = ring.weights.index(stage).slice(0, WIDTH).permute((1, 0))
+        part, turn = _begin(ring, xt.slice(WHO * 64, 64), wt, done, never, turn, WHO)
+        low_now = _chunk_factors(ring, unit, WHO, M, WIDTH)
         if TWO:
-            high_now = high_factor * factor
-        coming = gl.minimum(block + 1, BLOCKS - 1)
-        factor = gl.load(weight_scale + coming)
-        low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
-        if TWO:
-            high_factor = gl.load(
-                token_scale + (coming * xs_block + NEXT * xs_row),
-                mask=token + NEXT < tokens,
-                other=0.0,
-            )
-        mbarrier.wait(full.index(stage), phase)
-        xt = inputs.index(stage)
-        wt = weights.index(stage).slice(0, WIDTH).permute((1, 0))
-        part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
-        if TWO:
+            high_now = _chunk_factors(ring, unit, WHO + 2, M, WIDTH)
             done = warpgroup_mma_wait(0, deps=[part])
-            low = low + done * low_now[:, None]
-            part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
+            low = low + done * low_now
+            part, turn = _begin(ring, xt.slice(WHO * 64 + 128, 64), wt, done, never, turn, WHO)
         done = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         if TWO:
-            high = high + done * high_now[:, None]
+            high = high + done * high_now
         else:
-            low = low + done * low_now[:, None]
+            low = low + done * low_now
         stage, phase = next_stage(stage, phase, STAGES)
-    return low, high, stage, phase
+    return low, high, stage, phase, turn
 
 
 @gluon.jit
@@ -205,20 +322,71 @@ def _store(y, acc, first, n_tile, tokens, ROWS: gl.constexpr, ACC: gl.constexpr)
 
 
 @gluon.jit
+def _put_chunk(
+    y,
+    y_tma,
+    out,
+    bias,
+    acc,
+    first,
+    n_tile,
+    tokens,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """64 tokens' sums over WIDTH weight rows."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    acc = _with_bias(acc, bias, n_tile, ROWS, BIAS, ACC)
+    if WIDTH == 128:
+        _send(y_tma, out, acc, first, n_tile)
+    else:
+        _store(y, acc, first, n_tile, tokens, ROWS, ACC)
+
+
+@gluon.jit
+def _tile(
+    y,
+    y_tma,
+    out,
+    bias,
+    ring,
+    unit,
+    m_tile,
+    n_tile,
+    tokens,
+    stage,
+    phase,
+    turn,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """A warpgroup's share of a tile, which begins with the program's unit `unit`."""
+    TWO: gl.constexpr = M == 256
+    low, high, stage, phase, turn = _sums(
+        ring, unit, stage, phase, turn, tokens, M, BLOCKS, STAGES, WHO, TWO, WIDTH
+    )
+    first = m_tile * M + WHO * 64
+    if first < tokens:  # without a branch here the compiler spills in the loop
+        _put_chunk(y, y_tma, out, bias, low, first, n_tile, tokens, ROWS, WIDTH, BIAS)
+        if TWO:
+            _put_chunk(y, y_tma, out, bias, high, first + 128, n_tile, tokens, ROWS, WIDTH, BIAS)
+    return stage, phase, turn
+
+
+@gluon.jit
 def _multiply(
-    x_scale,
-    w_scale,
     bias,
     y,
     y_tma,
     out,
-    inputs,
-    weights,
-    full,
-    empty,
+    ring,
     tokens,
-    xs_row,
-    xs_block,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -228,83 +396,24 @@ def _multiply(
     DEPENDENT: gl.constexpr,
 ):
     """One of the two warpgroups."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    TWO: gl.constexpr = M == 256
-    SKIP: gl.constexpr = WHO * (M // 2)
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
-    turns, rounds = share(high, ROWS)
+    tiles, rounds = share(high, ROWS)
     stage = 0
     phase = 0
-    for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        first = m_tile * M + SKIP
-        scales = w_scale + n_tile * BLOCKS
+    turn = 1 - WHO
+    for tile in range(tiles):
+        m_tile, n_tile = tile_of(tile, rounds, high, ROWS)
         if ROWS % 128 > 0 and ROWS % 128 <= 64 and n_tile * 128 + 128 > ROWS:
-            narrow, narrow_high, stage, phase = sums(
-                x_scale,
-                scales,
-                inputs,
-                weights,
-                full,
-                empty,
-                stage,
-                phase,
-                first,
-                tokens,
-                xs_row,
-                xs_block,
-                BLOCKS,
-                STAGES,
-                SKIP,
-                TWO,
-                64,
-            )
-            _store(
-                y,
-                _with_bias(narrow, bias, n_tile, ROWS, BIAS, NARROW),
-                first,
-                n_tile,
-                tokens,
-                ROWS,
-                NARROW,
-            )
-            if TWO:
-                _store(
-                    y,
-                    _with_bias(narrow_high, bias, n_tile, ROWS, BIAS, NARROW),
-                    first + 64,
-                    n_tile,
-                    tokens,
-                    ROWS,
-                    NARROW,
-                )
+            stage, phase, turn = _tile(
+                y, y_tma, out, bias, ring, tile * BLOCKS, m_tile, n_tile, tokens,
+                stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 64, BIAS,
+            )  # fmt: skip
         else:
-            low, upper, stage, phase = sums(
-                x_scale,
-                scales,
-                inputs,
-                weights,
-                full,
-                empty,
-                stage,
-                phase,
-                first,
-                tokens,
-                xs_row,
-                xs_block,
-                BLOCKS,
-                STAGES,
-                SKIP,
-                TWO,
-                128,
-            )
-            _send(y_tma, out, _with_bias(low, bias, n_tile, ROWS, BIAS, ACC), first, n_tile)
-            if TWO:
-                _send(
-                    y_tma, out, _with_bias(upper, bias, n_tile, ROWS, BIAS, ACC), first + 64, n_tile
-                )
+            stage, phase, turn = _tile(
+                y, y_tma, out, bias, ring, tile * BLOCKS, m_tile, n_tile, tokens,
+                stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 128, BIAS,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -331,89 +440,50 @@ def _tall_kernel(
 ):
     """Grid: at most one program a tile. M: 128 or 256 tokens a tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [FACTORS // M, M], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
+    ring = Ring(inputs, weights, factors, full, empty, turns)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    x_scale,
-                    w_scale,
-                    bias,
-                    y,
-                    y_tma,
-                    outs.index(0),
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    tokens,
-                    xs_row,
-                    xs_block,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    0,
-                    BIAS,
-                    DEPENDENT,
+                    bias, y, y_tma, outs.index(0), ring, tokens,
+                    M, ROWS, BLOCKS, STAGES, 0, BIAS, DEPENDENT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    x_scale,
-                    w_scale,
-                    bias,
-                    y,
-                    y_tma,
-                    outs.index(1),
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    tokens,
-                    xs_row,
-                    xs_block,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    1,
-                    BIAS,
-                    DEPENDENT,
+                    bias, y, y_tma, outs.index(1), ring, tokens,
+                    M, ROWS, BLOCKS, STAGES, 1, BIAS, DEPENDENT,
                 ),
             ),
+            (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
             (
-                _copy,
+                _scale,
                 (
-                    x_tma,
-                    w_tma,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    tokens,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    DEPENDENT,
+                    x_scale, w_scale, ring, tokens, xs_row, xs_block,
+                    M, ROWS, BLOCKS, STAGES, DEPENDENT,
                 ),
             ),
         ],
-        [4, 1],
-        [MULTIPLIER, COPIER],
-    )
+        [4, 1, 2],
+        [MULTIPLIER, COPIER, COPIER],
+    )  # fmt: skip
 
 
 def fits(weight: Weight, y: Tensor) -> bool:
@@ -432,7 +502,8 @@ def launch(
     device = y.device
     assert y.is_contiguous()
     assert m in (128, 256), m
-    assert (m + N) * 128 * stages + 4 * 64 * N <= SHARED, (m, stages)
+    assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
+    assert (m + N) * 128 * stages + 4 * 64 * N + KEPT_BYTES <= SHARED, (m, stages)
     plain = bulk_layout(8)
     wide = bulk_layout(16)
     tiles = -(-tokens // m) * -(-rows // N)

@@ -25,12 +25,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.activation import Activation, Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import REGISTERS, SHARED, share, sums, tile_of
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import SHARED, share, tile_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.expert_rows import in_order, joined
 from rorqual.ops.triton.rowwise.quantize import quantized
@@ -42,6 +48,8 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     thread_barrier,
     wait_for_inputs,
 )
+
+REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
 
 
 class PipelineBuffers(NamedTuple):
@@ -103,6 +111,77 @@ def _copy_rows(
                 w_tma, [w_row, block * 128], ring.full.index(stage), ring.weights.index(stage)
             )
             stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _sums(
+    x_scale,
+    weight_scale,
+    inputs,
+    weights,
+    full,
+    empty,
+    stage,
+    phase,
+    first,
+    tokens,
+    xs_row,
+    xs_block,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SKIP: gl.constexpr,
+    TWO: gl.constexpr,
+    WIDTH: gl.constexpr,
+    NEXT: gl.constexpr = 64,
+):
+    """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before
+    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows with the scales from
+    `weight_scale` on."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    token_scale = x_scale + token * xs_row
+    zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
+    low = zero
+    high = zero
+    done = zero
+    # so that products take the registers of the last one's result: the compiler finds no room
+    # otherwise
+    never = tokens < 0
+    # Scales come a unit ahead: under way beside a product they would arrive after it. Masked, not
+    # kept inside: then one address serves all.
+    factor = gl.load(weight_scale)
+    low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
+    if TWO:
+        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
+    for block in range(BLOCKS):
+        low_now = low_factor * factor
+        if TWO:
+            high_now = high_factor * factor
+        coming = gl.minimum(block + 1, BLOCKS - 1)
+        factor = gl.load(weight_scale + coming)
+        low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
+        if TWO:
+            high_factor = gl.load(
+                token_scale + (coming * xs_block + NEXT * xs_row),
+                mask=token + NEXT < tokens,
+                other=0.0,
+            )
+        mbarrier.wait(full.index(stage), phase)
+        xt = inputs.index(stage)
+        wt = weights.index(stage).slice(0, WIDTH).permute((1, 0))
+        part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
+        if TWO:
+            done = warpgroup_mma_wait(0, deps=[part])
+            low = low + done * low_now[:, None]
+            part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
+        done = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if TWO:
+            high = high + done * high_now[:, None]
+        else:
+            low = low + done * low_now[:, None]
+        stage, phase = next_stage(stage, phase, STAGES)
+    return low, high, stage, phase
 
 
 @gluon.jit
@@ -178,14 +257,14 @@ def _multiply_rows(
             target = _targets(order, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
                 next_target = _targets(order, first + 128, end, LINE, SCATTER)
-                low, upper, stage, phase = sums(
+                low, upper, stage, phase = _sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
                     first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
                 )  # fmt: skip
                 _put(y, out, low, target, n_tile, ROWS, LINE)
                 _put(y, out, upper, next_target, n_tile, ROWS, LINE)
             else:
-                low, upper, stage, phase = sums(
+                low, upper, stage, phase = _sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
                     first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
                 )  # fmt: skip

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
 from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.block_fp8 import error, exact, operands
@@ -103,7 +102,7 @@ def test_emulated_result(
         m,
         stages,
         scatter,
-        *fp8_gemm_sm90_persistent.REGISTERS,
+        *grouped_gemm_sm90_fp8.REGISTERS,
         False,
     ]
     gluon_emulator.run(grouped_gemm_sm90_fp8, "_grouped_kernel", (programs,), args)
