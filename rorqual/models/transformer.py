@@ -4,9 +4,10 @@ head."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,6 +121,24 @@ def forward_layers(
         state.x = x
 
 
+# What a layer's kernels depend on lies in objects of these modules.
+DESCRIBED = ("rorqual.layers.", "rorqual.models.", "rorqual.ops.reference")
+
+
+def _shapes(what: Any, seen: set[int]) -> Iterator[tuple[Any, ...]]:
+    """Types of a layer's parts, shapes and dtypes of its tensors, as its attributes come."""
+    if isinstance(what, Tensor):
+        yield tuple(what.shape), what.dtype
+    elif isinstance(what, list | tuple):
+        for one in what:
+            yield from _shapes(one, seen)
+    elif type(what).__module__.startswith(DESCRIBED) and id(what) not in seen:
+        seen.add(id(what))
+        yield (type(what).__qualname__,)
+        for value in getattr(what, "__dict__", {}).values():
+            yield from _shapes(value, seen)
+
+
 class Transformer:
     """Subclasses say which attention and which feed-forward a layer has. On several ranks this
     is one rank's part: its shards, and of a pipeline its stage's layers, the first stage with
@@ -167,6 +186,20 @@ class Transformer:
         if build.fixed_experts:
             return FixedExperts(build, f"{prefix}.mlp", config)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Inside, a step goes through the first layer of each kind alone, which is enough to meet
+        every kernel. Layers are of one kind if their tensors have the same shapes and dtypes."""
+        every = self.layers
+        kinds: dict[tuple[Any, ...], Layer] = {}
+        for layer in every:
+            kinds.setdefault(tuple(_shapes(layer, set())), layer)
+        self.layers = list(kinds.values())
+        try:
+            yield
+        finally:
+            self.layers = every
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:
         """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens,

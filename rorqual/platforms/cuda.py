@@ -62,13 +62,19 @@ class CudaPlatform(Platform):
         # kernels, streams and events are made on the current GPU; a process has one
         torch.cuda.set_device(device)
         self.pool: Any = None
+        self.keeper: torch.cuda.CUDAGraph | None = None
         self.capturing = threading.Lock()
         self.side = torch.cuda.Stream(device)
 
     def _graph_pool(self) -> Any:
-        """All captured graphs share one."""
+        """All captured graphs share one. A graph of next to nothing keeps it: where all graphs of a
+        pool are gone and something that they allocated is not, torch captures no other into it."""
         if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
+            pool = torch.cuda.graph_pool_handle()
+            self.keeper = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.keeper, pool=pool):
+                torch.zeros(1, device=self.device)
+            self.pool = pool
         return self.pool
 
     def stream(self) -> AbstractContextManager[object]:

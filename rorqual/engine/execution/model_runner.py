@@ -4,6 +4,7 @@ replays a captured step, and hands hidden states to the sampler."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -125,12 +126,15 @@ class ModelRunner:
         sizes: Sequence[int] | None = None,
     ) -> None:
         """Compile the kernels of what `capture` will record, side by side. They are launched with
-        nothing to compute."""
+        nothing to compute, for one layer of each kind: all of them would take as long again as
+        compiling does."""
         if self.graphs is None:
             return
         self._compile(draft_counts)
         self._keep_probs(variants)
-        with self.platform.stream(), self.model.ops.compiling():
+        # a compiled forward pass would be compiled anew for fewer layers
+        layers = nullcontext() if self.compiled else self.model.one_layer_of_each_kind()
+        with self.platform.stream(), self.model.ops.compiling(), layers:
             self.graphs.warm_up(variants, draft_counts, sizes)
             if self.pieces:
                 self.pieces.warm_up()
