@@ -159,7 +159,7 @@ class CudaPlatform(Platform):
         return PinnedStaging(self.device, size)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run twice on a side stream first: kernels compile, libraries make their workspaces.
+        """Run once on a side stream first: kernels compile, libraries make their workspaces.
         All captured graphs share one memory pool."""
         with self.capturing:
             return self._capture(work)
@@ -168,7 +168,6 @@ class CudaPlatform(Platform):
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            work()
             work()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
@@ -197,7 +196,6 @@ class CudaPlatform(Platform):
             graph.capture_begin(pool=pool)
 
         with torch.cuda.stream(side):
-            work(lambda what: None)
             work(lambda what: None)
             torch.cuda.synchronize(self.device)
             gc.collect()  # what it frees must not be freed while a graph is captured

@@ -30,4 +30,4 @@ def test_what_a_graph_allocated_may_outlive_all_graphs() -> None:
         gc.collect()
         again = platform.capture(lambda: x * 3)
         assert again().tolist() == [0, 3, 6, 9]
-    assert len(kept) == 2
+    assert len(kept) > 1  # each call's, recorded or not, outlives the graph

@@ -50,6 +50,7 @@ SETTLED = 0.01  # noise at which a pass is not repeated further
 STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
 STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
 GROWTH = 2  # from one size to the next
+BOUND = 0.9  # of a pass of twice the tokens: launches bind it
 PROMPTS = 12  # requests of a step of prompts: divided evenly by 2, 3 and 4
 CONFIRMED = 0.25  # seconds of a pass up to which a size is chosen to be timed again
 CONTEXT = 512  # cached tokens of requests that decode
@@ -118,6 +119,7 @@ class PartsTimer:
         self.generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         self.start = time.perf_counter()
         self.least = 0.0  # seconds that the newest size would have taken with the fewest repeats
+        self.whole = 0.0  # of its pass in one part, alike on all ranks
         self.layer = next(
             (layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)), None
         )
@@ -126,7 +128,7 @@ class PartsTimer:
         reasons = [why_whole(self.runner, decode) for decode in (True, False)]
         with self._rows(), torch.inference_mode(), self.platform.stream():
             decode, prompts = (
-                PhaseTimes(reason=reason) if reason else PhaseTimes(tuple(sizes()))
+                PhaseTimes(reason=reason) if reason else PhaseTimes(_ordered(sizes()))
                 for reason, sizes in zip(reasons, (self._decode, self._prompts), strict=True)
             )
         return StepTimes(
@@ -185,7 +187,7 @@ class PartsTimer:
     # ---- sizes
 
     def _decode(self) -> Iterator[MeasuredSize]:
-        for requests in self._growing((1, 4, 12), self.limits.requests, 0.5):
+        for requests in self._in_time((1, 4, 12), self.limits.requests, 0.5):
             yield self._decode_size(requests)
 
     def _decode_size(self, requests: int) -> MeasuredSize:
@@ -200,7 +202,7 @@ class PartsTimer:
     def _prompts(self) -> Iterator[MeasuredSize]:
         limits = self.limits
         most = min(limits.tokens, min(PROMPTS, limits.requests) * limits.context)
-        for tokens in self._growing((4, 12), most, 1.0):
+        for tokens in self._in_time((4, 12), most, 1.0):
             yield self._prompt_size(tokens)
 
     def _prompt_size(self, tokens: int) -> MeasuredSize:
@@ -216,18 +218,25 @@ class PartsTimer:
         output = SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
         return self._size(output, False)
 
-    def _growing(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
+    def _in_time(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
         """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
-        the same."""
+        the same. A CPU's begin with the smallest: its largest may take minutes. Others' begin with
+        the largest: kernels are compiled at each size, so that small ones, which launches bind and
+        no cut makes faster, would take all the time; they are left out."""
         sizes = sorted({min(size, last) for size in (*first, last)})
         while sizes[-2:-1] and sizes[-2] * GROWTH < last:
             sizes.insert(-1, sizes[-2] * GROWTH)
-        for size, following in pairwise((*sizes, last)):
+        if self.platform.device.type != "cpu":
+            sizes.reverse()
+        whole = math.inf  # seconds of a pass of the size before, in one part
+        for size, following in pairwise((*sizes, sizes[-1])):
             yield size
             end = self.start + self.seconds * share
             late = time.perf_counter() + self.least * following / size - end
-            if self._slowest([late])[0] > 0:
+            bound = following < size and self.whole > BOUND * whole
+            if self._slowest([late])[0] > 0 or bound:
                 return
+            whole = self.whole
 
     def _size(self, output: SchedulerOutput, captured: bool) -> MeasuredSize:
         found = self._metadata(output, 1)
@@ -240,6 +249,7 @@ class PartsTimer:
         ]
         passes = [self._pass(output, self._metadata(output, count), captured) for count in counts]
         seconds, noise = self._times(passes)
+        self.whole = seconds[0]
         return MeasuredSize(
             output.num_tokens,
             len(output.lengths),
@@ -368,6 +378,10 @@ class PartsTimer:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         found: list[float] = largest.tolist()
         return found
+
+
+def _ordered(sizes: Iterator[MeasuredSize]) -> tuple[MeasuredSize, ...]:
+    return tuple(sorted(sizes, key=lambda size: size.tokens))
 
 
 def _shortest(rounds: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,27 @@ def test_where_nothing_can_overlap_nothing_is_measured(
         assert told in times.prompts.reason
         llm.generate([[5, 6, 7]] * 8, params(max_tokens=3))
         assert set(llm.engine.stats.steps_by_parts) == {1}
+
+
+def sizes_in_time(device: str, passes: dict[int, float], budget: float = 1e9) -> list[int]:
+    """Which sizes of up to 192 are timed where a pass takes so long."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    timer = PartsTimer(runner, Limits(4, 1, 64, 64), budget)
+    timer.platform = SimpleNamespace(device=torch.device(device))  # type: ignore[assignment]
+    found = []
+    for size in timer._in_time((4, 12), 192, 1.0):
+        timer.whole = passes[size]
+        timer.least = 0.0 if budget > 1 else 10.0
+        found.append(size)
+    return found
+
+
+def test_a_cpu_times_small_sizes_first_and_others_large_ones_down_to_where_launches_bind() -> None:
+    passes = {192: 16.0, 96: 8.0, 48: 4.0, 24: 3.7, 12: 3.6, 4: 3.6}
+    assert sizes_in_time("cpu", passes) == [4, 12, 24, 48, 96, 192]
+    assert sizes_in_time("meta", passes) == [192, 96, 48, 24]
+    assert sizes_in_time("cpu", passes, 1.0) == [4]
+    assert sizes_in_time("meta", passes, 1.0) == [192]
 
 
 @pytest.mark.exhaustive
