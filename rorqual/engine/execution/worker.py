@@ -215,7 +215,12 @@ class Worker:
         width = self.config.num_speculative_tokens + 1
         captured = self.runner.graphs is not None
         limits = Limits(
-            self.config.max_num_seqs, width, self.batched_tokens, self.max_model_len, captured
+            self.config.max_num_seqs,
+            width,
+            self.batched_tokens,
+            self.max_model_len,
+            captured,
+            self.config.precompile_kernels and self.platform.name == "cuda" and not self.compiles,
         )
         times = self._phase("micro-batches", partial(self._step_times, limits))
         self.step_times = times

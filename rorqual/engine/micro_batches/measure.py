@@ -61,13 +61,15 @@ Pass = Callable[[], object]
 @dataclass(frozen=True)
 class Limits:
     """requests: that decode on a rank; width: tokens of each; tokens: of a step with prompts;
-    context: cached tokens that a request may have. captured: decode steps are replayed."""
+    context: cached tokens that a request may have. captured: decode steps are replayed. compiles:
+    kernels can be compiled side by side before they are timed."""
 
     requests: int
     width: int
     tokens: int
     context: int
     captured: bool = False
+    compiles: bool = False
 
 
 def measure(runner: ModelRunner, limits: Limits, seconds: float = SECONDS) -> StepTimes:
@@ -127,6 +129,7 @@ class PartsTimer:
     def measure(self) -> StepTimes:
         reasons = [why_whole(self.runner, decode) for decode in (True, False)]
         with self._rows(), torch.inference_mode(), self.platform.stream():
+            self._compile_ahead(reasons)
             decode, prompts = (
                 PhaseTimes(reason=reason) if reason else PhaseTimes(_ordered(sizes()))
                 for reason, sizes in zip(reasons, (self._decode, self._prompts), strict=True)
@@ -191,21 +194,28 @@ class PartsTimer:
             yield self._decode_size(requests)
 
     def _decode_size(self, requests: int) -> MeasuredSize:
+        return self._size(self._decode_step(requests), self.limits.captured)
+
+    def _decode_step(self, requests: int) -> SchedulerOutput:
         limits = self.limits
         context = min(CONTEXT, limits.context - limits.width)
         self.runner.rows.length[:requests] = context
         slots = list(range(requests))
         bounds = [context + limits.width] * requests
-        output = SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
-        return self._size(output, limits.captured)
+        return SchedulerOutput(slots, bounds, num_speculative_tokens=limits.width - 1)
 
     def _prompts(self) -> Iterator[MeasuredSize]:
-        limits = self.limits
-        most = min(limits.tokens, min(PROMPTS, limits.requests) * limits.context)
-        for tokens in self._in_time((4, 12), most, 1.0):
+        for tokens in self._in_time((4, 12), self._most_tokens(), 1.0):
             yield self._prompt_size(tokens)
 
+    def _most_tokens(self) -> int:
+        limits = self.limits
+        return min(limits.tokens, min(PROMPTS, limits.requests) * limits.context)
+
     def _prompt_size(self, tokens: int) -> MeasuredSize:
+        return self._size(self._prompt_step(tokens), False)
+
+    def _prompt_step(self, tokens: int) -> SchedulerOutput:
         requests = min(PROMPTS, self.limits.requests, tokens)
         each, over = divmod(tokens, requests)
         vocab = self.runner.rows.vocab
@@ -215,17 +225,14 @@ class PartsTimer:
             length = each + (slot < over)
             chunks.append(PrefillChunk(slot, 0, drawn[:length], sample=False))
             drawn = drawn[length:]
-        output = SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
-        return self._size(output, False)
+        return SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
 
     def _in_time(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
         """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
         the same. A CPU's begin with the smallest: its largest may take minutes. Others' begin with
         the largest: kernels are compiled at each size, so that small ones, which launches bind and
         no cut makes faster, would take all the time; they are left out."""
-        sizes = sorted({min(size, last) for size in (*first, last)})
-        while sizes[-2:-1] and sizes[-2] * GROWTH < last:
-            sizes.insert(-1, sizes[-2] * GROWTH)
+        sizes = _sizes(first, last)
         if self.platform.device.type != "cpu":
             sizes.reverse()
         whole = math.inf  # seconds of a pass of the size before, in one part
@@ -238,16 +245,31 @@ class PartsTimer:
                 return
             whole = self.whole
 
+    def _compile_ahead(self, reasons: Sequence[str]) -> None:
+        """Kernels of all sizes that will be timed, side by side, where the backend can; launched
+        with nothing to compute, for one layer of each kind."""
+        limits = self.limits
+        if not limits.compiles:
+            return
+        steps: list[SchedulerOutput] = []
+        if not reasons[0]:
+            steps += map(self._decode_step, _sizes((1, 4, 12), limits.requests))
+        if not reasons[1]:
+            steps += map(self._prompt_step, _sizes((4, 12), self._most_tokens()))
+        with self.model.ops.compiling(), self.model.one_layer_of_each_kind():
+            for output in steps:
+                for count in self._counts(output):
+                    self.runner.forward_pass(output, self._metadata(output, count))
+        self.start = time.perf_counter()
+
     def _size(self, output: SchedulerOutput, captured: bool) -> MeasuredSize:
         found = self._metadata(output, 1)
         layout = self.model.layout(found.tokens, found.decodes)
         attention, stages = self._layer(self.runner.batch(output, found).step)
-        counts = [
-            count
-            for count in range(1, MOST_AUTO_PARTS + 1)
-            if count == 1 or self._metadata(output, count).micro_batches
+        passes = [
+            self._pass(output, self._metadata(output, count), captured)
+            for count in self._counts(output)
         ]
-        passes = [self._pass(output, self._metadata(output, count), captured) for count in counts]
         seconds, noise = self._times(passes)
         self.whole = seconds[0]
         return MeasuredSize(
@@ -259,6 +281,14 @@ class PartsTimer:
             seconds,
             noise,
         )
+
+    def _counts(self, output: SchedulerOutput) -> list[int]:
+        """The numbers of parts that such a step can be cut into."""
+        return [
+            count
+            for count in range(1, MOST_AUTO_PARTS + 1)
+            if count == 1 or self._metadata(output, count).micro_batches
+        ]
 
     def _metadata(self, output: SchedulerOutput, parts: int) -> StepMetadata:
         ranks = [output] * self.mesh.sizes.dp
@@ -378,6 +408,14 @@ class PartsTimer:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         found: list[float] = largest.tolist()
         return found
+
+
+def _sizes(first: Sequence[int], last: int) -> list[int]:
+    """The first, then twice as many each time, up to the last; none above it."""
+    sizes = sorted({min(size, last) for size in (*first, last)})
+    while sizes[-2:-1] and sizes[-2] * GROWTH < last:
+        sizes.insert(-1, sizes[-2] * GROWTH)
+    return sizes
 
 
 def _ordered(sizes: Iterator[MeasuredSize]) -> tuple[MeasuredSize, ...]:

@@ -176,3 +176,26 @@ def test_a_captured_pass_computes_what_a_launched_one_does(
     assert captured.shape == (3, runner.model.config.hidden_size)
     assert not runner.rows.length.any()
     assert not runner.rows.last_token.any()
+
+
+def test_kernels_of_every_size_and_number_of_parts_are_met_before_any_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By one layer of each kind, where the backend compiles ahead."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    met: list[tuple[int, int, int]] = []
+
+    def forward_pass(output: SchedulerOutput, metadata: Any) -> None:
+        met.append((output.num_tokens, len(metadata.micro_batches) or 1, len(runner.model.layers)))
+
+    whole = len(runner.model.layers)
+    monkeypatch.setattr(runner, "forward_pass", forward_pass)
+    with torch.inference_mode():
+        PartsTimer(runner, Limits(4, 1, 48, 64), 1.0)._compile_ahead(["", ""])
+        assert not met
+        timer = PartsTimer(runner, Limits(4, 1, 48, 64, compiles=True), 1.0)
+        timer._compile_ahead(["whole", ""])
+    assert {tokens for tokens, _, _ in met} == {4, 12, 24, 48}
+    assert {parts for _, parts, _ in met} == {1, 2, 3, 4}
+    assert {layers for _, _, layers in met} == {2}
+    assert len(runner.model.layers) == whole > 2
