@@ -40,8 +40,8 @@ class Platform:
     host_step_bytes: most that one step copies to or from host memory, each way.
     default_page_size in tokens; default_batched_tokens: of a step, decoding and prompts;
     steps_in_flight: how many steps to launch before reading the first;
-    has_graphs: `capture` works; asynchronous: what is launched runs later, else it is done when the
-    call returns.
+    has_graphs: `capture` works; compiles: kernels are compiled by their first launch, or ahead of
+    it; asynchronous: what is launched runs later, else it is done when the call returns.
     """
 
     name = "base"
@@ -51,6 +51,7 @@ class Platform:
     steps_in_flight = 1
     collectives = "gloo"
     has_graphs = False
+    compiles = False
     asynchronous = False
 
     def __init__(self, device: torch.device):

@@ -55,6 +55,7 @@ class CudaPlatform(Platform):
     steps_in_flight = 2
     collectives = "nccl"
     has_graphs = True
+    compiles = True
     asynchronous = True
 
     def __init__(self, device: torch.device):

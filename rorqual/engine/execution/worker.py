@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,11 @@ from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
+from rorqual.engine.execution.kernels_ahead import (
+    beside,
+    fits_beside,
+    layers_of_all_kinds,
+)
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.micro_batches.kept import KeptTimes
@@ -46,6 +52,7 @@ from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.scheduling.buckets import piecewise_tokens
+from rorqual.engine.scheduling.scheduler_output import SamplingVariant
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
@@ -74,6 +81,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
+STAND_IN_PAGES = 16  # of a model that only compiles
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -173,7 +181,7 @@ class Worker:
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
         self.mover = self._mover()
-        self.spec = self._spec()
+        self.spec = self._spec_of(self.model_config, self.model)
         self.num_pages = self._agree(self._num_pages())
         self.host_pages, self.host_step_pages = self._host_pages()
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
@@ -187,7 +195,7 @@ class Worker:
             self._graphs(),
             self.speculation,
             self.compiled,
-            self._piecewise_tokens(),
+            self._piecewise_tokens(weight_bytes(self.model)),
         )
         self.runner.mover = self.mover
         if self.alternates:
@@ -199,13 +207,18 @@ class Worker:
             self.runner.host = self._phase(
                 "host memory", lambda: HostMemory(pool, platform, self.host_pages)
             )
-        choices = draft_count_choices(
-            config.num_speculative_tokens, config.speculative_policy == "adaptive"
-        )
-        steps = (CAPTURED, choices, config.cudagraph_capture_sizes)
+        steps = self._captured_steps()
         if config.precompile_kernels:
             self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
         self._phase("graphs", lambda: self.runner.capture(*steps))
+
+    def _captured_steps(
+        self,
+    ) -> tuple[tuple[SamplingVariant, ...], tuple[int, ...], Sequence[int] | None]:
+        """How tokens are drawn, numbers of drafts and batch sizes of what is captured."""
+        adapts = self.config.speculative_policy == "adaptive"
+        choices = draft_count_choices(self.config.num_speculative_tokens, adapts)
+        return CAPTURED, choices, self.config.cudagraph_capture_sizes
 
     def _micro_batches(self) -> MicroBatchPolicy:
         """How many parts steps are cut into. Collective where that is measured."""
@@ -220,7 +233,7 @@ class Worker:
             self.batched_tokens,
             self.max_model_len,
             captured,
-            self.config.precompile_kernels and self.platform.name == "cuda" and not self.compiles,
+            self.config.precompile_kernels and self.platform.compiles and not self.compiles,
         )
         times = self._phase("micro-batches", partial(self._step_times, limits))
         self.step_times = times
@@ -312,15 +325,15 @@ class Worker:
         npu = self.platform.name == "npu"
         return npu or not one_count(self.config.parallel, self.model_config.moe)
 
-    def _piecewise_tokens(self) -> int:
+    def _piecewise_tokens(self, weights: int) -> int:
         """Tokens up to which steps with prompts are captured. Several ranks launch theirs one
-        operation after the other, and an NPU's all take lengths from the host."""
+        operation after the other, and an NPU's all take lengths from the host. weights: bytes of
+        all layers and what is beside them."""
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
         if wanted is None:
-            layer = weight_bytes(self.model) / self.model_config.num_layers
-            wanted = piecewise_tokens(layer)
+            wanted = piecewise_tokens(weights / self.model_config.num_layers)
         return min(wanted, self.batched_tokens)
 
     @property
@@ -470,11 +483,12 @@ class Worker:
     def embeds_on_host(self) -> bool:
         return self.config.embed_device == "cpu"
 
-    def _make(self, device: torch.device) -> Transformer:
+    def _make(self, device: torch.device, config: ModelConfig | None = None) -> Transformer:
+        """Of this model, or of `config`."""
         forms = (self.config.mla_prefill, self.config.mla_decode)
         with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
         return make_model(
-            self.model_config, self._build(device), self.max_row_len, *forms, with_mtp
+            config or self.model_config, self._build(device), self.max_row_len, *forms, with_mtp
         )
 
     def _load(self) -> Transformer:
@@ -483,22 +497,60 @@ class Worker:
                 "embed_device='cpu': this model's head is its embedding and must lie on the "
                 "device; accepted: auto"
             )
-        self._check_memory()
+        on_meta = self._check_memory()
         model = self._make(self.platform.device)
         self.platform.weights_made(view for target in model.targets() for view in target.views)
         if self.config.weights == "random":
             random_weights(model, self.config.seed)
         else:
-            load_weights(model, Path(self.config.model))
+            with self._compiling_beside(on_meta):
+                load_weights(model, Path(self.config.model))
         if self.platform.name == "npu" and kv_dtype(self.config.kv_cache_dtype) in EIGHT_BITS:
             check_cache_scales(model)
         for layer in model.moe_layers():
             layer.exchange.record_load = self.config.counts_picks
         return model
 
-    def _check_memory(self) -> None:
-        """Refuse before allocating: a model without memory is made first, to be measured as it
-        will be once loaded."""
+    def _compiling_beside(self, on_meta: Transformer) -> AbstractContextManager[None]:
+        """Inside, kernels are compiled as well, where that can be and there is room for it.
+        on_meta: this model without memory."""
+        if not (self.config.precompile_kernels and self.platform.compiles and self._graphs()):
+            return nullcontext()
+        if not self.mesh.is_single or self.compiles or self.experts is not None:
+            return nullcontext()
+        count = layers_of_all_kinds(on_meta)
+        sparse = self.model_config.moe_layers[:count]
+        config = replace(self.model_config, num_layers=count, moe_layers=sparse)
+        stand_in = self._make(torch.device("meta"), config)
+        stand_in.finalize()
+        weights = weight_bytes(on_meta)
+        # the memory of this model's own weights is taken by now
+        if not fits_beside(weight_bytes(stand_in), self.platform.available_memory()):
+            return nullcontext()
+        return beside(partial(self._compile_stand_in, config, weights), self.platform)
+
+    @torch.inference_mode()
+    def _compile_stand_in(self, config: ModelConfig, weights: int) -> None:
+        """Kernels of steps of a model of `config`; weights: bytes of the whole one."""
+        model = self._make(self.platform.device, config)
+        model.finalize()
+        pool = KVPool(self._spec_of(config, model), STAND_IN_PAGES, self.platform.device)
+        runner = ModelRunner(
+            model,
+            pool,
+            self.platform,
+            self.config.max_num_seqs,
+            self.max_row_len,
+            True,
+            self.speculation,
+            None,
+            self._piecewise_tokens(weights),
+        )
+        runner.compile_ahead(*self._captured_steps())
+
+    def _check_memory(self) -> Transformer:
+        """Refuse before allocating: a model without memory, which this gives, is made first, to
+        be measured as it will be once loaded."""
         model = self._make(torch.device("meta"))
         model.finalize()
         need = weight_bytes(model)
@@ -510,6 +562,7 @@ class Worker:
                 f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free "
                 f"on {self.platform.name}"
             )
+        return model
 
     def _links(self) -> None:
         """How decode steps add up partial sums and reach their experts; the memory for it is
@@ -567,27 +620,34 @@ class Worker:
     @property
     def whole_spec(self) -> KVSpec:
         """Of all heads and layers, on whatever rank."""
+        return self._whole_spec_of(self.model_config, self.model)
+
+    def _whole_spec_of(self, config: ModelConfig, model: Transformer) -> KVSpec:
         page = self.config.page_size or self.platform.default_page_size
         return kv_spec(
-            self.model_config,
+            config,
             page,
             self.config.kv_cache_dtype,
             self.config.mla_decode,
             self.mtp_layers,
             activations=self.dtype,
-            split_latent=self.model.ops.splits_latents,
+            split_latent=model.ops.splits_latents,
         )
 
     @property
     def cache_layers(self) -> range:
-        """Whose caches this rank holds; prediction modules live on the last stage, behind the
-        model's layers."""
-        held = self.model.held
+        """Whose caches this rank holds."""
+        return self._cache_layers_of(self.model)
+
+    def _cache_layers_of(self, model: Transformer) -> range:
+        """Prediction modules live on the last stage, behind the model's layers."""
+        held = model.held
         return range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage)
 
-    def _spec(self) -> KVSpec:
-        """Of this rank's heads and layers."""
-        return self.whole_spec.shard(self.mesh.sizes.tp, self.cache_layers)
+    def _spec_of(self, config: ModelConfig, model: Transformer) -> KVSpec:
+        """Of this rank's heads and layers of such a model."""
+        layers = self._cache_layers_of(model)
+        return self._whole_spec_of(config, model).shard(self.mesh.sizes.tp, layers)
 
     def _num_pages(self) -> int:
         """Pages for max_num_seqs requests of full length, or as many as the memory set aside

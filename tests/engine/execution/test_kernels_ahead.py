@@ -1,0 +1,133 @@
+"""Kernels are compiled while weights are read, by a second model that is gone afterwards."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rorqual import LLM, SamplingParams
+from rorqual.engine.execution import kernels_ahead, worker
+from rorqual.engine.execution.kernels_ahead import beside, fits_beside
+from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.errors import LoadError
+from rorqual.models.transformer import Transformer
+from tests.engine.execution.replaying import ReplayingPlatform
+from tests.models.checkpoints import save, save_with_mtp
+
+OPTIONS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 5,
+    "max_model_len": 64,
+    "page_size": 8,
+}
+
+
+class CompilingPlatform(ReplayingPlatform):
+    compiles = True
+    free = 1 << 40
+
+    def available_memory(self) -> int:
+        return self.free
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> CompilingPlatform:
+    found = CompilingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: found)
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(thread, layers, tokens up to which steps are captured in pieces) of each model whose kernels
+    were compiled."""
+    found: list[tuple[str, int, int]] = []
+    real = ModelRunner.compile_ahead
+
+    def compile_ahead(self: ModelRunner, *steps: object) -> None:
+        pieces = self.pieces.sizes[-1] if self.pieces else 0
+        found.append((threading.current_thread().name, len(self.model.layers), pieces))
+        real(self, *steps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "compile_ahead", compile_ahead)
+    return found
+
+
+def tokens(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    return list(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(("option", "least"), [("v3", 2), ("qwen-mlp-only", 2), ("qwen-tied", 1)])
+def test_a_second_model_of_each_kind_of_layer_meets_the_same_steps(
+    tmp_path: Path,
+    platform: CompilingPlatform,
+    compiled: list[tuple[str, int, int]],
+    caplog: pytest.LogCaptureFixture,
+    option: str,
+    least: int,
+) -> None:
+    save(option, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(tmp_path, **OPTIONS, piecewise_tokens=128)
+    assert not caplog.records
+    (first, layers, pieces), (second, whole, same) = compiled
+    assert (first, second) == ("kernels", "MainThread")
+    assert least <= layers <= whole
+    assert pieces == same == 128
+    expected = LLM(tmp_path, **OPTIONS, precompile_kernels=False)
+    assert tokens(llm) == tokens(expected)
+    assert len(compiled) == 2
+
+
+@pytest.mark.exhaustive
+def test_prediction_modules_are_compiled_too(
+    tmp_path: Path, platform: CompilingPlatform, compiled: list[tuple[str, int, int]]
+) -> None:
+    save_with_mtp(tmp_path, agreement=2.0)
+    LLM(tmp_path, **OPTIONS, num_speculative_tokens=2)
+    assert [thread for thread, _, _ in compiled] == ["kernels", "MainThread"]
+
+
+def test_without_room_or_files_kernels_are_compiled_afterwards_alone(
+    tmp_path: Path, platform: CompilingPlatform, compiled: list[tuple[str, int, int]]
+) -> None:
+    save("v3", tmp_path)
+    platform.free = kernels_ahead.SPARE
+    LLM(tmp_path, **OPTIONS)
+    platform.free = 1 << 40
+    LLM(tmp_path, **OPTIONS, weights="random")
+    assert [thread for thread, _, _ in compiled] == ["MainThread", "MainThread"]
+    assert fits_beside(10, kernels_ahead.SPARE + 10)
+    assert not fits_beside(11, kernels_ahead.SPARE + 10)
+
+
+def test_a_failure_of_either_is_told_and_the_thread_has_ended(
+    tmp_path: Path,
+    platform: CompilingPlatform,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no kernel")
+
+    with caplog.at_level(logging.WARNING), beside(fail, platform):
+        pass
+    assert "could not be compiled" in caplog.text
+    save("v3", tmp_path)
+    ended: list[bool] = []
+
+    def refuse(model: Transformer, folder: Path) -> None:
+        ended.append(any(one.name == "kernels" for one in threading.enumerate()))
+        raise LoadError("a torn file")
+
+    monkeypatch.setattr(worker, "load_weights", refuse)
+    with pytest.raises(LoadError, match="torn"):
+        LLM(tmp_path, **OPTIONS)
+    assert not any(one.name == "kernels" for one in threading.enumerate())
+    assert ended
