@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.activation import Activation, Quantized
+from rorqual.ops.activation import Activation, NormOutput, Quantized, hidden_of
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
     REGISTERS,
@@ -417,7 +417,8 @@ def products(
 ) -> Tensor:
     """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
     grouped_gemm.py."""
-    # once a token, where a copy for each of its picks is half as long then
-    rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
+    # on the way into the order, unless each of a token's picks would do it again
+    once = top_k == 1 or blocks.places is not None
+    rows = hidden_of(x) if once and not isinstance(x, Quantized | NormOutput) else quantized(x)
     both = product(in_order(rows, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), w.down, blocks, dtype, stages, True)
