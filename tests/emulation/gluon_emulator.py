@@ -188,7 +188,9 @@ class Barriers:
         barrier.count = count
 
     @classmethod
-    def arrive(cls, barrier: Shared, count: int) -> None:
+    def arrive(cls, barrier: Shared, count: int, pred: Any = True) -> None:
+        if not pred:
+            return
         barrier.arrived += count
         assert barrier.arrived <= barrier.count, "the barrier still waits for an earlier fill"
         cls.advance(barrier)
@@ -211,7 +213,9 @@ class Barriers:
             TURN.notify_all()
 
     @staticmethod
-    def wait(barrier: Shared, phase: Any) -> None:
+    def wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
+        if not pred:
+            return
         if not TURN.wait_for(
             lambda: barrier.filled % 2 != int(phase), timeout=WAIT if PARTITIONS[0] else 0
         ):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,20 @@ def vector(text: str) -> list[str]:
     return [x.strip() for x in text.strip("{} ").split(",")]
 
 
+def with_own_labels(body: str) -> str:
+    """Labels of innermost blocks, which inline assembly repeats, each under a name of its own."""
+    numbers = itertools.count()
+
+    def renamed(block: re.Match[str]) -> str:
+        number = next(numbers)
+        text = block.group()
+        for label in re.findall(r"([A-Za-z]\w*):\s", text):
+            text = re.sub(rf"\b{label}\b", f"{label}_{number}", text)
+        return text
+
+    return re.sub(r"\{[^{}]*\bbra\b[^{}]*\}", renamed, body)
+
+
 class Program:
     """The one kernel of a PTX file."""
 
@@ -92,9 +107,8 @@ class Program:
         self.labels: dict[str, int] = {}
         self.tables: dict[str, list[str]] = {}  # where brx.idx may go
         self.instructions: list[tuple[str, str, list[str]]] = []
-        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body.partition("$L__func_end")[0]).replace(
-            "{\n", "\n"
-        )
+        body = with_own_labels(body.partition("$L__func_end")[0])
+        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body).replace("{\n", "\n")
         for line in re.split(r";|(?<=:)[ \t]*\n", body):
             self.read(" ".join(line.split()).strip())
 

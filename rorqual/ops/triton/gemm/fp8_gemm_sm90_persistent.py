@@ -1,15 +1,10 @@
 """Block-fp8 products of many tokens on Hopper, in Gluon: one warp copies, two fetch scales, two
 warpgroups multiply.
 
-A program is persistent and takes tiles of M tokens and 128 weight rows, a unit of 128 columns at a
-time. Chunks of 64 tokens go to the two warpgroups in turn, and these begin their products by turns:
-while one promotes its partial sums to fp32, the tensor cores work for the other. Copies run up to
-STAGES units ahead, over the ends of tiles too. The last column of tiles may have 64 weight rows and
-then takes half the time; it comes last, to those who had least.
-
-Scales are fetched four units at once and left, a token's times the weights', where the warpgroups
-find them: fetched by these, a unit ahead, they arrive behind the bulk copies of all units after it,
-later than a unit of 128 tokens takes.
+Programs are persistent; their tiles, and how these are multiplied, are those of
+fp8_gemm_sm90_loop.py. Copies run up to STAGES units ahead, over the ends of tiles too. The last
+column of tiles may have 64 weight rows and then takes half the time; it comes last, to those who
+had least. Scales are fetched four units at once.
 
 Shared memory, 128 bytes a cycle, is what bounds it: a product of 64 x 128 x 32 reads 6 KB in its 64
 cycles and a unit of 256 tokens brings 48 KB in 1024, together 144 bytes a cycle, so 0.89 of the
@@ -19,8 +14,6 @@ Triton's kernel in halves) 192 and 0.67.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,13 +21,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
+    REGISTERS,
+    N,
+    assert_fits,
+    leave,
+    new_ring,
+    share,
+    sums,
+    tile_of,
+)
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import (
@@ -44,51 +45,6 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     thread_barrier,
     wait_for_inputs,
 )
-
-N = 128  # weight rows a tile
-SHARED = 227 * 1024 - 1024  # bytes of stages and of the output on its way out
-REGISTERS = (232, 40)  # of a thread that multiplies, of one that copies or fetches scales
-KEPT_BYTES = 2048
-# what sums are multiplied by: so many are kept, of two units or of four
-FACTORS = gl.constexpr(KEPT_BYTES // 4)
-
-
-class Ring(NamedTuple):
-    """Between the warps that fetch and the two warpgroups that multiply: stages of both sides'
-    tiles, `factors` of the latest units, and barriers that tell when a stage and its factors are
-    full and when the stage is empty. turns: which warpgroup may begin a product."""
-
-    inputs: Any
-    weights: Any
-    factors: Any
-    full: Any
-    empty: Any
-    turns: Any
-
-
-@gluon.jit
-def share(high, ROWS: gl.constexpr):
-    """(tiles of this program, whole rounds of all programs) where tokens make `high` tiles."""
-    tiles = high * ((ROWS + 127) // 128)
-    workers = gl.num_programs(0)
-    return tiles // workers + (workers - 1 - gl.program_id(0) < tiles % workers).to(
-        gl.int32
-    ), tiles // workers
-
-
-@gluon.jit
-def tile_of(turn, rounds, high, ROWS: gl.constexpr):
-    """(token tile, weight tile) of a turn: 16 token tiles go through all weight tiles together,
-    so that both stay in the cache. The last round, of fewer tiles than programs, begins with the
-    last program."""
-    worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
-    PER_GROUP: gl.constexpr = 16 * ((ROWS + 127) // 128)
-    group = tile // PER_GROUP
-    inside = tile % PER_GROUP
-    height = gl.minimum(high - group * 16, 16)
-    return group * 16 + inside % height, inside // height
 
 
 @gluon.jit
@@ -139,24 +95,6 @@ def _copy(
             pred=more,
         )
         stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _leave(ring, factors, unit, units, stage, free, phase, M: gl.constexpr, STAGES: gl.constexpr):
-    """A unit's factors, [M], in the place of those of the unit FACTORS // M before, once that unit
-    is done with; nothing from `units` on. free, phase: its stage and its phase."""
-    KEPT: gl.constexpr = FACTORS // M
-    if unit < units:
-        if unit >= KEPT:
-            mbarrier.wait(ring.empty.index(free), phase)
-            free, phase = next_stage(free, phase, STAGES)
-        ring.factors.index(unit % KEPT).store(factors)
-        thread_barrier()
-        mbarrier.arrive(ring.full.index(stage), count=1)
-        stage = stage + 1
-        if stage == STAGES:
-            stage = 0
-    return stage, free, phase
 
 
 @gluon.jit
@@ -219,76 +157,16 @@ def _scale(
             x_scale, w_scale, unit + 3, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
             BLOCKS,
         )  # fmt: skip
-        stage, free, phase = _leave(ring, a, unit, units, stage, free, phase, M, STAGES)
-        stage, free, phase = _leave(ring, b, unit + 1, units, stage, free, phase, M, STAGES)
-        stage, free, phase = _leave(ring, c, unit + 2, units, stage, free, phase, M, STAGES)
-        stage, free, phase = _leave(ring, d, unit + 3, units, stage, free, phase, M, STAGES)
-
-
-@gluon.jit
-def _begin(ring, xt, wt, done, never, turn, WHO: gl.constexpr):
-    """A product under way, which takes the registers of `done`."""
-    mbarrier.wait(ring.turns.index(WHO), turn)
-    part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
-    mbarrier.arrive(ring.turns.index(1 - WHO), count=1)
-    return part, turn ^ 1
-
-
-@gluon.jit
-def _chunk_factors(ring, unit, CHUNK: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr):
-    """[64, 1]: of the tokens of one chunk of a unit."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    chunks = ring.factors._reinterpret(gl.float32, [FACTORS // 64, 64], FLAT)
-    chunk = unit % (FACTORS // M) * (M // 64) + CHUNK
-    return chunks.index(chunk).load(gl.SliceLayout(1, ACC))[:, None]
-
-
-@gluon.jit
-def _sums(
-    ring,
-    first,
-    stage,
-    phase,
-    turn,
-    tokens,
-    M: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    WHO: gl.constexpr,
-    TWO: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight rows
-    and the program's BLOCKS units from `first` on. tokens: any number that the compiler cannot
-    know."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
-    low = zero
-    high = zero
-    done = zero
-    # so that products take the registers of the last one's result: the compiler finds no room
-    # otherwise
-    never = tokens < 0
-    for unit in range(first, first + BLOCKS):
-        mbarrier.wait(ring.full.index(stage), phase)
-        xt = ring.inputs.index(stage)
-        wt = ring.weights.index(stage).slice(0, WIDTH).permute((1, 0))
-        part, turn = _begin(ring, xt.slice(WHO * 64, 64), wt, done, never, turn, WHO)
-        low_now = _chunk_factors(ring, unit, WHO, M, WIDTH)
-        if TWO:
-            high_now = _chunk_factors(ring, unit, WHO + 2, M, WIDTH)
-            done = warpgroup_mma_wait(0, deps=[part])
-            low = low + done * low_now
-            part, turn = _begin(ring, xt.slice(WHO * 64 + 128, 64), wt, done, never, turn, WHO)
-        done = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        if TWO:
-            high = high + done * high_now
-        else:
-            low = low + done * low_now
-        stage, phase = next_stage(stage, phase, STAGES)
-    return low, high, stage, phase, turn
+        stage, free, phase = leave(ring, a, unit, unit < units, stage, free, phase, M, STAGES)
+        stage, free, phase = leave(
+            ring, b, unit + 1, unit + 1 < units, stage, free, phase, M, STAGES
+        )
+        stage, free, phase = leave(
+            ring, c, unit + 2, unit + 2 < units, stage, free, phase, M, STAGES
+        )
+        stage, free, phase = leave(
+            ring, d, unit + 3, unit + 3 < units, stage, free, phase, M, STAGES
+        )
 
 
 @gluon.jit
@@ -368,8 +246,8 @@ def _tile(
 ):
     """A warpgroup's share of a tile, which begins with the program's unit `unit`."""
     TWO: gl.constexpr = M == 256
-    low, high, stage, phase, turn = _sums(
-        ring, unit, stage, phase, turn, tokens, M, BLOCKS, STAGES, WHO, TWO, WIDTH
+    low, high, stage, phase, turn = sums(
+        ring, unit, stage, phase, turn, 1, tokens, M, BLOCKS, STAGES, WHO, TWO, WIDTH
     )
     first = m_tile * M + WHO * 64
     if first < tokens:  # without a branch here the compiler spills in the loop
@@ -440,22 +318,9 @@ def _tall_kernel(
 ):
     """Grid: at most one program a tile. M: 128 or 256 tokens a tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
-    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [FACTORS // M, M], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    ring = Ring(inputs, weights, factors, full, empty, turns)
+    ring = new_ring(x_tma, w_tma, M, STAGES)
     gl.warp_specialize(
         [
             (
@@ -501,9 +366,7 @@ def launch(
     rows = weight.data.shape[0]
     device = y.device
     assert y.is_contiguous()
-    assert m in (128, 256), m
-    assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
-    assert (m + N) * 128 * stages + 4 * 64 * N + KEPT_BYTES <= SHARED, (m, stages)
+    assert_fits(m, stages)
     plain = bulk_layout(8)
     wide = bulk_layout(16)
     tiles = -(-tokens // m) * -(-rows // N)
