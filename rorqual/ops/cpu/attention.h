@@ -107,14 +107,19 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
         int64_t request, group, part;
     };
     static thread_local std::vector<Unit> all;
+    static thread_local std::vector<int64_t> firsts;  // of a request's group, its first unit
     all.clear();
+    firsts.clear();
     int64_t cached = 0;
     for (int64_t t = 0; t < n; t++) {
         cached += lens[t];
-        for (int64_t g = 0; g < groups; g++)
+        for (int64_t g = 0; g < groups; g++) {
+            firsts.push_back(int64_t(all.size()));
             for (int64_t p = 0; p == 0 || p * PART < lens[t]; p++) all.push_back({t, g, p});
+        }
     }
     const Unit *units = all.data();
+    const int64_t *starts = firsts.data();
     int64_t count = int64_t(all.size()), each = heads * ldo;
     float *sums = scratch(9, count * each), *state = scratch(7, count * heads * 2);
     share(count, cached * groups * heads * (d + dv), [=, &cache](int64_t i) {
@@ -123,13 +128,13 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
         attend(q + row * heads * ldq, ldq, heads, d, dv, cache, u.group * group_offset, cache.tables + u.request * cache.width, first, last,
                sums + i * each, ldo, state + i * heads * 2);
     });
-    for (int64_t i = 0; i < count;) {
-        Unit u = units[i];
-        int64_t parts = std::max<int64_t>(1, (lens[u.request] + PART - 1) / PART), row = u.request * groups + u.group;
-        for (int64_t h = 0; h < heads; h++)
-            join_parts(sums + i * each + h * ldo, each, state + (i * heads + h) * 2, heads * 2, parts, padded(dv), out + (row * heads + h) * ldo);
-        i += parts;
-    }
+    split(n * groups, 1, 4 * count * each, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            int64_t i = starts[row], parts = std::max<int64_t>(1, (lens[units[i].request] + PART - 1) / PART);
+            for (int64_t h = 0; h < heads; h++)
+                join_parts(sums + i * each + h * ldo, each, state + (i * heads + h) * 2, heads * 2, parts, padded(dv), out + (row * heads + h) * ldo);
+        }
+    });
 }
 
 constexpr int64_t QUERIES = 48;  // of a head that look at a step of keys together
@@ -138,11 +143,111 @@ struct Strides {  // elements from one entry to the next, and from one head of a
     int64_t row, head;
 };
 
+#if defined(__AVX512BF16__)
+constexpr int64_t KEYS = 128;       // entries between two looks at the running softmax, counted from the request's first
+constexpr int64_t QUERY_ROWS = 96;  // queries, of all heads that share keys, to which a panel of keys is turned
+
+// `weigh_step` of scores times `scale` to bf16 weights [KEYS], zeros behind `count`.
+inline float weigh_pairs(const float *scores, float scale, int64_t count, bf16 *weights, float *peak, float *mass) {
+    constexpr int64_t REGISTERS = KEYS / LANES;
+    const vf never = vf{} - std::numeric_limits<float>::infinity();
+    __m512 part[REGISTERS];
+    vf high = never;
+    for (int64_t i = 0; i < REGISTERS; i++) {
+        int64_t left = count - i * LANES;
+        __mmask16 within = left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+        part[i] = _mm512_mask_mul_ps((__m512)never, within, _mm512_maskz_loadu_ps(within, scores + i * LANES), _mm512_set1_ps(scale));
+        vf here = (vf)part[i];
+        high = here > high ? here : high;
+    }
+    float top = std::max(*peak, highest(high));
+    vf sum = {};
+    for (int64_t i = 0; i < REGISTERS; i++) {
+        int64_t left = count - i * LANES;
+        __mmask16 within = left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+        vf w = (vf)_mm512_maskz_mov_ps(within, (__m512)exp_lanes((vf)part[i] - top));
+        sum += w;
+        keep_lanes(w, weights + i * LANES);
+    }
+    float shrink = *peak == top ? 1 : std::exp(*peak - top);
+    *mass = *mass * shrink + total(sum);
+    *peak = top;
+    return shrink;
+}
+
+// Up to PANEL columns of `count` entries of values to a panel whose words are of two entries.
+inline void turn_values(const bf16 *values, int64_t apart_, int64_t count, int64_t columns, char *panel) {
+    alignas(64) static const uint16_t ORDER[64] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                   11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+                                                   22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const __m512i low = _mm512_load_si512(ORDER), high = _mm512_load_si512(ORDER + 32);
+    __mmask32 within = columns >= PAIR ? 0xffffffffu : (1u << columns) - 1;
+    for (int64_t i = 0; i < count; i += 2) {
+        __m512i a = _mm512_maskz_loadu_epi16(within, values + i * apart_);
+        __m512i b = i + 1 < count ? _mm512_maskz_loadu_epi16(within, values + (i + 1) * apart_) : _mm512_setzero_si512();
+        _mm512_storeu_si512(panel + i / 2 * WORD_ROW, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(panel + i / 2 * WORD_ROW + 64, _mm512_permutex2var_epi16(a, high, b));
+    }
+}
+
+// `causal` on instructions that multiply pairs of bf16. A query's result depends on its keys and values alone: pieces of keys begin at
+// multiples of KEYS, and each of its sums is in the order of columns or of keys.
+inline void causal_pairs(const bf16 *q, const bf16 *keys, Strides k, const bf16 *values, Strides v, bf16 *out, int64_t n, int64_t length,
+                         int64_t heads, int64_t groups, int64_t d, int64_t dv, float scale) {
+    constexpr int64_t EACH = sizeof(bf16), TWO = 2 * PAIRS_TILE;
+    int64_t alike = heads / groups, queries = std::max<int64_t>(1, QUERY_ROWS / alike), tiles = (n + queries - 1) / queries;
+    int64_t ldq = unit_apart(d), lds = apart(dv), deep = edged(d * EACH);
+    share(groups * tiles, n * heads * length * (d + dv) / 2, [=](int64_t unit) {
+        // the last queries see the most keys: they come first. Rows: a query's heads side by side
+        int64_t g = unit % groups, from = (tiles - 1 - unit / groups) * queries, count = std::min(queries, n - from), rows = count * alike;
+        bf16 *query = (bf16 *)scratch(0, rows * ldq / 2), *weights = (bf16 *)scratch(5, rows * KEYS / 2);
+        float *sums = scratch(1, rows * lds), *state = scratch(2, 3 * rows), *shrink = state + 2 * rows, *scores = scratch(4, rows * KEYS);
+        char *panel = (char *)scratch(12, std::max(deep / 4, KEYS / 2) * PANEL);
+        std::fill(sums, sums + rows * lds, 0.f);
+        for (int64_t i = 0; i < rows; i++) {
+            unit_row(q + ((from + i / alike) * heads + g * alike + i % alike) * d, d, query + i * ldq, ldq);
+            state[2 * i] = -std::numeric_limits<float>::infinity();
+            state[2 * i + 1] = 0;
+        }
+        const bf16 *own_keys = keys + g * k.head, *own_values = values + g * v.head;
+        int64_t before = length - n + from;  // entries that the first of these queries sees besides itself
+        for (int64_t start = 0; start < before + count; start += KEYS) {
+            int64_t seen = std::min(KEYS, before + count - start), first = std::max<int64_t>(0, start - before) * alike;
+            for (int64_t key = 0; key < seen; key += PANEL) {
+                int64_t width = std::min(PANEL, seen - key), see = std::max<int64_t>(0, start + key - before) * alike;
+                turn_panel((const char *)(own_keys + (start + key) * k.row), k.row * EACH, width, d * EACH, panel);
+                pairs_product(panel, deep, (const char *)(query + see * ldq), ldq * EACH, rows - see, scores + see * KEYS + key, KEYS, width, {}, {});
+            }
+            for (int64_t i = first; i < rows; i++)
+                shrink[i] = weigh_pairs(scores + i * KEYS, scale, std::min(seen, before + i / alike + 1 - start), weights + i * KEYS, state + 2 * i,
+                                        state + 2 * i + 1);
+            for (int64_t c = 0; c < dv; c += PANEL) {
+                turn_values(own_values + start * v.row + c, v.row, seen, dv - c, panel);
+                for (int64_t i = first; i < rows; i += TWO) {  // keys that the last of some rows sees
+                    int64_t some = std::min(TWO, rows - i), mine = std::min(seen, before + (i + some - 1) / alike + 1 - start);
+                    pairs_product(panel, (mine + 1) / 2 * 4, (const char *)(weights + i * KEYS), KEYS * EACH, some, sums + i * lds + c, lds, dv - c,
+                                  {true, shrink + i}, {});
+                }
+            }
+        }
+        for (int64_t i = 0; i < rows; i++) {
+            float *row = sums + i * lds;
+            for (int64_t j = 0; j < dv; j++) row[j] /= state[2 * i + 1];
+            narrow_all(row, dv, out + ((from + i / alike) * heads + g * alike + i % alike) * dv);
+        }
+    });
+}
+#else
+inline void causal_pairs(const bf16 *, const bf16 *, Strides, const bf16 *, Strides, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t,
+                         int64_t, float) {}  // never taken
+#endif
+
 // Causal attention of one request's last n positions, of `length`: q and out [n, heads, d] and [n, heads, dv]; heads / groups heads
 // share keys and values.
 template <class T>
 void causal(const T *q, const T *keys, Strides k, const T *values, Strides v, T *out, int64_t n, int64_t length, int64_t heads,
             int64_t groups, int64_t d, int64_t dv, float scale) {
+    if constexpr (PAIRS && std::is_same<T, bf16>::value) return causal_pairs(q, keys, k, values, v, out, n, length, heads, groups, d, dv, scale);
     int64_t tiles = (n + QUERIES - 1) / QUERIES, ldq = apart(d), lds = apart(dv);
     share(heads * tiles, n * heads * length * (d + dv) / 2, [=](int64_t unit) {
         // the last queries see the most keys: they come first

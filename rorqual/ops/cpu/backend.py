@@ -48,8 +48,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
 
 def bf16_rows() -> int:
     """Rows of bf16 up to which compiled products are faster than torch's."""
-    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return NATIVE_ROWS if has else MANY_ROWS
+    return NATIVE_ROWS if torch.cpu._is_amx_tile_supported() else MANY_ROWS
 
 
 class CpuOps(Ops):

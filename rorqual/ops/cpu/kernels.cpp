@@ -142,16 +142,23 @@ inline void widen_all(const T *x, int64_t n, float *out) {
 
 inline void narrow_all(const float *x, int64_t n, float *out) { std::copy(x, x + n, out); }
 
+inline vu narrow_lanes(vf x) {  // `narrow`, bits of bf16 in words
+    vu u, odd;
+    memcpy(&u, &x, sizeof u);
+    odd = (u >> 16) & 1;
+    return (u & 0x7fffffff) > 0x7f800000 ? vu{} + 0x7fc0 : (u + 0x7fff + odd) >> 16;
+}
+
+inline void keep_lanes(vf x, float *out) { memcpy(out, &x, sizeof x); }
+
+inline void keep_lanes(vf x, bf16 *out) {
+    vh h = __builtin_convertvector(narrow_lanes(x), vh);
+    memcpy(out, &h, sizeof h);
+}
+
 inline void narrow_all(const float *x, int64_t n, bf16 *out) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vu u, odd;
-        memcpy(&u, x + i, sizeof u);
-        odd = (u >> 16) & 1;
-        vu rounded = (u & 0x7fffffff) > 0x7f800000 ? vu{} + 0x7fc0 : (u + 0x7fff + odd) >> 16;
-        vh h = __builtin_convertvector(rounded, vh);
-        memcpy(out + i, &h, sizeof h);
-    }
+    for (; i + LANES <= n; i += LANES) keep_lanes(load(x + i), out + i);
     for (; i < n; i++) narrow(x[i], out + i);
 }
 
@@ -196,6 +203,19 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
 #include "vectors.h"
 #include "products.h"
 #include "units.h"
+void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
+    for (int64_t t = 0; t < n; t++) {
+        const float *gate = x + t * 2 * size, *up = gate + size;
+        float *y = out + t * size;
+        int64_t j = 0;
+        for (; j + LANES <= size; j += LANES) {
+            vf g = load(gate + j), value = g / (1.f + exp_lanes(-g)) * load(up + j);
+            memcpy(y + j, &value, sizeof value);
+        }
+        for (; j < size; j++) y[j] = gate[j] / (1 + std::exp(-gate[j])) * up[j];
+    }
+}
+
 #include "gemm.h"
 
 template <class T>
@@ -212,7 +232,12 @@ float dot(const float *a, const T *b, int64_t d) {
 template <class T>
 void norm_row(float *x, int64_t d, const T *weight, float eps) {
     float r = 1 / std::sqrt(dot(x, x, d) / float(d) + eps);
-    for (int64_t i = 0; i < d; i++) x[i] *= r * widen(weight[i]);
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES) {
+        vf value = load(x + i) * (r * load(weight + i));
+        memcpy(x + i, &value, sizeof value);
+    }
+    for (; i < d; i++) x[i] *= r * widen(weight[i]);
 }
 
 // Rotate pairs in place; cos and sin hold d / 2 values.
@@ -223,19 +248,6 @@ void rope_row(float *x, int64_t d, const float *cos, const float *sin, bool inte
         float first = *a, second = *b;
         *a = first * cos[i] - second * sin[i];
         *b = second * cos[i] + first * sin[i];
-    }
-}
-
-void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
-    for (int64_t t = 0; t < n; t++) {
-        const float *gate = x + t * 2 * size, *up = gate + size;
-        float *y = out + t * size;
-        int64_t j = 0;
-        for (; j + LANES <= size; j += LANES) {
-            vf g = load(gate + j), value = g / (1.f + exp_lanes(-g)) * load(up + j);
-            memcpy(y + j, &value, sizeof value);
-        }
-        for (; j < size; j++) y[j] = gate[j] / (1 + std::exp(-gate[j])) * up[j];
     }
 }
 
@@ -283,7 +295,17 @@ void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum,
     split(n, 1, 8 * n * d, [=](int64_t begin, int64_t end) {
         float *row = scratch(0, d);
         for (int64_t t = begin; t < end; t++) {
-            for (int64_t i = 0; i < d; i++) {
+            int64_t i = 0;
+            for (; i + LANES <= d; i += LANES) {
+                vf value = load(x + t * d + i);
+                if (residual) {
+                    value += load(residual + t * d + i);
+                    keep_lanes(value, sum + t * d + i);
+                    value = load(sum + t * d + i);
+                }
+                memcpy(row + i, &value, sizeof value);
+            }
+            for (; i < d; i++) {
                 float value = widen(x[t * d + i]);
                 if (residual) {  // the stream is stored rounded, so the norm sees the rounded sum
                     T stored;
@@ -306,9 +328,10 @@ void linear(const T *x, const T *w, const T *bias, T *y, int64_t n, int64_t rows
 
 template <class T>
 void mlp(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int64_t hidden, int64_t size) {
+    if (on_unit(gate_up, n) && n >= PACKED) return mlp_units(x, gate_up, down, y, n, hidden, size);
     float *h = scratch(1, n * 2 * size), *g = scratch(2, n * size);
     gemm(x, n, gate_up, 2 * size, hidden, h);
-    swiglu_rows(h, n, size, g);
+    split(n, 1, 16 * n * size, [=](int64_t begin, int64_t end) { swiglu_rows(h + begin * 2 * size, end - begin, size, g + begin * size); });
     gemm(g, n, down, hidden, size, y);
 }
 
@@ -319,22 +342,27 @@ void mla_prologue(const MlaLayer &m, Down down, Up up, const float *cos, const f
     int64_t rows = first + entry;
     float *low = scratch(1, n * rows), *latent = scratch(2, n * first), *queries = scratch(3, n * wide_q);
     down(low, rows);
-    for (int64_t t = 0; t < n; t++) std::copy(low + t * rows, low + t * rows + first, latent + t * first);
-    if (m.q_rank) {
-        for (int64_t t = 0; t < n; t++) norm_row(latent + t * first, first, (const T *)m.q_norm, float(m.eps));
+    split(n, 1, n * first, [=, &m](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            std::copy(low + t * rows, low + t * rows + first, latent + t * first);
+            if (m.q_rank) norm_row(latent + t * first, first, (const T *)m.q_norm, float(m.eps));
+        }
+    });
+    if (m.q_rank)
         up(latent, queries, wide_q, first);
-    } else {
+    else
         queries = latent;
-    }
-    for (int64_t t = 0; t < n; t++) {
-        const float *c = cos + t * m.rope / 2, *s = sin + t * m.rope / 2;
-        for (int64_t h = 0; h < m.heads; h++) rope_row(queries + t * wide_q + h * qk + m.nope, m.rope, c, s, m.interleaved);
-        float *kv = low + t * rows + first;
-        norm_row(kv, m.rank, (const T *)m.kv_norm, float(m.eps));
-        rope_row(kv + m.rank, m.rope, c, s, m.interleaved);
-        narrow_all(kv, entry, plane + slots[t] * entry);
-    }
-    narrow_all(queries, n * wide_q, q);
+    split(n, 1, 4 * n * (wide_q + entry), [=, &m](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const float *c = cos + t * m.rope / 2, *s = sin + t * m.rope / 2;
+            for (int64_t h = 0; h < m.heads; h++) rope_row(queries + t * wide_q + h * qk + m.nope, m.rope, c, s, m.interleaved);
+            float *kv = low + t * rows + first;
+            norm_row(kv, m.rank, (const T *)m.kv_norm, float(m.eps));
+            rope_row(kv + m.rank, m.rope, c, s, m.interleaved);
+            narrow_all(kv, entry, plane + slots[t] * entry);
+            narrow_all(queries + t * wide_q, wide_q, q + t * wide_q);
+        }
+    });
 }
 
 template <class T>
@@ -389,47 +417,65 @@ void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *
 template <class T>
 void gqa_prologue(const T *qkv, const T *q_norm, const T *k_norm, float eps, const float *cos, const float *sin, T *keys, T *values,
                   const int64_t *slots, T *q, int64_t n, int64_t heads, int64_t groups, int64_t d) {
-    float *row = scratch(0, d);
-    for (int64_t t = 0; t < n; t++) {
-        const T *mine = qkv + t * (heads + 2 * groups) * d;
-        for (int64_t h = 0; h < heads + groups; h++) {
-            widen_all(mine + h * d, d, row);
-            norm_row(row, d, h < heads ? q_norm : k_norm, eps);
-            rope_row(row, d, cos + t * d / 2, sin + t * d / 2, false);
-            narrow_all(row, d, h < heads ? q + (t * heads + h) * d : keys + (slots[t] * groups + h - heads) * d);
+    split(n, 1, 8 * n * (heads + groups) * d, [=](int64_t begin, int64_t end) {
+        float *row = scratch(0, d);
+        for (int64_t t = begin; t < end; t++) {
+            const T *mine = qkv + t * (heads + 2 * groups) * d;
+            for (int64_t h = 0; h < heads + groups; h++) {
+                widen_all(mine + h * d, d, row);
+                norm_row(row, d, h < heads ? q_norm : k_norm, eps);
+                rope_row(row, d, cos + t * d / 2, sin + t * d / 2, false);
+                narrow_all(row, d, h < heads ? q + (t * heads + h) * d : keys + (slots[t] * groups + h - heads) * d);
+            }
+            memcpy(values + slots[t] * groups * d, mine + (heads + groups) * d, groups * d * sizeof(T));
         }
-        memcpy(values + slots[t] * groups * d, mine + (heads + groups) * d, groups * d * sizeof(T));
-    }
+    });
 }
 
 template <class T>
 void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                 float scale, T *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
     int64_t ldq = apart(d);
-    float *query = scratch(0, n * heads * ldq), *sums = scratch(1, n * heads * ldq), *row = scratch(3, d);
-    for (int64_t i = 0; i < n * heads; i++) {
-        widen_all(q + i * d, d, row);
-        for (int64_t j = 0; j < d; j++) row[j] *= scale;
-        spread<T>(row, d, query + i * ldq);
-    }
+    float *query = scratch(0, n * heads * ldq), *sums = scratch(1, n * heads * ldq);
+    split(n * heads, 1, 8 * n * heads * d, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            float *row = query + i * ldq;
+            spread<T>(q + i * d, d, row);
+            for (int64_t j = 0; j < padded(d); j++) row[j] *= scale;
+        }
+    });
     Paged<T> cache = {keys, values, groups * d, groups * d, tables, width, page};
     attend_all(query, ldq, n, groups, heads / groups, d, d, cache, d, lens, sums, ldq);
-    for (int64_t i = 0; i < n * heads; i++) {
-        gathered<T>(sums + i * ldq, d, row);
-        narrow_all(row, d, out + i * d);
-    }
+    split(n * heads, 1, 8 * n * heads * d, [=](int64_t begin, int64_t end) {
+        float *row = scratch(3, d);
+        for (int64_t i = begin; i < end; i++) {
+            gathered<T>(sums + i * ldq, d, row);
+            narrow_all(row, d, out + i * d);
+        }
+    });
+}
+
+struct Ranked {
+    uint32_t key;  // larger for larger values, largest for those that are none, the same for both zeros
+    int32_t second;
+};
+
+inline uint32_t rank_of(float x) {
+    uint32_t u;
+    x += 0.f;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return 0xffffffff;
+    return u >> 31 ? ~u : u | 0x80000000;
 }
 
 // The k best of n values, in the order in which torch.topk(sorted=False) leaves them on the CPU:
 // the same algorithm of the standard library, so that of equal values (rounded logits often are)
 // the same ones are taken as by the definition. Valid until the next call on this thread.
-const std::pair<float, int64_t> *best(const float *x, int64_t n, int64_t k) {
-    static thread_local std::vector<std::pair<float, int64_t>> queue;
+const Ranked *best(const float *x, int64_t n, int64_t k) {
+    static thread_local std::vector<Ranked> queue;
     queue.resize(n);
-    for (int64_t i = 0; i < n; i++) queue[i] = {x[i], i};
-    auto before = [](const auto &a, const auto &b) {
-        return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
-    };
+    for (int64_t i = 0; i < n; i++) queue[i] = {rank_of(x[i]), int32_t(i)};
+    auto before = [](Ranked a, Ranked b) { return a.key > b.key; };
     if (k * 64 <= n)
         std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), before);
     else

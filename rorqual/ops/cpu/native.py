@@ -32,6 +32,7 @@ HEADERS = (
     "products.h",
     "units.h",
     "pairs.h",
+    "lanes.h",
     "vectors/units_avx512.h",
     "vectors/units_neon.h",
     "gemm.h",

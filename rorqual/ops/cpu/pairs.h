@@ -29,6 +29,9 @@ inline bool pairs_take(const E *) {
 
 constexpr int64_t AHEAD = 16384;  // bytes of a matrix between what is read and what is asked for
 
+constexpr int64_t HELD_PAIRS = 20480;  // bf16 of rows of x that stay in the first cache beside what is read
+constexpr int64_t PIECE = 1024;        // columns at once where they do not
+
 // The same in rows of so many bytes.
 inline int64_t rows_ahead(int64_t bytes) { return std::max<int64_t>(1, AHEAD / bytes); }
 
@@ -53,34 +56,54 @@ INLINE void pair_sums(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, in
     }
 }
 
+// Columns of rows that are multiplied at a time, and where sums [4, N] wait until all are.
+struct Piece {
+    int64_t columns;
+    bool first, last;
+    float *held;
+};
+
 template <int N>
-INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t k, const bf16 *next, float *y, int64_t ldy) {
+INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Piece piece, const bf16 *next, float *y, int64_t ldy) {
     sf acc[4][N] = {};
+    if (!piece.first)
+        UNROLLED for (int r = 0; r < 4; r++)
+            UNROLLED for (int n = 0; n < N; n++) acc[r][n] = get(piece.held + (r * N + n) * SPAN);
     if constexpr (N == 1)
         UNROLLED for (int r = 0; r < 4; r++) {
-            sf own[1][1] = {};
-            pair_sums<1, 1>(w + r * ldw, ldw, x, ldx, k, next + r * ldw, own);
+            sf own[1][1] = {{acc[r][0]}};
+            pair_sums<1, 1>(w + r * ldw, ldw, x, ldx, piece.columns, next + r * ldw, own);
             acc[r][0] = own[0][0];
         }
     else
-        pair_sums<4, N>(w, ldw, x, ldx, k, next, acc);
-    put_sums(acc, 0, 0, y, ldy, false);
+        pair_sums<4, N>(w, ldw, x, ldx, piece.columns, next, acc);
+    if (piece.last) return put_sums(acc, 0, 0, y, ldy, false);
+    UNROLLED for (int r = 0; r < 4; r++)
+        UNROLLED for (int n = 0; n < N; n++) put(acc[r][n], piece.held + (r * N + n) * SPAN);
 }
 
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
 inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
     int64_t r = 0, ahead = rows_ahead(ldw * int64_t(sizeof(bf16))), tiles = (n + 3) / 4;
+    if (n > 1) ahead = std::max<int64_t>(4, ahead);  // four rows are read at once: none of them is asked for
+    for (; n == 1 && r + 4 <= rows; r += 4) {
+        const bf16 *mine = w + r * ldw;
+        pair_tile<1>(mine, ldw, x, ldx, {k, true, true, nullptr}, r + 4 + ahead <= rows ? mine + ahead * ldw : mine, y + r, ldy);
+    }
+    int64_t deep = n > 4 && n * ldx > HELD_PAIRS ? PIECE : k;
+    float *held = scratch(14, deep < k ? tiles * 16 * SPAN : 0);
     for (; r + 4 <= rows; r += 4) {
         const bf16 *mine = w + r * ldw, *next = r + 4 + ahead <= rows ? mine + ahead * ldw : mine;
-        for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
-            int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
-            const bf16 *in = x + from * ldx;
-            float *out = y + from * ldy + r;
-            if (count == 1) pair_tile<1>(mine, ldw, in, ldx, k, next, out, ldy);
-            if (count == 2) pair_tile<2>(mine, ldw, in, ldx, k, next, out, ldy);
-            if (count == 3) pair_tile<3>(mine, ldw, in, ldx, k, next, out, ldy);
-            if (count == 4) pair_tile<4>(mine, ldw, in, ldx, k, next, out, ldy);
-        }
+        for (int64_t i = 0; i < k; i += deep)
+            for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
+                int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+                Piece piece = {std::min(deep, k - i), i == 0, i + deep >= k, held + t * 16 * SPAN};
+                const bf16 *in = x + from * ldx + i;
+                float *out = y + from * ldy + r;
+                if (count == 2) pair_tile<2>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
+                if (count == 3) pair_tile<3>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
+                if (count == 4) pair_tile<4>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
+            }
     }
     for (; r < rows; r++)
         for (int64_t i = 0; i < n; i++) {

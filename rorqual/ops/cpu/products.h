@@ -289,7 +289,14 @@ inline int64_t block_rows(int64_t rows) {
 // A spread row in its own order.
 template <class W>
 void gathered(const float *x, int64_t k, float *out) {
-    for (int64_t i = 0; i < k; i++) out[i] = x[place(i, (const W *)nullptr)];
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR)
+        for (int j = 0; j < SPAN; j++) {
+            bool pairs = std::is_same<W, bf16>::value;
+            out[pairs ? i + 2 * j : i + j] = x[i + j];
+            out[pairs ? i + 2 * j + 1 : i + SPAN + j] = x[i + SPAN + j];
+        }
+    for (; i < k; i++) out[i] = x[place(i, (const W *)nullptr)];
 }
 
 // Results as they are kept, `ldy` apart.

@@ -45,6 +45,7 @@ inline void panel_product(const char *, int64_t, int64_t, int64_t, const char *,
 #endif
 
 #include "pairs.h"
+#include "lanes.h"
 
 template <class E>
 inline bool on_unit(const E *weights, int64_t n) {
@@ -69,8 +70,10 @@ inline void unit_row(const bf16 *x, int64_t k, bf16 *out, int64_t last) {
 }
 
 template <class X>
-bf16 *unit_rows(const X *x, int64_t n, int64_t k, int which) {
+const bf16 *unit_rows(const X *x, int64_t n, int64_t k, int which) {
     int64_t ldx = unit_apart(k);
+    if constexpr (std::is_same<X, bf16>::value)
+        if (ldx == k) return x;  // as they lie
     bf16 *in = (bf16 *)scratch(which, n * ldx / 2);
     split(n, 1, n * k, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) unit_row(x + i * k, k, in + i * ldx, ldx);
@@ -96,6 +99,15 @@ inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
             for (int64_t band = 0; band < rows; band += PANEL) {
                 int64_t width = std::min(PANEL, rows - band), bytes = std::min(DEEP, k - deep) * EACH, last = std::min(n, some + AT_UNIT);
                 turn_panel((const char *)(w + band * ldw + deep), ldw * EACH, width, bytes, panel);
+#if defined(__AVX512BF16__)
+                if (!amx_here()) {
+                    int64_t left = rows - band - PANEL;
+                    NextBand next = {left > 0 ? (const char *)(w + (band + PANEL) * ldw + deep) : nullptr, ldw * EACH, std::min(PANEL, left) - 1};
+                    pairs_product(panel, edged(bytes), (const char *)(x + some * ldx + deep), ldx * EACH, last - some, y + some * ldy + band, ldy,
+                                  width, {deep > 0, nullptr}, next);
+                    continue;
+                }
+#endif
                 for (int64_t i = some; i < last; i += CHUNK) {
                     int64_t count = std::min(CHUNK, last - i), length = edged(bytes);
                     panel_product<bf16>(panel, length, 0, length, (const char *)(x + i * ldx + deep), ldx * EACH, count, sums);

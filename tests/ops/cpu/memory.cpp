@@ -164,6 +164,83 @@ void everything() {
     }
 }
 
+// Norms, dense layers and both prologues.
+template <class T>
+void layer_rows(int64_t n, int64_t hidden, int64_t size) {
+    constexpr int64_t GROUPS = 2, HEADS = 3, D = 10, NOPE = 7, ROPE = 4, V = 9, RANK = 33;
+    int wide = sizeof(T) == 4;
+    std::vector<T> x = stored<T>(values(n * hidden)), other = x, normed(x.size()), sum(x.size());
+    std::vector<T> norm = stored<T>(values(hidden)), up = stored<T>(values(2 * size * hidden));
+    std::vector<T> down = stored<T>(values(hidden * size)), y(x.size());
+    rq_add_norm(wide, x.data(), other.data(), norm.data(), normed.data(), sum.data(), n, hidden,
+                1e-6);
+    rq_add_norm(wide, x.data(), nullptr, norm.data(), normed.data(), x.data(), n, hidden, 1e-6);
+    rq_mlp(wide, x.data(), up.data(), down.data(), y.data(), n, hidden, size);
+
+    std::vector<int64_t> slots(n);
+    for (int64_t i = 0; i < n; i++) slots[i] = n - 1 - i;
+    std::vector<float> cos = values(n * D / 2), sin = cos;
+    std::vector<T> qkv = stored<T>(values(n * (HEADS * GROUPS + 2 * GROUPS) * D));
+    std::vector<T> own = stored<T>(values(D)), keys(n * GROUPS * D), held(keys.size());
+    std::vector<T> q(n * HEADS * GROUPS * D);
+    rq_gqa_prologue(wide, qkv.data(), own.data(), own.data(), 1e-6, cos.data(), sin.data(),
+                    keys.data(), held.data(), slots.data(), q.data(), n, HEADS * GROUPS, GROUPS, D);
+
+    constexpr int64_t QUERIES = HEADS * (NOPE + ROPE), ENTRY = RANK + ROPE;
+    for (int64_t q_rank : {int64_t(0), int64_t(17)}) {
+        int64_t first = q_rank ? q_rank : QUERIES;
+        std::vector<T> matrix = stored<T>(values((first + ENTRY) * hidden));
+        std::vector<T> latent_norm = stored<T>(values(17)), rank_norm = stored<T>(values(RANK));
+        std::vector<T> q_b = stored<T>(values(QUERIES * 17)), plane(n * ENTRY), made(n * QUERIES);
+        std::vector<float> angles = values(n * ROPE / 2);
+        MlaLayer layer = {hidden, q_rank, HEADS, NOPE, ROPE, V, RANK, 1, 1e-6, matrix.data(),
+                          nullptr, latent_norm.data(), q_b.data(), rank_norm.data(), nullptr};
+        rq_mla_prologue(wide, &layer, x.data(), angles.data(), angles.data(), plane.data(),
+                        slots.data(), made.data(), n);
+    }
+}
+
+// Prompts, whole and behind a prefix; keys and values in arrays of their own, and side by side.
+template <class T>
+void prompts(int64_t n, int64_t length, int64_t heads, int64_t groups, int64_t d, int64_t dv) {
+    int64_t row = groups * (d + dv), dense[] = {groups * d, d, groups * dv, dv};
+    int64_t apart[] = {row, d + dv, row, d + dv};
+    std::vector<T> q = stored<T>(values(n * heads * d)), out(n * heads * dv);
+    std::vector<T> k = stored<T>(values(length * groups * d));
+    std::vector<T> v = stored<T>(values(length * groups * dv));
+    std::vector<T> both = stored<T>(values(length * row));
+    auto run = [&](const T *keys, const T *held, const int64_t *strides) {
+        rq_causal(sizeof(T) == 4, q.data(), keys, held, strides, out.data(), n, length, heads,
+                  groups, d, dv, 0.1);
+    };
+    run(k.data(), v.data(), dense);
+    run(both.data(), both.data() + d, apart);
+}
+
+// The smallest first: what a call leaves of scratch would hide an overrun of a smaller one.
+template <class T>
+void all_layers() {
+    for (int threads : {1, 3}) {
+        rq_threads(threads);
+        for (int64_t n : {1, 5, 28, 31, 131}) {
+            layer_rows<T>(n, 7, 5);
+            layer_rows<T>(n, 40, 24);
+            layer_rows<T>(n, 129, 97);
+        }
+    }
+}
+
+template <class T>
+void all_prompts() {
+    for (int threads : {1, 3}) {
+        rq_threads(threads);
+        prompts<T>(1, 1, 3, 3, 8, 6);
+        prompts<T>(3, 70, 4, 2, 40, 40);
+        prompts<T>(97, 130, 3, 3, 96, 50);
+        prompts<T>(48, 300, 10, 1, 33, 161);
+    }
+}
+
 template <class T>
 void all_experts() {
     for (int threads : {1, 2}) {
@@ -186,6 +263,10 @@ int main(int, char **arguments) {
     if (what == "bf16") all_experts<bf16>();
     if (what == "fp32 products") everything<float>();
     if (what == "bf16 products") everything<bf16>();
+    if (what == "fp32 layers") all_layers<float>();
+    if (what == "bf16 layers") all_layers<bf16>();
+    if (what == "fp32 prompts") all_prompts<float>();
+    if (what == "bf16 prompts") all_prompts<bf16>();
     if (what == "logits")
         for (int kind = 0; kind < 7; kind++)
             for (double top_k : {0., 1., 200., 999.})

@@ -16,8 +16,10 @@ from rorqual.ops.cpu import native
 # as the library is built, but for speed, and as a program
 LEFT_OUT = ("-O3", "-shared", "-fPIC")
 FLAGS = [flag for flag in native.FLAGS if flag not in LEFT_OUT]
+KINDS = ("fp32", "bf16")
 SANITIZER = ["-O0", "-g1", "-fsanitize=address", f"-I{native.SOURCE.parent}"]
 
+WHAT = [kind + part for part in ("", " products", " layers", " prompts") for kind in KINDS]
 
 # AMX reads tiles of 16 rows, whether there are so many or not
 FORMS = ["native", pytest.param("amx.h", marks=pytest.mark.longest)]
@@ -46,7 +48,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["fp32", "bf16", "fp32 products", "bf16 products", "logits"])
+@pytest.mark.parametrize("what", [*WHAT, "logits"])
 def test_kernels_stay_within_their_arrays(program: Path, what: str) -> None:
     # libgomp's threads are still there at the end: what they hold is no leak
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.cpu.native import Native
+from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
@@ -65,7 +65,7 @@ def test_a_number_that_is_none_spoils_its_row_alone(native: Native, dtype: torch
 
 
 @DTYPES
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
 @pytest.mark.parametrize(("hidden", "size"), [(40, 24), (129, 97), (640, 352)])
 def test_mlp(native: Native, dtype: torch.dtype, rows: int, hidden: int, size: int) -> None:
     x = draw(dtype, rows, hidden)
@@ -93,6 +93,46 @@ def test_experts(
     native.lib.rq_threads(1)
     wide = ExpertWeights(Weight(gate_up.float()), Weight(down.float()))
     check(got, reference.experts(x.float(), ids, weights, wide), dtype)
+
+
+PAIRS_OF_BF16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="a processor without AVX512-BF16"
+)
+
+
+def of_this_processor() -> Native:
+    kernels = library()
+    if kernels is None:
+        pytest.skip("no compiler")
+    return Native(kernels)
+
+
+@PAIRS_OF_BF16
+@pytest.mark.parametrize("rows", [28, 32, 33, 43, 48, 64, 80, 111, 112, 113])
+@pytest.mark.parametrize(("hidden", "size"), [(64, 32), (129, 97), (1500, 160), (2100, 1300)])
+def test_an_expert_is_a_dense_layer(rows: int, hidden: int, size: int) -> None:
+    """Whatever its rows are, lanes or rows of tiles, bf16's sums are the same to the last bit."""
+    native = of_this_processor()
+    gate_up = draw(torch.bfloat16, 1, 2 * size, hidden, scale=hidden**-0.5)
+    down = draw(torch.bfloat16, 1, hidden, size, scale=size**-0.5)
+    x = draw(torch.bfloat16, rows, hidden)
+    once = torch.ones(rows, 1)
+    w = ExpertWeights(Weight(gate_up), Weight(down))
+    got = native.experts(x, torch.zeros(rows, 1, dtype=torch.int64), once, w)
+    assert torch.equal(got, native.mlp(x, gate_up[0], down[0]))
+
+
+@DTYPES
+@pytest.mark.parametrize(("experts", "top_k"), [(23, 4), (128, 2)])
+def test_router_of_equal_scores(
+    native: Native, dtype: torch.dtype, experts: int, top_k: int
+) -> None:
+    """The same experts as torch.topk takes, zeros of both signs among the scores."""
+    moe = MoEConfig(experts, top_k, 24, 0, "sigmoid", "noaux_tc", 1, 1, True, 2.5)
+    bias = torch.where(torch.rand(experts) < 0.5, -0.5, 0.5) * torch.randint(2, (experts,))
+    router = RouterWeights(torch.zeros(experts, 330), bias - 0.5, moe)
+    x = draw(dtype, 9, 330)
+    assert torch.equal(native.router(x, router)[0], Ops().router(x, router)[0])
 
 
 @DTYPES
@@ -180,8 +220,12 @@ def test_absorbed_attention(native: Native, dtype: torch.dtype, mla: MLAConfig) 
 
 
 @DTYPES
-@pytest.mark.parametrize(("queries", "length"), [(1, 1), (3, 70), (48, 48), (130, 130), (77, 300)])
-@pytest.mark.parametrize(("heads", "groups", "dim", "width"), [(4, 2, 40, 40), (3, 3, 96, 50)])
+@pytest.mark.parametrize(
+    ("queries", "length"), [(1, 1), (3, 70), (48, 48), (130, 130), (77, 300), (300, 517)]
+)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "width"), [(4, 2, 40, 40), (3, 3, 96, 50), (10, 1, 33, 161)]
+)
 def test_prompt_attention(
     native: Native,
     dtype: torch.dtype,
@@ -197,6 +241,21 @@ def test_prompt_attention(
     out = q.new_empty(queries, heads, width)
     native.causal(q, k, v, out, 0.2)
     check(out, reference.causal_attention(q.float(), k, v, 0.2), dtype)
+
+
+@PAIRS_OF_BF16
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (8, 1)])
+def test_prompt_attention_does_not_depend_on_chunks(heads: int, groups: int) -> None:
+    native = of_this_processor()
+    q = draw(torch.bfloat16, 400, heads, 72)
+    k = draw(torch.bfloat16, 400, groups, 72)
+    v = draw(torch.bfloat16, 400, groups, 40)
+    whole = q.new_empty(400, heads, 40)
+    native.causal(q, k, v, whole, 0.2)
+    for first, last in ((0, 1), (0, 130), (127, 129), (200, 400), (399, 400)):
+        part = q.new_empty(last - first, heads, 40)
+        native.causal(q[first:last], k[:last], v[:last], part, 0.2)
+        assert torch.equal(part, whole[first:last])
 
 
 # (hidden, columns of an expert): DeepSeek-V2-Lite and Qwen3-30B-A3B

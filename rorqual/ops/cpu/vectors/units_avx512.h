@@ -16,29 +16,65 @@ inline void turn_panel(const char *w, int64_t apart_, int64_t rows, int64_t byte
     }
 }
 
-// N rows of x, in pairs of bf16.
+// Rows of the matrix that come after those of a panel: asked for while the panel is multiplied.
+struct NextBand {
+    const char *rows;
+    int64_t apart, last;  // bytes from row to row; the last row that there is
+};
+
+constexpr int64_t PAIRS_TILE = 14;  // rows of x in registers
+
+// What becomes of what y was: nothing, a summand, or a summand times a factor a row.
+struct Before {
+    bool added;
+    const float *factors;
+};
+
+// y [N, PANEL], ldy apart = N rows of x, in pairs of bf16, times a panel; half 0 or 1 of the next one's rows.
 template <int N>
-INLINE void pairs_tile(const char *panel, int64_t bytes, const char *x, int64_t ldx, float *sums) {
+INLINE void pairs_tile(const char *panel, int64_t bytes, const char *x, int64_t ldx, float *y, int64_t ldy, Before before, __mmask32 within,
+                       NextBand next, int64_t half) {
     __m512 acc[N][2] = {};
     for (int64_t i = 0; i < bytes; i += 4) {
         __m512bh low = (__m512bh)_mm512_loadu_si512(panel + i / 4 * WORD_ROW), high = (__m512bh)_mm512_loadu_si512(panel + i / 4 * WORD_ROW + 64);
+        if (next.rows) _mm_prefetch(next.rows + std::min(half * 16 + i / 4 % 16, next.last) * next.apart + i / 64 * 64, _MM_HINT_T1);
         UNROLLED for (int n = 0; n < N; n++) {
             __m512bh pair = (__m512bh)_mm512_set1_epi32(fetch<int32_t>(x + n * ldx + i));
             acc[n][0] = _mm512_dpbf16_ps(acc[n][0], low, pair);
             acc[n][1] = _mm512_dpbf16_ps(acc[n][1], high, pair);
         }
     }
-    UNROLLED for (int n = 0; n < N; n++) {
-        _mm512_storeu_ps(sums + n * PANEL, acc[n][0]);
-        _mm512_storeu_ps(sums + n * PANEL + 16, acc[n][1]);
-    }
+    UNROLLED for (int n = 0; n < N; n++)
+        UNROLLED for (int c = 0; c < 2; c++) {
+            float *into = y + n * ldy + c * 16;
+            __mmask16 mine = __mmask16(within >> (c * 16));
+            __m512 sum = acc[n][c];
+            if (before.factors)
+                sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mine, into), _mm512_set1_ps(before.factors[n]), sum);
+            else if (before.added)
+                sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mine, into), sum);
+            _mm512_mask_storeu_ps(into, mine, sum);
+        }
 }
 
-inline void pairs_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, int64_t count, float *sums) {
-    int64_t i = 0;
-    for (; i + 11 <= count; i += 11) pairs_tile<11>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
-    for (; i + 5 <= count; i += 5) pairs_tile<5>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
-    for (; i < count; i++) pairs_tile<1>(panel, bytes, x + i * ldx, ldx, sums + i * PANEL);
+// y [count, width] = count rows of x times a panel, tiles of even sizes.
+inline void pairs_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, int64_t count, float *y, int64_t ldy, int64_t width,
+                          Before before, NextBand next) {
+    int64_t tiles = (count + PAIRS_TILE - 1) / PAIRS_TILE;
+    __mmask32 within = width >= PANEL ? 0xffffffffu : (1u << width) - 1;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t from = count * t / tiles, rows = count * (t + 1) / tiles - from;
+        if (t == 2) next.rows = nullptr;
+        const char *in = x + from * ldx;
+        float *out = y + from * ldy;
+        Before own = {before.added, before.factors ? before.factors + from : nullptr};
+        switch (rows) {
+#define ROWS(N) \
+    case N: pairs_tile<N>(panel, bytes, in, ldx, out, ldy, own, within, next, t); break;
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+#undef ROWS
+        }
+    }
 }
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -149,5 +185,5 @@ inline void panel_product(const char *panel, int64_t, int64_t from, int64_t byte
     if (amx_here())
         amx_product<E>(start, bytes, x + from, ldx, count, sums);
     else if constexpr (std::is_same<E, bf16>::value)
-        pairs_product(start, bytes, x + from, ldx, count, sums);
+        pairs_product(start, bytes, x + from, ldx, count, sums, PANEL, PANEL, {}, {});
 }
