@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
+from rorqual.disagg.handed_reader import HandedReads
 from rorqual.disagg.page_link import (
     LEASE,
     MOST_KEYS,
@@ -44,7 +47,7 @@ AT_ONCE = 8  # parts of prompts
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
     the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part]; `error` says why not all."""
+    lie in `rows` [keys, bytes of the part] until `release`; `error` says why not all."""
 
     address: tuple[str, int]
     secret: bytes
@@ -57,6 +60,20 @@ class PageFetch:
     error: str = ""
     seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
+    give_back: Callable[[Mark | None], None] | None = None
+    holders: int = 2  # the thread that fetches, and who places
+    mark: Mark | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self, mark: Mark | None = None) -> None:
+        """Each of the two says so once. mark: of what may still read the rows."""
+        with self.lock:
+            self.holders -= 1
+            over = not self.holders
+            if mark is not None:
+                self.mark = mark
+        if over and self.give_back is not None:
+            self.give_back(self.mark)
 
     @property
     def received(self) -> int:
@@ -65,10 +82,13 @@ class PageFetch:
 
 
 class PageReader:
-    """staged: where a library carries the bytes; else they come by the link itself."""
+    """staged: where something else carries the bytes than the link itself."""
 
     def __init__(
-        self, memory: PageMemory, fingerprint: Fingerprint, staged: StagedReads | None = None
+        self,
+        memory: PageMemory,
+        fingerprint: Fingerprint,
+        staged: StagedReads | HandedReads | None = None,
     ):
         self.staged = staged
         self.memory = memory
@@ -100,6 +120,7 @@ class PageReader:
             fetch.error = f"{type(error).__name__}: {error}"
         finally:
             fetch.seconds = time.perf_counter() - start
+            fetch.release()
             done()
 
     @contextmanager
@@ -118,10 +139,10 @@ class PageReader:
         size = self.memory.part_size(fetch.part, fetch.page_size)
         patience = Patience()
         with self._linked(fetch.address, fetch.secret) as sock:
-            fetch.rows = self.memory.rows(len(fetch.keys), size)
             if self.staged is not None:
-                self._fetch_staged(sock, fetch, fetch.rows, patience, self.staged)
+                self._fetch_staged(sock, fetch, size, patience, self.staged)
                 return
+            fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
@@ -132,10 +153,14 @@ class PageReader:
         self,
         sock: socket.socket,
         fetch: PageFetch,
-        rows: Tensor,
+        size: int,
         patience: Patience,
-        staged: StagedReads,
+        staged: StagedReads | HandedReads,
     ) -> None:
+        rows = staged.rows(self.memory, len(fetch.keys), size)
+        fetch.rows = rows.rows
+        fetch.give_back = partial(staged.release, rows)
+
         def coming() -> bool:
             patience.check()
             patience.renew()

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 TOKEN = 16  # bytes
+MOST_HOLDERS = 256  # that are connected at once; the oldest is let go
 MOST_DESCRIPTORS = 64  # for one token; the kernel passes up to 253 at once
 SECONDS = 2.0  # for the other side to say its part
 PAUSE = 0.1  # after an accept that failed: descriptors may have run out
@@ -42,6 +43,7 @@ class DescriptorServer:
         self.seconds = seconds
         self.name = secrets.token_hex(16)
         self.offers: dict[bytes, tuple[int, ...]] = {}
+        self.holding: list[tuple[bytes, socket.socket]] = []  # who was given what, and is there
         self.lock = threading.Lock()
         self.closed = False
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,9 +74,14 @@ class DescriptorServer:
         return token
 
     def withdraw(self, token: bytes) -> None:
-        """The token is worth nothing from now on. Who had the descriptors keeps them."""
+        """The token is worth nothing from now on. Who had the descriptors keeps them, and finds
+        the connection ended."""
         with self.lock:
             _close_all(self.offers.pop(token, ()))
+            for given, peer in self.holding:
+                if given == token:
+                    peer.close()
+            self.holding = [found for found in self.holding if found[0] != token]
 
     def close(self) -> None:
         self.closed = True
@@ -94,34 +101,62 @@ class DescriptorServer:
                     time.sleep(PAUSE)
                 continue
             # one after the other: none holds this up for longer
-            with peer, suppress(OSError, struct.error):
+            kept = False
+            with suppress(OSError, struct.error):
                 peer.settimeout(self.seconds)
-                if _is_ours(peer):
-                    self._answer(peer)
+                kept = _is_ours(peer) and self._answer(peer)
+            if not kept:
+                peer.close()
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _answer(self, peer: socket.socket) -> bool:
+        """Whether it was given something."""
         token, count = REQUEST.unpack(peer.recv(REQUEST.size + 1))
         with self.lock:
+            self._forget_who_left()
             found: tuple[int, ...] = ()
             for known, descriptors in self.offers.items():
                 if hmac.compare_digest(known, token):
                     found = descriptors
             if not found or len(found) != count:
                 peer.send(REFUSED)
-                return
+                return False
             socket.send_fds(peer, [GIVEN], found)
+            self.holding.append((token, peer))
+            return True
+
+    def _forget_who_left(self) -> None:
+        there = []
+        for token, peer in self.holding:
+            if _has_hung_up(peer):
+                peer.close()
+            else:
+                there.append((token, peer))
+        if len(there) >= MOST_HOLDERS:
+            there.pop(0)[1].close()
+        self.holding = there
 
 
 def fetch_descriptors(name: str, token: bytes, count: int, seconds: float = SECONDS) -> list[int]:
-    """New descriptors, the caller's to close, of what the server of this name offers for `token`.
-    Raises HandleError, within about twice `seconds`, where it gives none, is not there, or is
-    another user's."""
+    """`fetch_and_hold` without the connection."""
+    found, link = fetch_and_hold(name, token, count, seconds)
+    link.close()
+    return found
+
+
+def fetch_and_hold(
+    name: str, token: bytes, count: int, seconds: float = SECONDS
+) -> tuple[list[int], socket.socket]:
+    """New descriptors, the caller's to close, of what the server of this name offers for `token`,
+    and a connection on which nothing comes any more: it ends when that process does, or withdraws
+    the offer. Raises HandleError, within about twice `seconds`, where it gives none, is not there,
+    or is another user's."""
     if len(token) != TOKEN or not 0 < count <= MOST_DESCRIPTORS:
         raise HandleError(
             f"a token of {len(token)} bytes for {count} descriptors; accepted: {TOKEN} bytes, 1 to "
             f"{MOST_DESCRIPTORS}"
         )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
         sock.settimeout(seconds)
         try:
             sock.connect(_address(name))
@@ -131,12 +166,16 @@ def fetch_descriptors(name: str, token: bytes, count: int, seconds: float = SECO
             answer, found, _, _ = socket.recv_fds(sock, 2, count)
         except (OSError, ValueError) as error:
             raise HandleError(f"no descriptors from {name!r}: {error}") from error
-    if answer != GIVEN or len(found) != count:
-        _close_all(found)
-        raise HandleError(f"{name!r} refused, or gave {len(found)} of {count} descriptors")
+        if answer != GIVEN or len(found) != count:
+            _close_all(found)
+            raise HandleError(f"{name!r} refused, or gave {len(found)} of {count} descriptors")
+    except HandleError:
+        sock.close()
+        raise
     for fd in found:
         os.set_inheritable(fd, False)  # recv_fds leaves them inheritable
-    return found
+    sock.settimeout(None)
+    return found, sock
 
 
 def _address(name: str) -> str:
@@ -150,6 +189,15 @@ def _is_ours(sock: socket.socket) -> bool:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     _, user, _ = CREDENTIALS.unpack(data)
     return user in (0, os.geteuid())
+
+
+def _has_hung_up(peer: socket.socket) -> bool:
+    try:
+        return not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
