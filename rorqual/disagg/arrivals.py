@@ -30,6 +30,7 @@ from rorqual.engine.cached_pages import CachedPages
 from rorqual.request import Request
 
 PLACED_BYTES = 16 * 2**20  # on a rank, taken into the cache between two steps
+PLACED_ON_DEVICE = 2**30  # likewise where they came to the device: less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class ArrivingPrompt:
 
 class PromptArrivals:
     """tell: all ranks, in the order of the steps. finish: tells the other engine that its pages
-    have been read. page_bytes: of a page, on this rank."""
+    have been read. page_bytes: of a page, on this rank; placed_bytes: taken into the cache between
+    two steps."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class PromptArrivals:
         sizes: ParallelConfig,
         shape: CacheShape,
         page_bytes: int,
+        placed_bytes: int = PLACED_BYTES,
     ):
         self.cache = cache
         self.tell = tell
@@ -98,6 +101,7 @@ class PromptArrivals:
         self.sizes = sizes
         self.shape = shape
         self.page_bytes = page_bytes
+        self.placed_bytes = placed_bytes
         self.numbers = itertools.count(1)
         self.by_number: dict[int, ArrivingPrompt] = {}
         self.waiting: dict[str, ArrivingPrompt] = {}
@@ -204,7 +208,7 @@ class PromptArrivals:
     def place(self) -> list[Arrived]:
         """Take some pages into the cache; requests that wait for no more of them."""
         arrived: list[Arrived] = []
-        budget = max(1, PLACED_BYTES // self.page_bytes)
+        budget = max(1, self.placed_bytes // self.page_bytes)
         while self.placing and budget > 0:
             arrival = self.placing[0]
             left = arrival.came - arrival.placed

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +43,8 @@ QUIET_SECONDS = 10.0
 FETCH_SECONDS = 60.0
 COMPUTE_SECONDS = 600.0  # for a prompt that is still being computed when its pages are asked for
 AT_ONCE = 8  # parts of prompts
+IDLE_SECONDS = 10.0  # that a link is kept for the next prompt; a keeper lets go of it after 30
+MOST_IDLE = 16
 
 
 @dataclass
@@ -81,6 +85,53 @@ class PageFetch:
         return 0 if self.rows is None else self.found * self.rows.shape[1]
 
 
+@dataclass
+class Link:
+    """idle: whether nothing is to come on it any more."""
+
+    sock: socket.socket
+    idle: bool = False
+
+
+class IdleLinks:
+    """Links to keepers on which nothing is to come: a new one takes longer than a GPU's pages."""
+
+    def __init__(self) -> None:
+        self.links: list[tuple[tuple[tuple[str, int], bytes], socket.socket, float]] = []
+        self.lock = threading.Lock()
+
+    def take(self, address: tuple[str, int], secret: bytes) -> socket.socket | None:
+        self._drop(lambda link: time.monotonic() - link[2] > IDLE_SECONDS or _ended(link[1]))
+        with self.lock:
+            for link in self.links:
+                if link[0] == (address, secret):
+                    self.links.remove(link)
+                    return link[1]
+        return None
+
+    def keep(self, address: tuple[str, int], secret: bytes, sock: socket.socket) -> None:
+        with self.lock:
+            self.links.append(((address, secret), sock, time.monotonic()))
+            old = self.links.pop(0)[1] if len(self.links) > MOST_IDLE else None
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        self._drop(lambda link: True)
+
+    def _drop(self, over: Callable[[tuple[Any, socket.socket, float]], bool]) -> None:
+        with self.lock:
+            dropped = [link for link in self.links if over(link)]
+            self.links = [link for link in self.links if link not in dropped]
+        for link in dropped:
+            link[1].close()
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Or something came that nobody asked for."""
+    return bool(select.select([sock], [], [], 0)[0])
+
+
 class PageReader:
     """staged: where something else carries the bytes than the link itself."""
 
@@ -91,6 +142,7 @@ class PageReader:
         staged: StagedReads | HandedReads | None = None,
     ):
         self.staged = staged
+        self.idle = IdleLinks()
         self.memory = memory
         self.fingerprint = fingerprint
         self.pool = ThreadPoolExecutor(AT_ONCE, "page reader")
@@ -106,6 +158,7 @@ class PageReader:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.idle.close()
 
     def _run(self, fetch: PageFetch, done: Callable[[], None]) -> None:
         start = time.perf_counter()
@@ -124,23 +177,36 @@ class PageReader:
             done()
 
     @contextmanager
-    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[socket.socket]:
-        with socket.create_connection(address, CONNECT_SECONDS) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(sock, secret, self.fingerprint)
-            sock.settimeout(QUIET_SECONDS)
-            yield sock
+    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[Link]:
+        """Closed at the end, unless it is idle then and may be kept."""
+        sock = self.idle.take(address, secret)
+        with ExitStack() as stack:
+            if sock is None:
+                sock = stack.enter_context(socket.create_connection(address, CONNECT_SECONDS))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                introduce(sock, secret, self.fingerprint)
+                sock.settimeout(QUIET_SECONDS)
+            else:
+                stack.enter_context(sock)
+            link = Link(sock)
+            yield link
+            if link.idle and isinstance(self.staged, HandedReads):
+                stack.pop_all()
+                self.idle.keep(address, secret, sock)
 
     def _finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
-        with suppress(LinkError, OSError), self._linked(address, secret) as sock:
-            send(sock, PageMessage.DONE, lease)
+        with suppress(LinkError, OSError), self._linked(address, secret) as link:
+            send(link.sock, PageMessage.DONE, lease)
+            link.idle = True
 
     def _fetch(self, fetch: PageFetch) -> None:
         size = self.memory.part_size(fetch.part, fetch.page_size)
         patience = Patience()
-        with self._linked(fetch.address, fetch.secret) as sock:
+        with self._linked(fetch.address, fetch.secret) as link:
+            sock = link.sock
             if self.staged is not None:
                 self._fetch_staged(sock, fetch, size, patience, self.staged)
+                link.idle = fetch.found == len(fetch.keys)
                 return
             fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):

@@ -65,7 +65,7 @@ class RankPages:
         host = place.address or settings.host
         self.staging = start_rank_staging(settings, self.memory, host)
         label = self.staging.label if self.staging is not None else TCP
-        mine = {**fingerprint(worker), "transport": label}
+        mine = self.mine = {**fingerprint(worker), "transport": label}
         self.server: PageServer | None = None
         if settings.sends:
             rank = self.mesh.rank

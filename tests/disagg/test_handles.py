@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,8 +33,10 @@ from rorqual.disagg.transports.start import start_handles
 from rorqual.errors import ConfigError
 from rorqual.parallel import cuda_ipc
 from rorqual.serve.config import ServeConfig
+from tests.disagg.apart import Apart
 from tests.disagg.staged_keeper import is_right
 from tests.disagg.test_page_leases import CPU, LINKS, MINE, SECRET, Keeper, fetch_of, memory
+from tests.disagg.test_ranks_travel import nothing_is_held, prompt, travels
 from tests.disagg.test_staged_pages import wait_for
 from tests.parallel.memfd_driver import MemfdDriver, no_device
 
@@ -267,6 +270,36 @@ def test_a_cancelled_request_ends_with_its_window(
     wait_for(lambda: all_free(keeper))
 
 
+def test_a_link_is_kept_for_the_next_prompt_and_one_that_ended_is_not_used(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    connect = socket.create_connection
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return connect(*given)
+
+    monkeypatch.setattr(socket, "create_connection", counted)
+    for _ in range(3):
+        found = reader.fetch(keeper)
+        assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+        found.release()
+    assert len(made) == 1
+    name = keeper.offer()
+    keeper.table.close([name])
+    assert reader.fetch(keeper, name).error
+    assert not reader.reader.idle.links, "who knows what is to come on it"
+    assert reader.fetch(keeper).found == 4
+    ((_, link, _),) = reader.reader.idle.links
+    link.shutdown(socket.SHUT_RDWR)
+    assert reader.fetch(keeper).found == 4
+    assert len(made) == 3
+    monkeypatch.setattr("rorqual.disagg.page_reader.IDLE_SECONDS", 0.0)
+    assert reader.fetch(keeper).found == 4
+    assert len(made) == 4
+
+
 # ---- the transport's contract
 
 
@@ -449,3 +482,27 @@ def test_it_needs_a_gpu(tmp_path: Path) -> None:
     found = config.transfer()
     assert found is not None
     assert found.transport == "handles"
+
+
+# ---- engines
+
+
+@pytest.mark.exhaustive
+def test_tokens_are_those_of_one_engine_and_a_keeper_may_die() -> None:
+    settings = {"transport": "handles", "stand_in": True}
+    with Apart("both", **settings) as keeper, Apart("both", **settings) as reader:
+        keeper.end()
+        reader.end()
+        assert reader.ask("state")["transport"] == handles.handles_label()
+        for number in (1, 2):
+            travels(keeper, reader, number, 99, count=number)
+            travels(reader, keeper, number + 2, 99)
+        ids = prompt(9)
+        given = keeper.ask("prefill", ids)
+        keeper.process.kill()
+        keeper.process.wait()
+        ((tokens, cached, error),) = reader.ask("answer", ids, given)
+        ((want, _, _),) = reader.ask("answer", ids, None, salt="alone")
+        assert (tokens, cached) == (want, 0)
+        assert error
+        nothing_is_held(reader)

@@ -61,7 +61,7 @@ def start_handles(
 ) -> PageStaging:
     """On the platform's GPU, in windows where it is read from, and ranges of any size where it
     reads into. page: bytes of one. Raises ConfigError where there is no GPU, or it has no room."""
-    if platform.device.type != "cuda":
+    if not _shares_memory(platform):
         raise ConfigError(
             f"kv_transport={HANDLES!r} is between NVIDIA GPUs; the device is {platform.device.type}"
         )
@@ -77,3 +77,7 @@ def start_handles(
     start = size * count if sends else 0
     ranges = StagingRanges(memory.bytes, start, memory.size - start) if fetches else None
     return PageStaging(handles_label(), transport, memory, offered, None, ranges)
+
+
+def _shares_memory(platform: Platform) -> bool:
+    return platform.device.type == "cuda"

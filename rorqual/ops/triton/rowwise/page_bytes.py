@@ -122,6 +122,8 @@ class PlaneTable:
         # rows may begin anywhere, and then fewer bytes go at once than planes would allow
         assert rows.data_ptr() % self.unit == 0, f"rows begin at a multiple of {self.unit} bytes"
         aligned = 1 if rows.data_ptr() % (self.unit * self.aligned) else self.aligned
+        if rows.is_cuda:
+            self.planes.record_stream(torch.cuda.current_stream(rows.device))
         kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[self.unit]
         grid = (
             pages.shape[0],
