@@ -3,7 +3,7 @@ the end of the prompt on one device to the token on the other, its pages' way in
 
     python demo/first_token_apart.py --prompt 1000 --threads 1
     python demo/first_token_apart.py deepseek-v2-lite --weights random --page-size 64 \
-        --prompt 8000 --transport handles --staging-mb 1024 --devices cuda:0,cuda:1
+        --prompt 8000 --transport handles --devices cuda:0,cuda:1
 
 This process answers, another one computes prompts. Each prompt is new to both. Beside it: the same
 number of tokens computed by the engine that answers, and its steps of one request. The first step

@@ -131,6 +131,12 @@ class PageMemory:
             self._mover(part).gather(where, rows)
             return self.platform.reached()
 
+    def place(self, pages: Sequence[int], rows: Tensor, part: PagePart) -> None:
+        """Launch, in the present context, the copy of rows [n, size] of the device's memory to
+        `part` of these pages."""
+        where = self.platform.to_device(torch.tensor(pages))
+        self._mover(part).scatter(rows, where)
+
     def write(
         self,
         pages: Sequence[int],

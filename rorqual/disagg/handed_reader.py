@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
@@ -37,8 +39,8 @@ LOOK_SECONDS = 0.0001  # between two looks at the link while a read runs
 
 @dataclass
 class RunningRead:
-    """Of `count` pages, from number `first` on. passing: where they lie on their way to host
-    memory."""
+    """Of `count` pages, from number `first` on. passing: where they lie on their way to the cache
+    or to host memory."""
 
     generation: int
     first: int
@@ -55,13 +57,21 @@ class HandedReads:
         self.running = 0  # prompts, in `read`
         self.lock = threading.Lock()
 
-    def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
-        """For so many pages; `release` gives them back."""
+    def rows(
+        self,
+        memory: PageMemory,
+        count: int,
+        size: int,
+        place: Callable[[int, Tensor], None] | None = None,
+    ) -> RowsOfPages:
+        """For so many pages; `release` gives them back. place: as of RowsOfPages."""
+        if place is not None:
+            return RowsOfPages(size, None, None, place)
         held = self.ranges.take(count * size, ROOM_SECONDS)
         if held is None:
-            return RowsOfPages(memory.rows(count, size))
+            return RowsOfPages(size, memory.rows(count, size))
         self._behind(held)
-        return RowsOfPages(held.bytes.view(count, size), held)
+        return RowsOfPages(size, held.bytes.view(count, size), held)
 
     def release(self, rows: RowsOfPages, mark: Mark | None) -> None:
         """mark: of what may still read them."""
@@ -118,7 +128,7 @@ class PagesInFlight:
         self.reads = reads
         self.sock = sock
         self.into = into
-        self.size = into.rows.shape[1]
+        self.size = into.size
         self.asked = start  # up to this one reads were begun
         self.stop = stop
         self.running: deque[RunningRead] = deque()
@@ -169,7 +179,9 @@ class PagesInFlight:
         else:
             local = held.offset + self.asked * self.size
         try:
-            ticket = self.reads.transport.read(data[STAGED.size :], offset, local, size)
+            ticket = self.reads.transport.read(
+                data[STAGED.size :], offset, local, size, self._placing(self.asked, count)
+            )
         except BaseException:
             if passing is not None:
                 self.reads.ranges.release(passing)
@@ -177,6 +189,12 @@ class PagesInFlight:
         deadline = time.monotonic() + READ_SECONDS
         self.running.append(RunningRead(generation, self.asked, count, ticket, passing, deadline))
         self.asked += count
+
+    def _placing(self, first: int, count: int) -> Callable[[Tensor], None] | None:
+        place = self.into.place
+        if place is None:
+            return None
+        return lambda data: place(first, data.view(count, self.size))
 
     def _passing(self, size: int) -> HeldRange:
         found = self.reads.ranges.take(size, 0)
@@ -200,16 +218,16 @@ class PagesInFlight:
         try:
             if state is not ReadState.DONE:
                 raise LinkError("the transport did not bring the pages")
-            if read.passing is not None:
-                self._to_host(read, read.passing)
+            if read.passing is not None and self.into.rows is not None:
+                self._to_host(read.first, read.count, read.passing, self.into.rows)
         finally:
             if read.passing is not None:
                 self.reads.ranges.release(read.passing)
         send(self.sock, PageMessage.CONFIRM, CONFIRM.pack(read.generation))
         self.confirming.append(read.count)
 
-    def _to_host(self, read: RunningRead, passing: HeldRange) -> None:
-        rows = self.into.rows[read.first : read.first + read.count]
+    def _to_host(self, first: int, count: int, passing: HeldRange, rows: Tensor) -> None:
+        rows = rows[first : first + count]
         with self.reads.transport.platform.background() as wait:
             rows.copy_(passing.bytes.view_as(rows), non_blocking=True)
             wait()

@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
@@ -25,6 +26,7 @@ from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
 WINDOW_SECONDS = 5.0  # that a reader waits for a window
+RAMP = (4, 2)  # the first windows of a prompt are filled to such a part: the link begins sooner
 AHEAD = 2  # windows of which the copies are launched before the first is waited for
 
 
@@ -88,7 +90,11 @@ class HandedLink:
             send(sock, PageMessage.UNSTAGED, reason.encode())
             return
         begun = told = 0
-        while begun < len(keys) and self._begin(sock, lease, part, keys[begun : begun + most]):
+        parts = chain(RAMP, repeat(1))
+        while begun < len(keys):
+            some = keys[begun:][: max(1, most // next(parts))]
+            if not self._begin(sock, lease, part, some):
+                break
             begun += self.filling[-1].count
             if len(self.filling) == AHEAD:
                 told += self._tell(sock, description)

@@ -110,12 +110,13 @@ class KVTransfers:
         page_bytes = self.pages.memory.size
         placed_bytes = PLACED_ON_DEVICE if config.transport == HANDLES else PLACED_BYTES
         self.arrivals = PromptArrivals(
-            cache, self._tell, self._finish, sizes, self.shape, page_bytes, placed_bytes
+            *(cache, self._tell, self._finish, sizes, self.shape, page_bytes, placed_bytes),
+            config.transport == HANDLES,
         )
         self.sent = 0  # pages, or with several ranks parts of pages
         self.bytes = PageTraffic()
         self._wait_for_ranks(sizes.world)
-        engine.on_restart = self._close_leases
+        engine.on_restart = self._restarted
         # requests that are answered before they are computed: whoever answers sets it
         self.answer: Callable[[str, dict[str, Any]], None] = lambda name, params: None
         if config.by_layer:
@@ -194,9 +195,12 @@ class KVTransfers:
         self.offers.end_over()
         self._close_leases()
 
+    def _restarted(self) -> None:
+        """Before any step that follows on an error in the midst of one: no page is what it was."""
+        self._close_leases()
+        self.arrivals.restarted()
+
     def _close_leases(self) -> None:
-        """Also before any step that follows on an error in the midst of one: then no page is what
-        it was."""
         self._read_inbox()
         self.offers.settle()
 

@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -51,7 +51,9 @@ MOST_IDLE = 16
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
     the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part] until `release`; `error` says why not all."""
+    lie in `rows` [keys, bytes of the part] until `release`; `error` says why not all. pages: of the
+    cache, where there are such for all of them to be put into at once, in place of rows, and none
+    once `end_placing` was called; behind `before`, if it is given."""
 
     address: tuple[str, int]
     secret: bytes
@@ -59,7 +61,11 @@ class PageFetch:
     keys: list[bytes]
     part: PagePart
     page_size: int
+    pages: list[int] | None = None
+    before: Mark | None = None
     rows: Tensor | None = None
+    size: int = 0  # bytes of a page's part
+    placing: bool = True
     found: int = 0
     error: str = ""
     seconds: float = 0.0
@@ -82,7 +88,7 @@ class PageFetch:
     @property
     def received(self) -> int:
         """Bytes."""
-        return 0 if self.rows is None else self.found * self.rows.shape[1]
+        return self.found * self.size
 
 
 @dataclass
@@ -208,6 +214,7 @@ class PageReader:
                 self._fetch_staged(sock, fetch, size, patience, self.staged)
                 link.idle = fetch.found == len(fetch.keys)
                 return
+            fetch.size = size
             fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
@@ -223,7 +230,14 @@ class PageReader:
         patience: Patience,
         staged: StagedReads | HandedReads,
     ) -> None:
-        rows = staged.rows(self.memory, len(fetch.keys), size)
+        fetch.size = size
+        if isinstance(staged, HandedReads) and fetch.pages is not None:
+            if fetch.before is not None:
+                staged.transport.place_behind(fetch.before)
+            place = partial(self._place, fetch)
+            rows = staged.rows(self.memory, len(fetch.keys), size, place)
+        else:
+            rows = staged.rows(self.memory, len(fetch.keys), size)
         fetch.rows = rows.rows
         fetch.give_back = partial(staged.release, rows)
 
@@ -238,6 +252,27 @@ class PageReader:
                 return
             if fetch.found < len(fetch.keys):
                 patience.check()
+
+    def _place(self, fetch: PageFetch, first: int, data: Tensor) -> None:
+        """Pages that are another's meanwhile are not written to."""
+        with fetch.lock:
+            if fetch.placing and fetch.pages is not None:
+                pages = fetch.pages[first : first + len(data)]
+                self.memory.place(pages, data, fetch.part)
+
+    @property
+    def places(self) -> bool:
+        """Whether pages can be put into the cache as they come."""
+        return isinstance(self.staged, HandedReads)
+
+    def end_placing(self, fetches: Sequence[PageFetch]) -> None:
+        """What the present context launches from now on comes behind all that is written to the
+        cache for these."""
+        for fetch in fetches:
+            with fetch.lock:
+                fetch.placing = False
+        if isinstance(self.staged, HandedReads):
+            self.staged.transport.mark()()
 
     def _receive_pages(
         self, sock: socket.socket, fetch: PageFetch, rows: Tensor, patience: Patience

@@ -16,7 +16,7 @@ from typing import Any
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
-from rorqual.cache.written_layers import WrittenLayers
+from rorqual.cache.written_layers import Mark, WrittenLayers
 from rorqual.disagg.handed_reader import fetched_pages
 from rorqual.disagg.handed_server import offered_pages
 from rorqual.disagg.leases import LeaseTable
@@ -138,7 +138,11 @@ class RankPages:
             return
         assert self.reader is not None, "rank 0 has the same role"
         place = self.mesh.pp_rank * self.mesh.sizes.tp + self.mesh.tp_rank
-        fetch = RankFetch(self.reader, told, place, self._tell)
+        mark = None
+        if told.pages:
+            with self.worker.platform.stream():
+                mark = self.worker.platform.mark()  # steps under way may read what was there
+        fetch = RankFetch(self.reader, told, place, self._tell, mark)
         self.fetches[told.number] = fetch
         fetch.start()
 
@@ -163,14 +167,23 @@ class RankFetch:
     as the slowest."""
 
     def __init__(
-        self, reader: PageReader, told: FetchPages, place: int, tell: Callable[[FromRank], None]
+        self,
+        reader: PageReader,
+        told: FetchPages,
+        place: int,
+        tell: Callable[[FromRank], None],
+        before: Mark | None,
     ):
         self.reader = reader
         self.number = told.number
         self.tell = tell
         self.lock = threading.Lock()
         self.parts = [
-            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size)
+            PageFetch(
+                *(address, told.secret, told.lease, told.keys, part, told.page_size),
+                told.pages or None,
+                before,
+            )
             for address, part in told.sources[place]
         ]
         self.left = len(self.parts)
@@ -206,6 +219,7 @@ class RankFetch:
         """Nothing more is placed; what was is read by the device yet."""
         self.cancel()
         with memory.platform.stream():
+            self.reader.end_placing(self.parts)
             mark = memory.platform.mark()
         for part in self.parts:
             part.release(mark)

@@ -36,10 +36,13 @@ WINDOW_SECONDS = 20.0  # that a fetch waits for a window of our own
 @dataclass
 class RowsOfPages:
     """rows: [pages, size] uint8; held: the staging memory that they lie in, None where they are the
-    host's."""
+    host's. place: where there are no rows, launches what puts pages into the cache: the number of
+    the first of them, and its bytes and those of following ones [n, size]."""
 
-    rows: Tensor
+    size: int
+    rows: Tensor | None
     held: HeldRange | None = None
+    place: Callable[[int, Tensor], None] | None = None
 
 
 class StagedReads:
@@ -50,7 +53,7 @@ class StagedReads:
         self.lock = threading.Lock()
 
     def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
-        return RowsOfPages(memory.rows(count, size))
+        return RowsOfPages(size, memory.rows(count, size))
 
     def release(self, rows: RowsOfPages, mark: Mark | None) -> None:
         """Host memory goes when nobody holds it."""
@@ -69,8 +72,8 @@ class StagedReads:
         while this side checks and copies one. coming: called where the next page is still being
         computed; False where nobody wants it any more. Raises LinkError, TransportError and
         OSError."""
-        rows = into.rows
-        size = rows.shape[1]
+        rows, size = into.rows, into.size
+        assert rows is not None
         most = min(MOST_KEYS, self.windows.size // size)
         if not most:
             raise LinkError(

@@ -113,6 +113,19 @@ class Engine:
         self.transfers.cancel(request.id)
         return found
 
+    def fetch_through_restart(self, prompt: list[int], given: Any) -> Any:
+        """How many pages were kept for a prompt on its way when the cache was begun anew, and what
+        became of it."""
+        request = self._request(prompt, given)
+        self.transfers.check(request)
+        assert self.transfers.fetch(request)
+        kept = len(self.transfers.arrivals.waiting[request.id].reserved)
+        self.engine.scheduler.restart()
+        self.engine.on_restart()
+        ((arrived, error, _),) = self.transfers.arrived()
+        assert arrived is request
+        return kept, error
+
     def state(self) -> Any:
         """Pages in use by rank, and what of transfers is under way."""
         self.transfers.settle()

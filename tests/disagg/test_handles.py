@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.disagg import handed_reader, handed_server
 from rorqual.disagg.handed_reader import HandedReads
 from rorqual.disagg.handed_server import HandedPages
@@ -139,6 +141,69 @@ def test_pages_come_to_where_they_stay(keeper: HandingKeeper, reader: HandedRead
     assert not reader.ranges.held
     wait_for(lambda: all_free(keeper))
     wait_for(lambda: sum(pages for _, pages in keeper.told) == 4)
+
+
+def placing(keeper: HandingKeeper, reader: HandedReader) -> PageFetch:
+    """A fetch of pages to others of the reader's cache."""
+    found = fetch_of((keeper.server.host, keeper.server.port), keeper.offer(), keeper.keys)
+    found.pages = [7, 3, 11, 5]
+    return found
+
+
+def run(reader: HandedReader, found: PageFetch) -> None:
+    done = threading.Event()
+    reader.reader.start(found, done.set)
+    assert done.wait(60)
+
+
+def page_bytes(where: PageMemory, pages: list[int]) -> torch.Tensor:
+    rows = where.rows(len(pages))
+    for page, row in zip(pages, rows, strict=True):
+        where.read(page, row)
+    return rows
+
+
+def test_pages_come_to_the_cache_at_once(keeper: HandingKeeper, reader: HandedReader) -> None:
+    others = [page for page in range(12) if page not in (7, 3, 11, 5)]
+    before = page_bytes(reader.memory, others)
+    found = placing(keeper, reader)
+    run(reader, found)
+    assert (found.found, found.error, found.rows) == (4, "", None)
+    assert found.received == 4 * keeper.memory.size
+    want = page_bytes(keeper.memory, keeper.pages)
+    assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
+    assert torch.equal(page_bytes(reader.memory, others), before)
+    assert not reader.ranges.held
+
+
+def test_a_little_memory_is_enough_for_that(keeper: HandingKeeper, driver: MemfdDriver) -> None:
+    reader = HandedReader(keeper.memory.size)
+    found = placing(keeper, reader)
+    run(reader, found)
+    assert (found.found, found.error) == (4, "")
+    want = page_bytes(keeper.memory, keeper.pages)
+    assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
+    reader.close()
+
+
+def test_pages_that_are_another_s_are_not_written_to(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request was given up after the first window had come."""
+    found = placing(keeper, reader)
+    read = reader.transport.read
+    before = page_bytes(reader.memory, [3, 11, 5])
+
+    def ending(*given: Any) -> int:
+        ticket = read(*given)
+        reader.reader.end_placing([found])
+        return ticket
+
+    monkeypatch.setattr(reader.transport, "read", ending)
+    run(reader, found)
+    assert torch.equal(page_bytes(reader.memory, [3, 11, 5]), before)
+    want = page_bytes(keeper.memory, keeper.pages[:1])
+    assert torch.equal(page_bytes(reader.memory, [7]), want)
 
 
 def test_pages_that_have_no_room_on_the_device_come_to_the_host(
@@ -505,4 +570,28 @@ def test_tokens_are_those_of_one_engine_and_a_keeper_may_die() -> None:
         ((want, _, _),) = reader.ask("answer", ids, None, salt="alone")
         assert (tokens, cached) == (want, 0)
         assert error
+        nothing_is_held(reader)
+
+
+@pytest.mark.exhaustive
+def test_pages_on_their_way_into_a_cache_that_begins_anew() -> None:
+    """Nothing is put into pages that others may have since."""
+    settings = {"transport": "handles", "stand_in": True}
+    with Apart("both", **settings) as keeper, Apart("both", **settings) as reader:
+        keeper.end()
+        reader.end()
+        ids = prompt(1)
+        given = keeper.ask("prefill", ids)
+        os.kill(keeper.process.pid, signal.SIGSTOP)
+        try:
+            kept, error = reader.ask("fetch_through_restart", ids, given)
+        finally:
+            os.kill(keeper.process.pid, signal.SIGCONT)
+        assert kept == 13
+        assert error == "0 of 13 pages of the prompt came: the cache began anew"
+        nothing_is_held(reader)
+        travels(keeper, reader, 2, 99)
+        # what is given up gives its pages back
+        given = keeper.ask("prefill", prompt(3))
+        assert reader.ask("abandon", prompt(3), given)
         nothing_is_held(reader)

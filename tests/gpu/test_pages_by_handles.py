@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from rorqual.bench.comm.page_transfers import TransferSetup, bench
 from rorqual.cache.page_memory import PlaneMover
+from rorqual.disagg.page_reader import PageReader
 from rorqual.disagg.transports.handles import DeviceStaging, HandleTransport
 from rorqual.disagg.transports.interface import ReadState, TransportError
 from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
@@ -115,16 +116,21 @@ def test_bytes_come_and_a_kill_is_no_fault(there: str) -> None:
 
 
 @pytest.mark.parametrize("there", THERE)
-def test_a_prompt_s_pages_between_two_processes(there: str) -> None:
-    """The bench compares the bytes that came, and those of pages that were placed."""
+@pytest.mark.parametrize(
+    ("places", "staging_mb"),
+    [(True, 256), (True, 32), (False, 256), (False, 32)],
+    ids=["at once", "at once, few windows", "by a range", "by the host"],
+)
+def test_a_prompt_s_pages_between_two_processes(
+    there: str, places: bool, staging_mb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bench compares the bytes of the pages that came with those that were sent."""
+    monkeypatch.setattr(PageReader, "places", places)
     for model, tokens in (("deepseek-v2-lite", 2048), ("qwen3-30b-a3b", 1024)):
         setup = TransferSetup(
-            model, tokens, transports=("handles",), repeats=1, staging_mb=256, devices=(there, HERE)
+            *(model, tokens, 64, ("handles",), 1, staging_mb), devices=(there, HERE)
         )
         (times,) = bench(setup).transports
-        assert len(times.whole) == 1
-        # more than there is room for on the device: by way of the host
-        (times,) = bench(TransferSetup(**{**vars(setup), "staging_mb": 64})).transports
         assert len(times.whole) == 1
 
 

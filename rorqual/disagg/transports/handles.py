@@ -115,6 +115,8 @@ class HandleTransport:
         # the lowest priority there is, that of the steps: copy engines do the work
         cuda = platform.device.type == "cuda"
         self.stream: Any = torch.cuda.Stream(platform.device) if cuda else None
+        # what places pages, while later ones are copied
+        self.placing: Any = torch.cuda.Stream(platform.device) if cuda else None
         if serves:
             try:
                 self.server = DescriptorServer()
@@ -149,11 +151,33 @@ class HandleTransport:
         with self._launching():
             mark()
 
+    def mark(self) -> Mark:
+        """After what has been launched by now, reads and what was placed."""
+        if self.placing is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self.placing)
+        return lambda: torch.cuda.current_stream(self.platform.device).wait_event(event)
+
+    def place_behind(self, mark: Mark) -> None:
+        """What is placed from now on comes behind it."""
+        with _OnStream(self.platform, self.placing):
+            mark()
+
     def _launching(self) -> Any:
         """The context in which copies are launched: no other thread captures meanwhile."""
         return _OnStream(self.platform, self.stream)
 
-    def read(self, peer: bytes, remote: int, local: int, size: int) -> int:
+    def read(
+        self,
+        peer: bytes,
+        remote: int,
+        local: int,
+        size: int,
+        place: Callable[[Tensor], None] | None = None,
+    ) -> int:
+        """place: called to launch what is to be done with the bytes, here; the read is over once
+        that is."""
         with self.lock:
             found = self._peer(peer)
             if min(remote, local, size) < 0 or remote + size > found.memory.numel():
@@ -165,10 +189,21 @@ class HandleTransport:
             with self._launching():
                 self.cancelled = [one for one in self.cancelled if not one.done()]
                 here.copy_(there, non_blocking=True)
-                done = _launched(self.stream)
+                done = self._placed(here, place)
             self.tickets += 1
             self.copies[self.tickets] = Copying(done, found, there)
             return self.tickets
+
+    def _placed(self, here: Tensor, place: Callable[[Tensor], None] | None) -> Callable[[], bool]:
+        if place is None:
+            return _launched(self.stream)
+        if self.placing is None:
+            place(here)
+            return _launched(None)
+        self.placing.wait_stream(self.stream)
+        with torch.cuda.stream(self.placing):
+            place(here)
+        return _launched(self.placing)
 
     def poll(self, ticket: int, seconds: float) -> ReadState:
         """ENDED also where the peer has ended meanwhile, though the bytes came: nobody is left to
@@ -201,8 +236,7 @@ class HandleTransport:
     def restart(self) -> None:
         """Copies cannot be taken back; they end, each within milliseconds."""
         with self.lock, self._launching():
-            if self.stream is not None:
-                self.stream.synchronize()
+            self._wait()
             self.cancelled.clear()
             if self.server is not None and not self.closed:
                 self.server.withdraw(HandleAddress.unpack(self.description).token)
@@ -217,10 +251,14 @@ class HandleTransport:
         if self.server is not None:
             self.server.close()
         with self.lock, self._launching():
-            if self.stream is not None:
-                self.stream.synchronize()
+            self._wait()
             self.cancelled.clear()
             self.peers.clear()
+
+    def _wait(self) -> None:
+        for stream in (self.stream, self.placing):
+            if stream is not None:
+                stream.synchronize()
 
     # ---- peers
 

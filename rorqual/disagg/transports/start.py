@@ -18,6 +18,9 @@ from rorqual.disagg.transports.staging import (
 from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
 
+HANDLES_WINDOW = 64 * 2**20  # bytes: a fifth of a millisecond on the link, several times a message
+LEAST_WINDOWS = 4  # where a page leaves room for so many
+
 
 @dataclass
 class PageStaging:
@@ -66,8 +69,9 @@ def start_handles(
             f"kv_transport={HANDLES!r} is between NVIDIA GPUs; the device is {platform.device.type}"
         )
     sides = sends + fetches
-    count = window_count(megabytes, page, sides)
-    size = window_size(page)
+    most = min(HANDLES_WINDOW, megabytes * 2**20 // sides // LEAST_WINDOWS)
+    count = window_count(megabytes, page, sides, most)
+    size = window_size(page, most)
     try:
         memory = DeviceStaging(megabytes * 2**20, platform)
         transport = HandleTransport(memory, platform, sends)
