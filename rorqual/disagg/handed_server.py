@@ -26,7 +26,7 @@ from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
 WINDOW_SECONDS = 5.0  # that a reader waits for a window
-RAMP = (4, 2)  # the first windows of a prompt are filled to such a part: the link begins sooner
+RAMP = (2,)  # the first windows of a prompt are filled to such a part: the link begins sooner
 AHEAD = 2  # windows of which the copies are launched before the first is waited for
 
 
@@ -96,7 +96,7 @@ class HandedLink:
             if not self._begin(sock, lease, part, some):
                 break
             begun += self.filling[-1].count
-            if len(self.filling) == AHEAD:
+            if len(self.filling) == AHEAD or not told:  # the reader waits for the first
                 told += self._tell(sock, description)
         while self.filling:
             told += self._tell(sock, description)
