@@ -3,7 +3,9 @@ holds of a page, or a part of that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +14,41 @@ from rorqual.cache.page_parts import PagePart, whole_part
 from rorqual.cache.pool import KVPool
 from rorqual.cache.written_layers import Mark
 from rorqual.platforms.base import Platform
+
+MOST_PARTS = 256  # whose planes are remembered
+
+
+class PageMover(Protocol):
+    """Pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device."""
+
+    def gather(self, pages: Tensor, rows: Tensor) -> None: ...
+
+    def scatter(self, rows: Tensor, pages: Tensor) -> None: ...
+
+
+class PlaneMover:
+    """A PageMover of torch's calls, one for each plane ([pages, page_size, ...])."""
+
+    def __init__(self, planes: Sequence[Tensor]):
+        self.planes = planes
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each plane, with its columns of the rows."""
+        start = 0
+        for plane in self.planes:
+            stop = start + plane[0].numel() * plane.element_size()
+            yield plane, rows[:, start:stop]
+            start = stop
+
+    def gather(self, pages: Tensor, rows: Tensor) -> None:
+        for plane, columns in self._parts(rows):
+            found = plane.index_select(0, pages).view(len(pages), -1)
+            columns.copy_(found.view(torch.uint8))
+
+    def scatter(self, rows: Tensor, pages: Tensor) -> None:
+        for plane, columns in self._parts(rows):
+            came = columns.clone().view(plane.dtype)
+            plane.index_copy_(0, pages, came.view(len(pages), *plane.shape[1:]))
 
 
 class PageMemory:
@@ -22,6 +59,8 @@ class PageMemory:
         self.platform = platform
         self.held = held or whole_part(pool.spec)
         self.size = self.part_size(self.held)  # bytes of a page
+        self.movers: dict[PagePart, PageMover] = {}
+        self.lock = threading.Lock()
 
     def _planes(self, part: PagePart) -> Iterator[Tensor]:
         """Views of [pages, page_size, *shape] of what `part` has of each plane."""
@@ -61,6 +100,43 @@ class PageMemory:
                 start += data.numel()
             wait()
 
+    def _mover(self, part: PagePart) -> PageMover:
+        """To be called where the device's work is launched."""
+        with self.lock:
+            found = self.movers.get(part)
+            if found is None:
+                if len(self.movers) >= MOST_PARTS:
+                    self.movers.clear()
+                found = self.movers[part] = self._new_mover(list(self._planes(part)))
+            return found
+
+    def _new_mover(self, planes: Sequence[Tensor]) -> PageMover:
+        if self.platform.device.type != "cuda":
+            return PlaneMover(planes)
+        from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
+
+        return PlaneTable.of(planes)
+
+    def gather(
+        self, pages: Sequence[tuple[int, Mark | None]], rows: Tensor, part: PagePart
+    ) -> Callable[[], None]:
+        """Start to copy `part` of pages to rows [n, size] of the device's memory, beside the steps:
+        on any thread. The result waits for that, on any thread. Each page behind its mark, if it
+        has one (WrittenLayers)."""
+        with self.platform.background():
+            for _, after in pages:
+                if after is not None:
+                    after()
+            where = self.platform.to_device(torch.tensor([page for page, _ in pages]))
+            self._mover(part).gather(where, rows)
+            return self.platform.reached()
+
+    def place(self, pages: Sequence[int], rows: Tensor, part: PagePart) -> None:
+        """Launch, in the present context, the copy of rows [n, size] of the device's memory to
+        `part` of these pages."""
+        where = self.platform.to_device(torch.tensor(pages))
+        self._mover(part).scatter(rows, where)
+
     def write(
         self,
         pages: Sequence[int],
@@ -69,8 +145,9 @@ class PageMemory:
         page_size: int | None = None,
         skipped: int = 0,
     ) -> None:
-        """Fill pages, or `part` of them, with rows [n, size] of host memory, in the order of the
-        steps: on the engine's thread. The rows must stay until the device has copied them.
+        """Fill pages, or `part` of them, with rows [n, size] of host memory, or of the device's, in
+        the order of the steps: on the engine's thread. The rows must stay until the device has
+        copied them.
 
         Rows may be pages of another page_size; `skipped` of their tokens come before those of the
         first page here. Where they end within the last page, the rest of it is zeros."""
@@ -82,6 +159,10 @@ class PageMemory:
         skipped -= first * theirs
         with self.platform.stream():
             where = self.platform.to_device(torch.tensor(pages))
+            alike = theirs == size and not skipped and len(data) >= len(pages)
+            if alike and data.device == where.device and data.is_cuda:
+                self._mover(part or self.held).scatter(data[: len(pages)], where)
+                return
             start = 0
             for plane in self._planes(part or self.held):
                 shape = plane.shape[2:]

@@ -89,11 +89,19 @@ def bench_pages(
     ] = "deepseek-v2-lite",
     tokens: Annotated[str, typer.Option(help="Of the prompt; several: 256,2048.")] = "2048",
     page_size: Annotated[int, typer.Option(min=1)] = 64,
-    transports: Annotated[str, typer.Option(help="Comma-separated: tcp, nixl, mooncake.")] = "tcp",
+    transports: Annotated[
+        str,
+        typer.Option(
+            "--transports", "--transport", help="Comma-separated: tcp, nixl, mooncake, handles."
+        ),
+    ] = "tcp",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are taken over this many.")] = 5,
     staging_mb: Annotated[
         int, typer.Option(min=32, max=MOST_STAGING_MB, help="As --kv-staging-mb.")
     ] = 128,
+    devices: Annotated[
+        str, typer.Option(help="Where the pages are and where they are to be: cuda:0,cuda:1.")
+    ] = "cpu,cpu",
     json_file: Json = None,
 ) -> None:
     """Time a prompt's pages between two processes of this host, by each transport."""
@@ -103,11 +111,16 @@ def bench_pages(
     for name in names:
         if name not in TRANSPORTS:
             raise typer.BadParameter(f"{name!r}; accepted: {', '.join(TRANSPORTS)}")
+    there, _, here = devices.partition(",")
+    if not here or "," in here:
+        raise typer.BadParameter(f"{devices!r}; accepted: two devices, as cuda:0,cuda:1")
     runs = []
     for length in numbers(tokens):
         if length < page_size:
             raise typer.BadParameter(f"{length} tokens are less than a page of {page_size}")
-        setup = page_transfers.TransferSetup(model, length, page_size, names, repeats, staging_mb)
+        setup = page_transfers.TransferSetup(
+            model, length, page_size, names, repeats, staging_mb, (there, here)
+        )
         found = page_transfers.bench(setup)
         page_transfers.print_table(found, setup)
         runs.append((setup, found))

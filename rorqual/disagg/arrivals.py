@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rorqual.cache.page_parts import PagePart
-from rorqual.cache.prefix import page_keys
+from rorqual.cache.prefix import PrefixCache, page_keys
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.page_sources import (
     Address,
@@ -30,6 +30,8 @@ from rorqual.engine.cached_pages import CachedPages
 from rorqual.request import Request
 
 PLACED_BYTES = 16 * 2**20  # on a rank, taken into the cache between two steps
+RESERVED_SHARE = 0.25  # of a cache, at most, for prompts that are on their way
+PLACED_ON_DEVICE = 2**30  # likewise where they came to the device: less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Arrived(NamedTuple):
 class ArrivingPrompt:
     """What of a prompt is on its way to a data-parallel rank. requests: those that wait for it, by
     id; the choices of one call share theirs. found: by rank, how many of the other engine's pages
-    came to it. placed: pages of this engine that are in its cache."""
+    came to it. placed: pages of this engine that are in its cache. reserved: of `prefix`, where the
+    other engine's pages are put as they come; void: what came is not to be used."""
 
     number: int
     prompt: tuple[int, ...]
@@ -67,6 +70,9 @@ class ArrivingPrompt:
     found: dict[int, int] = field(default_factory=dict)
     error: str = ""
     placed: int = 0
+    void: bool = False
+    reserved: list[int] = field(default_factory=list)
+    prefix: PrefixCache | None = None
     seconds: float = 0.0  # of the slowest rank's fetch
 
     @property
@@ -81,7 +87,8 @@ class ArrivingPrompt:
 
 class PromptArrivals:
     """tell: all ranks, in the order of the steps. finish: tells the other engine that its pages
-    have been read. page_bytes: of a page, on this rank."""
+    have been read. page_bytes: of a page, on this rank; placed_bytes: taken into the cache between
+    two steps. reserves: whether ranks can put pages into the cache as they come."""
 
     def __init__(
         self,
@@ -91,6 +98,8 @@ class PromptArrivals:
         sizes: ParallelConfig,
         shape: CacheShape,
         page_bytes: int,
+        placed_bytes: int = PLACED_BYTES,
+        reserves: bool = False,
     ):
         self.cache = cache
         self.tell = tell
@@ -98,6 +107,8 @@ class PromptArrivals:
         self.sizes = sizes
         self.shape = shape
         self.page_bytes = page_bytes
+        self.placed_bytes = placed_bytes
+        self.reserves = reserves
         self.numbers = itertools.count(1)
         self.by_number: dict[int, ArrivingPrompt] = {}
         self.waiting: dict[str, ArrivingPrompt] = {}
@@ -139,8 +150,31 @@ class PromptArrivals:
             self.placing.append(arrival)
         else:
             keys = page_keys(prompt, salt, theirs, prefix.lookahead)
+            if self.reserves and own == theirs:
+                self._reserve(arrival)
             self._fetch(arrival, keys[pages.their_first : pages.their_last])
         return arrival
+
+    def _reserve(self, arrival: ArrivingPrompt) -> None:
+        """Where that leaves most of the cache to requests that run."""
+        prefix = self.cache.prefix(arrival.dp_rank)
+        others = sum(len(a.reserved) for a in self.by_number.values() if a.prefix is prefix)
+        if others + arrival.wanted <= RESERVED_SHARE * prefix.allocator.num_pages:
+            arrival.reserved = self.cache.reserve(arrival.dp_rank, arrival.wanted)
+            arrival.prefix = prefix
+
+    def restarted(self) -> None:
+        """A new cache is in force, before any step: nothing is put into the pages of the old."""
+        in_force = {id(prefix) for prefix in self.cache.prefixes}
+        for arrival in list(self.by_number.values()):
+            if arrival.reserved and id(arrival.prefix) not in in_force:
+                self.tell(FetchOver(arrival.number))
+                arrival.reserved = []
+                arrival.void = True
+                arrival.error = "the cache began anew"
+                arrival.found = {0: 0}
+                if arrival not in self.placing:
+                    self.placing.append(arrival)
 
     def _coming(self) -> tuple[int, ...]:
         """Tokens on their way, by data-parallel rank."""
@@ -164,6 +198,7 @@ class PromptArrivals:
                 keys,
                 layout.page_size,
                 sources,
+                arrival.reserved,
             )
         )
 
@@ -174,7 +209,7 @@ class PromptArrivals:
 
     def heard(self, rank: int, told: PagesFetched) -> None:
         arrival = self.by_number.get(told.number)
-        if arrival is None:
+        if arrival is None or arrival.void:
             return
         arrival.found[rank] = told.found
         arrival.seconds = max(arrival.seconds, told.seconds)
@@ -198,17 +233,19 @@ class PromptArrivals:
         if arrival in self.placing:
             self.placing.remove(arrival)
         self.tell(FetchOver(arrival.number))
+        if arrival.reserved and arrival.prefix is not None:
+            self.cache.unreserve(arrival.prefix, arrival.reserved)
 
     # ---- here
 
     def place(self) -> list[Arrived]:
         """Take some pages into the cache; requests that wait for no more of them."""
         arrived: list[Arrived] = []
-        budget = max(1, PLACED_BYTES // self.page_bytes)
+        budget = max(1, self.placed_bytes // self.page_bytes)
         while self.placing and budget > 0:
             arrival = self.placing[0]
             left = arrival.came - arrival.placed
-            count = min(left, budget)
+            count = left if arrival.reserved else min(left, budget)
             placed = self._place(arrival, count) if count else 0
             budget -= max(1, placed)
             arrival.placed += placed
@@ -223,7 +260,8 @@ class PromptArrivals:
             skipped = arrival.pages.skipped_tokens(first + after)
             self.tell(PagesPlaced(arrival.number, pages, skipped))
 
-        return self.cache.keep(arrival.dp_rank, arrival.prompt, arrival.salt, first, count, write)
+        prompt = arrival.dp_rank, arrival.prompt, arrival.salt
+        return self.cache.keep(*prompt, first, count, write, arrival.reserved)
 
     def _end(self, arrival: ArrivingPrompt) -> list[Arrived]:
         self._over(arrival)

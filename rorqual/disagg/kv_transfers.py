@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, cast
 
-from rorqual.disagg.arrivals import Arrived, PromptArrivals, RemotePrompt
+from rorqual.disagg.arrivals import (
+    PLACED_BYTES,
+    PLACED_ON_DEVICE,
+    Arrived,
+    PromptArrivals,
+    RemotePrompt,
+)
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.offers import Offers
 from rorqual.disagg.page_link import engine_secret
@@ -39,6 +45,7 @@ from rorqual.disagg.rank_messages import (
 )
 from rorqual.disagg.rank_pages import SERVICE, RankPages, cache_shape
 from rorqual.disagg.transfer_config import TransferConfig
+from rorqual.disagg.transports.installed import HANDLES
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
@@ -101,13 +108,15 @@ class KVTransfers:
         self.pages = cast(RankPages, engine.executor.start_service(SERVICE, ranks, self._hear))
         self.shape = cache_shape(engine.worker)
         page_bytes = self.pages.memory.size
+        placed_bytes = PLACED_ON_DEVICE if config.transport == HANDLES else PLACED_BYTES
         self.arrivals = PromptArrivals(
-            cache, self._tell, self._finish, sizes, self.shape, page_bytes
+            *(cache, self._tell, self._finish, sizes, self.shape, page_bytes, placed_bytes),
+            config.transport == HANDLES,
         )
         self.sent = 0  # pages, or with several ranks parts of pages
         self.bytes = PageTraffic()
         self._wait_for_ranks(sizes.world)
-        engine.on_restart = self._close_leases
+        engine.on_restart = self._restarted
         # requests that are answered before they are computed: whoever answers sets it
         self.answer: Callable[[str, dict[str, Any]], None] = lambda name, params: None
         if config.by_layer:
@@ -186,9 +195,12 @@ class KVTransfers:
         self.offers.end_over()
         self._close_leases()
 
+    def _restarted(self) -> None:
+        """Before any step that follows on an error in the midst of one: no page is what it was."""
+        self._close_leases()
+        self.arrivals.restarted()
+
     def _close_leases(self) -> None:
-        """Also before any step that follows on an error in the midst of one: then no page is what
-        it was."""
         self._read_inbox()
         self.offers.settle()
 

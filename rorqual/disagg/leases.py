@@ -240,6 +240,28 @@ class LeaseTable:
             place = lease.place(key)
         return _copy(lease, lambda: copy(*place))
 
+    def places(self, name: bytes, keys: Sequence[bytes]) -> list[tuple[int, Mark | None]]:
+        """The first of these pages that are here: where, and what each is to be read behind. What
+        was read of them is good if the lease `is_open` once it was."""
+        lease = self._find(name)
+        found: list[tuple[int, Mark | None]] = []
+        with self.changed:
+            for key in keys:
+                if lease is None or not lease.has(key):
+                    break
+                page, *mark = lease.place(key)
+                found.append((page, mark[0] if mark else None))
+        return found
+
+    def is_open(self, name: bytes) -> bool:
+        """Whether nobody was told to close it until now."""
+        with self.changed:
+            lease = self.leases.get(name)
+        if lease is None:
+            return False
+        with lease.lock:
+            return not lease.closed
+
     def read_more(
         self, name: bytes, keys: Sequence[bytes], sent: Sequence[int], last: int, copy: CopyLayers
     ) -> tuple[Found, int]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
+from rorqual.disagg.handed_reader import HandedReads
 from rorqual.disagg.page_link import (
     LEASE,
     MOST_KEYS,
@@ -38,13 +43,17 @@ QUIET_SECONDS = 10.0
 FETCH_SECONDS = 60.0
 COMPUTE_SECONDS = 600.0  # for a prompt that is still being computed when its pages are asked for
 AT_ONCE = 8  # parts of prompts
+IDLE_SECONDS = 10.0  # that a link is kept for the next prompt; a keeper lets go of it after 30
+MOST_IDLE = 16
 
 
 @dataclass
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
     the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part]; `error` says why not all."""
+    lie in `rows` [keys, bytes of the part] until `release`; `error` says why not all. pages: of the
+    cache, where there are such for all of them to be put into at once, in place of rows, and none
+    once `end_placing` was called; behind `before`, if it is given."""
 
     address: tuple[str, int]
     secret: bytes
@@ -52,25 +61,94 @@ class PageFetch:
     keys: list[bytes]
     part: PagePart
     page_size: int
+    pages: list[int] | None = None
+    before: Mark | None = None
     rows: Tensor | None = None
+    size: int = 0  # bytes of a page's part
+    placing: bool = True
     found: int = 0
     error: str = ""
     seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
+    give_back: Callable[[Mark | None], None] | None = None
+    holders: int = 2  # the thread that fetches, and who places
+    mark: Mark | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self, mark: Mark | None = None) -> None:
+        """Each of the two says so once. mark: of what may still read the rows."""
+        with self.lock:
+            self.holders -= 1
+            over = not self.holders
+            if mark is not None:
+                self.mark = mark
+        if over and self.give_back is not None:
+            self.give_back(self.mark)
 
     @property
     def received(self) -> int:
         """Bytes."""
-        return 0 if self.rows is None else self.found * self.rows.shape[1]
+        return self.found * self.size
+
+
+@dataclass
+class Link:
+    """idle: whether nothing is to come on it any more."""
+
+    sock: socket.socket
+    idle: bool = False
+
+
+class IdleLinks:
+    """Links to keepers on which nothing is to come: a new one takes longer than a GPU's pages."""
+
+    def __init__(self) -> None:
+        self.links: list[tuple[tuple[tuple[str, int], bytes], socket.socket, float]] = []
+        self.lock = threading.Lock()
+
+    def take(self, address: tuple[str, int], secret: bytes) -> socket.socket | None:
+        self._drop(lambda link: time.monotonic() - link[2] > IDLE_SECONDS or _ended(link[1]))
+        with self.lock:
+            for link in self.links:
+                if link[0] == (address, secret):
+                    self.links.remove(link)
+                    return link[1]
+        return None
+
+    def keep(self, address: tuple[str, int], secret: bytes, sock: socket.socket) -> None:
+        with self.lock:
+            self.links.append(((address, secret), sock, time.monotonic()))
+            old = self.links.pop(0)[1] if len(self.links) > MOST_IDLE else None
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        self._drop(lambda link: True)
+
+    def _drop(self, over: Callable[[tuple[Any, socket.socket, float]], bool]) -> None:
+        with self.lock:
+            dropped = [link for link in self.links if over(link)]
+            self.links = [link for link in self.links if link not in dropped]
+        for link in dropped:
+            link[1].close()
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Or something came that nobody asked for."""
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 class PageReader:
-    """staged: where a library carries the bytes; else they come by the link itself."""
+    """staged: where something else carries the bytes than the link itself."""
 
     def __init__(
-        self, memory: PageMemory, fingerprint: Fingerprint, staged: StagedReads | None = None
+        self,
+        memory: PageMemory,
+        fingerprint: Fingerprint,
+        staged: StagedReads | HandedReads | None = None,
     ):
         self.staged = staged
+        self.idle = IdleLinks()
         self.memory = memory
         self.fingerprint = fingerprint
         self.pool = ThreadPoolExecutor(AT_ONCE, "page reader")
@@ -86,6 +164,7 @@ class PageReader:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.idle.close()
 
     def _run(self, fetch: PageFetch, done: Callable[[], None]) -> None:
         start = time.perf_counter()
@@ -100,28 +179,43 @@ class PageReader:
             fetch.error = f"{type(error).__name__}: {error}"
         finally:
             fetch.seconds = time.perf_counter() - start
+            fetch.release()
             done()
 
     @contextmanager
-    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[socket.socket]:
-        with socket.create_connection(address, CONNECT_SECONDS) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(sock, secret, self.fingerprint)
-            sock.settimeout(QUIET_SECONDS)
-            yield sock
+    def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[Link]:
+        """Closed at the end, unless it is idle then and may be kept."""
+        sock = self.idle.take(address, secret)
+        with ExitStack() as stack:
+            if sock is None:
+                sock = stack.enter_context(socket.create_connection(address, CONNECT_SECONDS))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                introduce(sock, secret, self.fingerprint)
+                sock.settimeout(QUIET_SECONDS)
+            else:
+                stack.enter_context(sock)
+            link = Link(sock)
+            yield link
+            if link.idle and isinstance(self.staged, HandedReads):
+                stack.pop_all()
+                self.idle.keep(address, secret, sock)
 
     def _finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
-        with suppress(LinkError, OSError), self._linked(address, secret) as sock:
-            send(sock, PageMessage.DONE, lease)
+        with suppress(LinkError, OSError), self._linked(address, secret) as link:
+            send(link.sock, PageMessage.DONE, lease)
+            link.idle = True
 
     def _fetch(self, fetch: PageFetch) -> None:
         size = self.memory.part_size(fetch.part, fetch.page_size)
         patience = Patience()
-        with self._linked(fetch.address, fetch.secret) as sock:
-            fetch.rows = self.memory.rows(len(fetch.keys), size)
+        with self._linked(fetch.address, fetch.secret) as link:
+            sock = link.sock
             if self.staged is not None:
-                self._fetch_staged(sock, fetch, fetch.rows, patience, self.staged)
+                self._fetch_staged(sock, fetch, size, patience, self.staged)
+                link.idle = fetch.found == len(fetch.keys)
                 return
+            fetch.size = size
+            fetch.rows = self.memory.rows(len(fetch.keys), size)
             for start in range(0, len(fetch.keys), MOST_KEYS):
                 some = fetch.keys[start : start + MOST_KEYS]
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
@@ -132,10 +226,21 @@ class PageReader:
         self,
         sock: socket.socket,
         fetch: PageFetch,
-        rows: Tensor,
+        size: int,
         patience: Patience,
-        staged: StagedReads,
+        staged: StagedReads | HandedReads,
     ) -> None:
+        fetch.size = size
+        if isinstance(staged, HandedReads) and fetch.pages is not None:
+            if fetch.before is not None:
+                staged.transport.place_behind(fetch.before)
+            place = partial(self._place, fetch)
+            rows = staged.rows(self.memory, len(fetch.keys), size, place)
+        else:
+            rows = staged.rows(self.memory, len(fetch.keys), size)
+        fetch.rows = rows.rows
+        fetch.give_back = partial(staged.release, rows)
+
         def coming() -> bool:
             patience.check()
             patience.renew()
@@ -147,6 +252,27 @@ class PageReader:
                 return
             if fetch.found < len(fetch.keys):
                 patience.check()
+
+    def _place(self, fetch: PageFetch, first: int, data: Tensor) -> None:
+        """Pages that are another's meanwhile are not written to."""
+        with fetch.lock:
+            if fetch.placing and fetch.pages is not None:
+                pages = fetch.pages[first : first + len(data)]
+                self.memory.place(pages, data, fetch.part)
+
+    @property
+    def places(self) -> bool:
+        """Whether pages can be put into the cache as they come."""
+        return isinstance(self.staged, HandedReads)
+
+    def end_placing(self, fetches: Sequence[PageFetch]) -> None:
+        """What the present context launches from now on comes behind all that is written to the
+        cache for these."""
+        for fetch in fetches:
+            with fetch.lock:
+                fetch.placing = False
+        if isinstance(self.staged, HandedReads):
+            self.staged.transport.mark()()
 
     def _receive_pages(
         self, sock: socket.socket, fetch: PageFetch, rows: Tensor, patience: Patience

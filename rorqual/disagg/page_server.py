@@ -14,6 +14,7 @@ from torch import Tensor
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
+from rorqual.disagg.handed_server import HandedPages
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
@@ -26,7 +27,7 @@ from rorqual.disagg.page_link import (
     receive,
     unpack_read,
 )
-from rorqual.disagg.staged_server import StagedLink, StagedPages, check_confirm
+from rorqual.disagg.staged_server import StagedPages, check_confirm
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage, send
 from rorqual.parallel.remote.link_server import LinkServer
@@ -46,8 +47,8 @@ class ReadEvents(Protocol):
 
 
 class PageServer:
-    """`host`, `port`: where it listens. staged: where a library carries the bytes; else they go by
-    the link itself. Raises ConfigError where it cannot listen."""
+    """`host`, `port`: where it listens. staged: where something else carries the bytes than the
+    link itself. Raises ConfigError where it cannot listen."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class PageServer:
         memory: PageMemory,
         fingerprint: Fingerprint,
         events: ReadEvents,
-        staged: StagedPages | None = None,
+        staged: StagedPages | HandedPages | None = None,
     ):
         """secret: of the links to this engine."""
         self.staged = staged
@@ -101,8 +102,8 @@ class PageServer:
             raise LinkError(reason)
         return part, keys
 
-    def _serve_staged(self, sock: socket.socket, staged: StagedPages) -> None:
-        link = StagedLink(staged)
+    def _serve_staged(self, sock: socket.socket, staged: StagedPages | HandedPages) -> None:
+        link = staged.link()
         try:
             while True:
                 kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)

@@ -8,7 +8,7 @@ steps, and none of these answers is waited for within a step.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rorqual.cache.page_parts import PagePart
@@ -61,7 +61,9 @@ class LeasesClosed:
 @dataclass(frozen=True)
 class FetchPages:
     """Each rank of a data-parallel rank fetches its part, and says so (PagesFetched). sources: by
-    number of the rank among these, from where it gets which part."""
+    number of the rank among these, from where it gets which part. pages: of the cache, one for each
+    key, that nobody else has until FetchOver: what comes goes there at once; none where it is to
+    wait for PagesPlaced."""
 
     kind: ClassVar[str] = "fetch"
     number: int
@@ -71,6 +73,7 @@ class FetchPages:
     keys: list[bytes]
     page_size: int
     sources: list[list[tuple[Address, PagePart]]]
+    pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class PagesPlaced:
 
 @dataclass(frozen=True)
 class FetchOver:
-    """Nothing more of it is wanted, or all of it is placed."""
+    """Nothing more of it is wanted, or all of it is placed. Steps that follow may write to the
+    pages it was given."""
 
     kind: ClassVar[str] = "over"
     number: int

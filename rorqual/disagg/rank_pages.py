@@ -16,7 +16,9 @@ from typing import Any
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
-from rorqual.cache.written_layers import WrittenLayers
+from rorqual.cache.written_layers import Mark, WrittenLayers
+from rorqual.disagg.handed_reader import fetched_pages
+from rorqual.disagg.handed_server import offered_pages
 from rorqual.disagg.leases import LeaseTable
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
@@ -37,11 +39,9 @@ from rorqual.disagg.rank_messages import (
     decode,
     encode,
 )
-from rorqual.disagg.staged_reader import StagedReads
-from rorqual.disagg.staged_server import StagedPages
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.disagg.transports.installed import TCP
-from rorqual.disagg.transports.start import PageStaging, start_staging
+from rorqual.disagg.transports.installed import HANDLES, TCP
+from rorqual.disagg.transports.start import PageStaging, start_handles, start_staging
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.rank_service import ServicePlace
 from rorqual.parallel.remote.link import Fingerprint
@@ -63,9 +63,9 @@ class RankPages:
         self.leases = LeaseTable(secret)
         self.fetches: dict[int, RankFetch] = {}
         host = place.address or settings.host
-        self.staging = start_rank_staging(settings, self.memory.size, host)
+        self.staging = start_rank_staging(settings, self.memory, host)
         label = self.staging.label if self.staging is not None else TCP
-        mine = {**fingerprint(worker), "transport": label}
+        mine = self.mine = {**fingerprint(worker), "transport": label}
         self.server: PageServer | None = None
         if settings.sends:
             rank = self.mesh.rank
@@ -74,24 +74,12 @@ class RankPages:
                 host=host,
                 port=settings.port + rank if settings.port else 0,
             )
-            staged = self._staged_pages()
+            staged = offered_pages(self.staging, self.leases, self.memory)
             self.server = PageServer(here, secret, self.leases, self.memory, mine, self, staged)
-        reads = self._staged_reads()
+        reads = fetched_pages(self.staging)
         self.reader = PageReader(self.memory, mine, reads) if settings.fetches else None
         where = (self.server.host, self.server.port) if self.server else ("", 0)
         self._tell(ServerStarted(*where))
-
-    def _staged_pages(self) -> StagedPages | None:
-        staging = self.staging
-        if staging is None or staging.offered is None:
-            return None
-        return StagedPages(staging.transport, staging.offered, self.leases, self.memory)
-
-    def _staged_reads(self) -> StagedReads | None:
-        staging = self.staging
-        if staging is None or staging.fetched is None:
-            return None
-        return StagedReads(staging.transport, staging.fetched)
 
     def _tell(self, message: FromRank) -> None:
         self.tell(encode(message))
@@ -122,7 +110,7 @@ class RankPages:
             assert isinstance(told, FetchOver)
             fetch = self.fetches.pop(told.number, None)
             if fetch is not None:
-                fetch.cancel()
+                fetch.over(self.memory)
         return None
 
     def _lease(self, told: LeaseOpened | LeaseGrown) -> Callable[[], None] | None:
@@ -150,7 +138,11 @@ class RankPages:
             return
         assert self.reader is not None, "rank 0 has the same role"
         place = self.mesh.pp_rank * self.mesh.sizes.tp + self.mesh.tp_rank
-        fetch = RankFetch(self.reader, told, place, self._tell)
+        mark = None
+        if told.pages:
+            with self.worker.platform.stream():
+                mark = self.worker.platform.mark()  # steps under way may read what was there
+        fetch = RankFetch(self.reader, told, place, self._tell, mark)
         self.fetches[told.number] = fetch
         fetch.start()
 
@@ -175,14 +167,23 @@ class RankFetch:
     as the slowest."""
 
     def __init__(
-        self, reader: PageReader, told: FetchPages, place: int, tell: Callable[[FromRank], None]
+        self,
+        reader: PageReader,
+        told: FetchPages,
+        place: int,
+        tell: Callable[[FromRank], None],
+        before: Mark | None,
     ):
         self.reader = reader
         self.number = told.number
         self.tell = tell
         self.lock = threading.Lock()
         self.parts = [
-            PageFetch(address, told.secret, told.lease, told.keys, part, told.page_size)
+            PageFetch(
+                *(address, told.secret, told.lease, told.keys, part, told.page_size),
+                told.pages or None,
+                before,
+            )
             for address, part in told.sources[place]
         ]
         self.left = len(self.parts)
@@ -214,13 +215,24 @@ class RankFetch:
         for part in self.parts:
             part.cancelled.set()
 
+    def over(self, memory: PageMemory) -> None:
+        """Nothing more is placed; what was is read by the device yet."""
+        self.cancel()
+        with memory.platform.stream():
+            self.reader.end_placing(self.parts)
+            mark = memory.platform.mark()
+        for part in self.parts:
+            part.release(mark)
 
-def start_rank_staging(config: TransferConfig, page: int, host: str) -> PageStaging | None:
-    """page: bytes of one, on this rank. Raises ConfigError."""
+
+def start_rank_staging(config: TransferConfig, memory: PageMemory, host: str) -> PageStaging | None:
+    """Raises ConfigError."""
     if config.transport == TCP:
         return None
     sides = (config.sends, config.fetches)
-    return start_staging(config.transport, config.staging_mb, page, host, *sides)
+    if config.transport == HANDLES:
+        return start_handles(config.staging_mb, memory.size, memory.platform, *sides)
+    return start_staging(config.transport, config.staging_mb, memory.size, host, *sides)
 
 
 def cache_shape(worker: Worker) -> CacheShape:

@@ -9,10 +9,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
 from rorqual.disagg.page_link import (
     CONFIRM,
     MOST_KEYS,
@@ -22,11 +25,24 @@ from rorqual.disagg.page_link import (
     receive,
 )
 from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, Transport
+from rorqual.disagg.transports.ranges import HeldRange
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.parallel.remote.link import LinkError, send
 
 READ_SECONDS = 10.0  # for a window's bytes to come
 WINDOW_SECONDS = 20.0  # that a fetch waits for a window of our own
+
+
+@dataclass
+class RowsOfPages:
+    """rows: [pages, size] uint8; held: the staging memory that they lie in, None where they are the
+    host's. place: where there are no rows, launches what puts pages into the cache: the number of
+    the first of them, and its bytes and those of following ones [n, size]."""
+
+    size: int
+    rows: Tensor | None
+    held: HeldRange | None = None
+    place: Callable[[int, Tensor], None] | None = None
 
 
 class StagedReads:
@@ -36,13 +52,19 @@ class StagedReads:
         self.running = 0
         self.lock = threading.Lock()
 
+    def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
+        return RowsOfPages(size, memory.rows(count, size))
+
+    def release(self, rows: RowsOfPages, mark: Mark | None) -> None:
+        """Host memory goes when nobody holds it."""
+
     def read(
         self,
         sock: socket.socket,
         lease: bytes,
         part: PagePart,
         keys: Sequence[bytes],
-        into: Tensor,
+        into: RowsOfPages,
         coming: Callable[[], bool],
     ) -> Iterator[int]:
         """This part of the pages with these keys, in order, to rows of `into` [keys, bytes of the
@@ -50,7 +72,8 @@ class StagedReads:
         while this side checks and copies one. coming: called where the next page is still being
         computed; False where nobody wants it any more. Raises LinkError, TransportError and
         OSError."""
-        size = into.shape[1]
+        rows, size = into.rows, into.size
+        assert rows is not None
         most = min(MOST_KEYS, self.windows.size // size)
         if not most:
             raise LinkError(
@@ -73,7 +96,7 @@ class StagedReads:
                 self._confirmed(sock)
                 if zlib.crc32(data.numpy().data) != check:
                     raise LinkError("the pages came damaged: their checksum differs")
-                into[came : came + count].view(-1).copy_(data)
+                rows[came : came + count].view(-1).copy_(data)
             came += count
             yield count
 

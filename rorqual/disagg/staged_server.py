@@ -34,6 +34,9 @@ class StagedPages:
         self.leases = leases
         self.memory = memory
 
+    def link(self) -> StagedLink:
+        return StagedLink(self)
+
 
 class StagedLink:
     """Of one reader, which holds one window at most."""

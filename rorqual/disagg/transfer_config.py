@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rorqual.errors import ConfigError
 
 ROLES = ("prefill", "decode", "both")
-TRANSPORTS = ("tcp", "nixl", "mooncake")
+TRANSPORTS = ("tcp", "nixl", "mooncake", "handles")
 ON_FAILURE = ("recompute", "fail")
 MOST_STAGING_MB = 65_536
 SHORTEST_SECRET = 16  # bytes
@@ -25,8 +25,9 @@ class TransferConfig:
     lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
     becomes of a request whose pages do not come. overlap: pages leave while their prompt is still
     being computed, chunk by chunk; by_layer: layer by layer. transport: what carries the bytes of
-    pages, one of TRANSPORTS, the same on both sides. staging_mb: MiB of host memory of each rank
-    that a library's peers can read, and that it reads into."""
+    pages, one of TRANSPORTS, the same on both sides. staging_mb: MiB of each rank
+    that a transport's peers can read, and that it reads into: of host memory, with handles of the
+    GPU's."""
 
     role: str
     secret: str

@@ -120,9 +120,11 @@ class CachedPages:
         first: int,
         count: int,
         write: Callable[[list[int], int], None],
+        reserved: Sequence[int] = (),
     ) -> int:
         """Take in `count` pages of a prompt from its page number `first` on: `write(pages, i)`
-        fills them with what belongs to those from the i-th on. Returns how many are here now; fewer
+        fills them with what belongs to those from the i-th on; or they are in the first `count` of
+        the `reserved` ones already, and `write` is not called. Returns how many are here now; fewer
         where pages before them have gone, or there is no room.
 
         Pages before them may be in host memory: what is taken in then waits on the device for the
@@ -134,10 +136,15 @@ class CachedPages:
             skipped = before - first
             taken: list[int] = []
             if 0 <= skipped < count:
-                room = min(count - skipped, prefix.available)
-                taken = [prefix.take() for _ in range(room)]
-                if taken:
-                    write(taken, skipped)
+                if reserved:
+                    taken = list(reserved[skipped:count])
+                    for page in taken:
+                        prefix.hold(page)
+                else:
+                    room = min(count - skipped, prefix.available)
+                    taken = [prefix.take() for _ in range(room)]
+                    if taken:
+                        write(taken, skipped)
                 full = prefix.full_pages(len(tokens))
                 for place, page in enumerate(taken, before):
                     if place < full:
@@ -146,6 +153,21 @@ class CachedPages:
                         prefix.insert_tail(tail, page)
             prefix.release(kept.held + taken)
             return max(0, min(count, skipped + len(taken)))
+
+    def reserve(self, dp_rank: int, count: int) -> list[int]:
+        """So many pages, held for the caller, who alone writes to them; none where so many are not
+        to be had, or what was in them may be copied to host memory yet."""
+        with self.engine.changing():
+            prefix = self.prefix(dp_rank)
+            if prefix.host is not None or prefix.available < count:
+                return []
+            return [prefix.take() for _ in range(count)]
+
+    def unreserve(self, prefix: PrefixCache, pages: Sequence[int]) -> None:
+        """Those of a cache that is in force no more are nobody's."""
+        with self.engine.changing():
+            if any(prefix is one for one in self.prefixes):
+                prefix.release(pages)
 
 
 def hold_next(prefix: PrefixCache, keys: Sequence[bytes]) -> dict[bytes, int]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,21 @@ def driver() -> Any:
     library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(pointer), Handle, ctypes.c_uint]
     library.cuIpcCloseMemHandle.argtypes = [pointer]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    # the virtual memory API (shared/shared_block.py); structures are passed by address
+    word = ctypes.c_uint64
+    flags = ctypes.c_ulonglong
+    kind = ctypes.c_int
+    address = ctypes.c_void_p
+    library.cuMemGetAllocationGranularity.argtypes = [ctypes.POINTER(size), address, kind]
+    library.cuMemCreate.argtypes = [ctypes.POINTER(word), size, address, flags]
+    library.cuMemRelease.argtypes = [word]
+    library.cuMemAddressReserve.argtypes = [ctypes.POINTER(pointer), size, size, pointer, flags]
+    library.cuMemAddressFree.argtypes = [pointer, size]
+    library.cuMemMap.argtypes = [pointer, size, size, word, flags]
+    library.cuMemUnmap.argtypes = [pointer, size]
+    library.cuMemSetAccess.argtypes = [pointer, size, address, size]
+    library.cuMemExportToShareableHandle.argtypes = [address, word, kind, flags]
+    library.cuMemImportFromShareableHandle.argtypes = [ctypes.POINTER(word), address, kind]
     return library
 
 
@@ -50,10 +67,16 @@ def call(function: str, *args: Any) -> None:
         raise RuntimeError(f"{function}: {(name.value or b'unknown').decode()} ({code})")
 
 
-def _undo(function: str, pointer: int, device: int) -> None:
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """The GPU's context is current, whichever thread this is."""
     with torch.cuda.device(device):
-        # the GPU's context is current, whichever thread this is
         torch.cuda.current_stream().query()
+        yield
+
+
+def _undo(function: str, pointer: int, device: int) -> None:
+    with on_device(device):
         getattr(driver(), function)(pointer)
 
 

@@ -100,7 +100,7 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     ranks. Collective on GPUs."""
     if device.type != "cuda":
         return f"{device.type} has no symmetric memory"
-    here = torch.tensor([[_host(), device.index or 0]], device=device)
+    here = torch.tensor([[host_number(), device.index or 0]], device=device)
     hosts, devices = axis.all_gather(here).t().tolist()
     if len(set(hosts)) > 1:
         return f"{len(set(hosts))} hosts"
@@ -120,7 +120,7 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     return ""
 
 
-def _host() -> int:
+def host_number() -> int:
     """A number that processes of one running host share."""
     name = BOOT_ID.read_bytes() if BOOT_ID.exists() else uuid.getnode().to_bytes(8, "big")
     return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")

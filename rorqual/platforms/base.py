@@ -133,6 +133,11 @@ class Platform:
     def after_beside(self) -> None:
         """What is launched here from now on waits for it."""
 
+    def reached(self) -> Callable[[], None]:
+        """What has been launched in this context by now: the result, called on any thread, waits
+        until it is done."""
+        return lambda: None
+
     def mark(self) -> Callable[[], None]:
         """After what has been launched here by now: the result, called in another context, makes
         that context's work wait for it."""

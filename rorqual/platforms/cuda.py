@@ -104,6 +104,16 @@ class CudaPlatform(Platform):
     def after_beside(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.side)
 
+    def reached(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> None:
+            with self.capturing:
+                event.synchronize()
+
+        return wait
+
     def mark(self) -> Callable[[], None]:
         event = torch.cuda.Event()
         event.record()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rorqual.config.option import check_options, option
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TRANSPORTS, TransferConfig
-from rorqual.disagg.transports.installed import TCP, package_of
+from rorqual.disagg.transports.installed import LIBRARIES, package_of
 from rorqual.errors import ConfigError
 from rorqual.registry.address import SCHEME, etcd_address, is_private
 from rorqual.serve.cors import CorsConfig
@@ -105,12 +105,15 @@ class ServeConfig:
     kv_transport: str = _transfer(
         "tcp",
         "What carries the bytes of pages, the same on both sides: tcp (the authenticated link "
-        "itself), or a library that reads the other side's memory and does not ask who reads: "
-        "nixl (needs rorqual[nixl]) or mooncake (rorqual[mooncake]).",
+        "itself), handles (GPUs of one host copy from each other), or a library that reads the "
+        "other side's memory and does not ask who reads: nixl (needs rorqual[nixl]) or mooncake "
+        "(rorqual[mooncake]).",
         choices=TRANSPORTS,
     )
     kv_staging_mb: int = _transfer(
-        256, "MiB of host memory through which pages pass where a library carries them."
+        256,
+        "MiB through which pages pass where a library carries them (of host memory) or handles "
+        "do (of each GPU's).",
     )
     kv_overlap: bool = _transfer(
         False,
@@ -213,7 +216,7 @@ class ServeConfig:
         if self.role not in ROLES:
             return None
         assert self.kv_secret_file is not None
-        if self.kv_transport != TCP:
+        if self.kv_transport in LIBRARIES:
             package_of(self.kv_transport)  # not after minutes of loading weights
         try:
             secret = Path(self.kv_secret_file).expanduser().read_text().strip()

@@ -35,6 +35,10 @@ class Engine:
         from rorqual.models.hub import model_folder
 
         early = {name: settings.pop(name, False) for name in ("overlap", "by_layer")}
+        early["transport"] = settings.pop("transport", "tcp")
+        early["staging_mb"] = settings.pop("staging_mb", 64)
+        if settings.pop("stand_in", False):
+            use_stand_in()
         model = str(model_folder(settings.pop("model", None)))
         self.engine = OwnEngine(EngineConfig(model, **{**ENGINE, **settings}))
         config = TransferConfig(role, SECRET, lease_seconds=LEASE, **early)
@@ -109,6 +113,19 @@ class Engine:
         self.transfers.cancel(request.id)
         return found
 
+    def fetch_through_restart(self, prompt: list[int], given: Any) -> Any:
+        """How many pages were kept for a prompt on its way when the cache was begun anew, and what
+        became of it."""
+        request = self._request(prompt, given)
+        self.transfers.check(request)
+        assert self.transfers.fetch(request)
+        kept = len(self.transfers.arrivals.waiting[request.id].reserved)
+        self.engine.scheduler.restart()
+        self.engine.on_restart()
+        ((arrived, error, _),) = self.transfers.arrived()
+        assert arrived is request
+        return kept, error
+
     def state(self) -> Any:
         """Pages in use by rank, and what of transfers is under way."""
         self.transfers.settle()
@@ -121,6 +138,7 @@ class Engine:
             "expired": figures[4],
             "came": figures[2],
             "sent": figures[3],
+            "transport": self.transfers.pages.mine["transport"],
             "brought": self.engine.scheduler.usage().host_pages_in,
         }
 
@@ -141,6 +159,18 @@ class Engine:
             self.transfers.advance()
             self.transfers.settle()
         return sequences
+
+
+def use_stand_in() -> None:
+    """Handles of the host's memory in place of a GPU's."""
+    from rorqual.disagg.transports import start
+    from rorqual.parallel import cuda_ipc
+    from tests.parallel.memfd_driver import MemfdDriver, no_device
+
+    driver = MemfdDriver()
+    cuda_ipc.driver = lambda: driver
+    cuda_ipc.on_device = no_device
+    start._shares_memory = lambda platform: True
 
 
 class Apart:

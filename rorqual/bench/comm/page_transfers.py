@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,33 +23,38 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, kv_spec
 from rorqual.config.hf import read_config_file
+from rorqual.disagg.handed_reader import fetched_pages
+from rorqual.disagg.handed_server import offered_pages
 from rorqual.disagg.leases import LeaseTable, lease_name
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
-from rorqual.disagg.staged_reader import StagedReads
-from rorqual.disagg.staged_server import StagedPages
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.disagg.transports.installed import TCP
-from rorqual.disagg.transports.interface import ReadState
-from rorqual.disagg.transports.start import PageStaging, start_staging
+from rorqual.disagg.transports.installed import HANDLES, TCP
+from rorqual.disagg.transports.interface import ReadState, Transport
+from rorqual.disagg.transports.ranges import HeldRange
+from rorqual.disagg.transports.staging import WINDOW_BYTES, HeldWindow
+from rorqual.disagg.transports.start import PageStaging, start_handles, start_staging
 from rorqual.errors import TargetError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.remote.link import receive_into
-from rorqual.platforms.cpu import CpuPlatform
+from rorqual.platforms import make_platform
 
 HOST = "127.0.0.1"
 CHUNK = 16 * 2**20  # bytes of a plain socket's buffer
 FETCH_SECONDS = 120.0
+READS_AT_ONCE = 2  # by a library alone
 
 
 @dataclass(frozen=True)
 class TransferSetup:
-    """model: a folder or a name in rorqual/shapes; tokens: of the prompt, whole pages count."""
+    """model: a folder or a name in rorqual/shapes; tokens: of the prompt, whole pages count.
+    devices: where the pages are, and where they are to be."""
 
     model: str
     tokens: int = 2048
@@ -56,6 +62,7 @@ class TransferSetup:
     transports: tuple[str, ...] = (TCP,)
     repeats: int = 5
     staging_mb: int = 128
+    devices: tuple[str, str] = ("cpu", "cpu")
 
     @property
     def pages(self) -> int:
@@ -65,16 +72,21 @@ class TransferSetup:
 @dataclass
 class TransferTimes:
     """Seconds of each repetition: of a prompt's pages, and of as many bytes by the library alone
-    (nothing for TCP), which read one window again and again."""
+    (nothing for TCP), which read one window again and again. Of GPUs: of gathering the pages in
+    one piece, of placing them from one, and of all from the question to pages in place."""
 
     transport: str
     pages: list[float] = field(default_factory=list)
     library: list[float] = field(default_factory=list)
+    gather: list[float] = field(default_factory=list)
+    scatter: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
 
 
 @dataclass
 class TransferFigures:
-    """socket, copy: seconds of as many bytes over one plain socket, and from memory to memory."""
+    """socket, copy: seconds of as many bytes over one plain socket, and from the one device's
+    memory to the other's."""
 
     bytes: int
     pieces: int
@@ -83,6 +95,14 @@ class TransferFigures:
     socket: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """What was measured until now."""
+        self.socket.clear()
+        self.copy.clear()
+        for times in self.transports:
+            for one in (times.pages, times.library, times.gather, times.scatter, times.whole):
+                one.clear()
+
 
 def spec_of(setup: TransferSetup) -> KVSpec:
     config = read_config_file(model_folder(setup.model, weights=False))
@@ -90,11 +110,13 @@ def spec_of(setup: TransferSetup) -> KVSpec:
 
 
 def staging_of(
-    transport: str, setup: TransferSetup, page: int, sends: bool, fetches: bool
+    transport: str, setup: TransferSetup, memory: PageMemory, sends: bool, fetches: bool
 ) -> PageStaging | None:
     if transport == TCP:
         return None
-    return start_staging(transport, setup.staging_mb, page, HOST, sends, fetches)
+    if transport == HANDLES:
+        return start_handles(setup.staging_mb, memory.size, memory.platform, sends, fetches)
+    return start_staging(transport, setup.staging_mb, memory.size, HOST, sends, fetches)
 
 
 class NoEvents:
@@ -111,7 +133,7 @@ class KeeperSide:
     """In the keeper's process."""
 
     def __init__(self, transport: str, setup: TransferSetup, secret: str):
-        platform = CpuPlatform(torch.device("cpu"))
+        platform = make_platform(setup.devices[0])
         pool = KVPool(spec_of(setup), setup.pages + 1, platform.device)
         for layer in pool.layers:
             for plane in layer.values():
@@ -121,11 +143,8 @@ class KeeperSide:
         self.secret = bytes.fromhex(secret)
         self.leases = LeaseTable(self.secret)
         self.newest = b""
-        self.staging = staging_of(transport, setup, self.memory.size, True, False)
-        staged = None
-        if self.staging is not None and self.staging.offered is not None:
-            windows = self.staging.offered
-            staged = StagedPages(self.staging.transport, windows, self.leases, self.memory)
+        self.staging = staging_of(transport, setup, self.memory, True, False)
+        staged = offered_pages(self.staging, self.leases, self.memory)
         config = TransferConfig("prefill", secret)
         self.server = PageServer(
             config, self.secret, self.leases, self.memory, {}, NoEvents(), staged
@@ -138,6 +157,17 @@ class KeeperSide:
             self.memory.read(page, row)
             value = zlib.crc32(row.numpy().data, value)
         return value
+
+    def gather(self) -> float:
+        """Seconds for all pages, to one piece of the device's memory."""
+        count = len(self.pages)
+        device = self.memory.platform.device
+        rows = torch.empty(count, self.memory.size, dtype=torch.uint8, device=device)
+        places = [(page, None) for page in self.pages]
+        self.memory.platform.synchronize()
+        start = time.perf_counter()
+        self.memory.gather(places, rows, self.memory.held)()
+        return time.perf_counter() - start
 
     def lease(self) -> str:
         self.leases.close([self.newest])
@@ -166,6 +196,8 @@ class KeeperSide:
             word, _, rest = line.strip().partition(" ")
             if word == "lease":
                 say(self.lease())
+            elif word == "gather":
+                say(self.gather())
             elif word == "send":
                 say(self.send(int(rest)))
             elif self.staging is not None:
@@ -186,7 +218,8 @@ def keep() -> None:
     told = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     given = told["setup"]
-    setup = TransferSetup(**{**given, "transports": tuple(given["transports"])})
+    tuples = {name: tuple(given[name]) for name in ("transports", "devices")}
+    setup = TransferSetup(**{**given, **tuples})
     KeeperSide(told["transport"], setup, told["secret"]).run()
 
 
@@ -204,11 +237,9 @@ class ReaderSide:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.staging = staging_of(transport, setup, memory.size, False, True)
-        staged = None
-        if self.staging is not None and self.staging.fetched is not None:
-            staged = StagedReads(self.staging.transport, self.staging.fetched)
-        self.reader = PageReader(memory, {}, staged)
+        self.staging = staging_of(transport, setup, memory, False, True)
+        self.memory = memory
+        self.reader = PageReader(memory, {}, fetched_pages(self.staging))
         self.secret = bytes.fromhex(secret)
         self.part = memory.held
         self.page_size = setup.page_size
@@ -226,36 +257,87 @@ class ReaderSide:
             raise TargetError(f"the keeper over {self.times.transport} has ended")
         return json.loads(answer)
 
-    def fetch(self) -> float:
-        """Seconds; the bytes are compared."""
+    def fetch(self) -> None:
+        """One repetition; the bytes are compared."""
         lease = bytes.fromhex(self.ask("lease"))
         fetch = PageFetch(
             (HOST, self.port), self.secret, lease, self.keys, self.part, self.page_size
         )
+        pages = list(range(1, len(self.keys) + 1))
+        if self.reader.places:
+            fetch.pages = pages
         done = threading.Event()
-        self.reader.start(fetch, done.set)
-        if not done.wait(FETCH_SECONDS) or fetch.error or fetch.rows is None:
-            raise TargetError(f"{self.times.transport}: {fetch.error or 'no pages came in time'}")
-        if zlib.crc32(fetch.rows.numpy().data) != self.crc:
-            raise TargetError(f"{self.times.transport}: the pages came damaged")
-        return fetch.seconds
-
-    def library_alone(self) -> float | None:
-        if self.staging is None or self.staging.fetched is None:
-            return None
-        peer = self.ask("serve 1").encode()
-        window = self.staging.fetched.take(0)
-        assert window is not None
         start = time.perf_counter()
-        for place in range(0, self.size, window.bytes.numel()):
-            size = min(window.bytes.numel(), self.size - place)
-            ticket = self.staging.transport.read(peer, 0, window.offset, size)
-            if self.staging.transport.poll(ticket, FETCH_SECONDS) is not ReadState.DONE:
-                raise TargetError(f"{self.times.transport} does not bring the bytes")
-        seconds = time.perf_counter() - start
-        self.staging.fetched.release(window)
+        self.reader.start(fetch, done.set)
+        if not done.wait(FETCH_SECONDS) or fetch.error:
+            raise TargetError(f"{self.times.transport}: {fetch.error or 'no pages came in time'}")
+        self.times.pages.append(fetch.seconds)
+        rows = fetch.rows
+        if self.memory.platform.device.type != "cpu" or rows is None:
+            rows = self._placed(pages, rows, start)
+        came = zlib.crc32(rows.cpu().numpy().data)
+        fetch.release()
+        if came != self.crc:
+            raise TargetError(f"{self.times.transport}: the pages came damaged")
+
+    def _placed(self, pages: list[int], rows: Tensor | None, start: float) -> Tensor:
+        """The pages as bytes, once they are where an engine's steps would read them. Where they
+        came there at once, `scatter` is what it takes beside that."""
+        memory = self.memory
+        platform = memory.platform
+        whole = time.perf_counter() - start
+        if rows is not None:
+            self._write(pages, rows)
+            whole = time.perf_counter() - start
+        self.times.whole.append(whole)
+        found = torch.empty(len(pages), memory.size, dtype=torch.uint8, device=platform.device)
+        memory.gather([(page, None) for page in pages], found, self.part)()
+        if rows is None:
+            self._write(pages, found)
+        self.times.gather.append(float(self.ask("gather")))
+        return found
+
+    def _write(self, pages: list[int], rows: Tensor) -> None:
+        platform = self.memory.platform
+        platform.synchronize()
+        start = time.perf_counter()
+        self.memory.write(pages, rows, self.part, self.page_size)
+        platform.synchronize()
+        self.times.scatter.append(time.perf_counter() - start)
+
+    def library_alone(self) -> None:
+        staging = self.staging
+        if staging is None:
+            return
+        peer = self.ask("serve 1").encode()
+        if staging.ranges is not None:
+            held = staging.ranges.take(min(WINDOW_BYTES, self.size), 0)
+            assert held is not None
+            self.times.library.append(self._read(staging.transport, peer, held))
+            staging.ranges.release(held)
+        elif staging.fetched is not None:
+            window = staging.fetched.take(0)
+            assert window is not None
+            self.times.library.append(self._read(staging.transport, peer, window))
+            staging.fetched.release(window)
         self.ask("serve -1")
-        return seconds
+
+    def _read(self, transport: Transport, peer: bytes, into: HeldWindow | HeldRange) -> float:
+        """As many bytes as the pages have: seconds. Two reads run at once."""
+        most = into.bytes.numel()
+        tickets: deque[int] = deque()
+        start = time.perf_counter()
+        for place in range(0, self.size, most):
+            if len(tickets) == READS_AT_ONCE:
+                self._end(transport, tickets.popleft())
+            tickets.append(transport.read(peer, 0, into.offset, min(most, self.size - place)))
+        while tickets:
+            self._end(transport, tickets.popleft())
+        return time.perf_counter() - start
+
+    def _end(self, transport: Transport, ticket: int) -> None:
+        if transport.poll(ticket, FETCH_SECONDS) is not ReadState.DONE:
+            raise TargetError(f"{self.times.transport} does not bring the bytes")
 
     def plain_socket(self) -> float:
         port = self.ask(f"send {self.size}")
@@ -287,37 +369,40 @@ def reader_side(transport: str, setup: TransferSetup, memory: PageMemory) -> Ite
 def bench(setup: TransferSetup) -> TransferFigures:
     """All transports in turn, `repeats` times after once to warm up. Raises ConfigError where a
     library is missing, TargetError where pages do not come."""
-    platform = CpuPlatform(torch.device("cpu"))
+    platform = make_platform(setup.devices[1])
     spec = spec_of(setup)
-    memory = PageMemory(KVPool(spec, 1, platform.device), platform)
+    placed = platform.device.type != "cpu" or HANDLES in setup.transports
+    pages = setup.pages + 1 if placed else 1
+    memory = PageMemory(KVPool(spec, pages, platform.device), platform)
     size = setup.pages * memory.size
     layers = len(spec.layers)
     with ExitStack() as stack:
         sides = [stack.enter_context(reader_side(name, setup, memory)) for name in setup.transports]
         times = [side.times for side in sides]
         found = TransferFigures(size, setup.pages * layers, memory.size // layers, times)
-        here = torch.zeros(size, dtype=torch.uint8)
-        there = torch.ones(size, dtype=torch.uint8)
+        here = torch.zeros(size, dtype=torch.uint8, device=setup.devices[0])
+        there = torch.ones(size, dtype=torch.uint8, device=platform.device)
+        platform.synchronize()
+
+        def copy() -> None:
+            there.copy_(here)
+            platform.synchronize()
+
         for number in range(setup.repeats + 1):
-            one_round(sides, found, lambda: there.copy_(here), number > 0)
+            one_round(sides, found, copy)
+            if not number:
+                found.forget()
     return found
 
 
-def one_round(
-    sides: list[ReaderSide], found: TransferFigures, copy: Callable[[], Any], counts: bool
-) -> None:
+def one_round(sides: list[ReaderSide], found: TransferFigures, copy: Callable[[], None]) -> None:
     for side in sides:
-        pages, library = side.fetch(), side.library_alone()
-        if counts:
-            side.times.pages.append(pages)
-            side.times.library += [] if library is None else [library]
-    plain = sides[0].plain_socket()
+        side.fetch()
+        side.library_alone()
+    found.socket.append(sides[0].plain_socket())
     start = time.perf_counter()
     copy()
-    seconds = time.perf_counter() - start
-    if counts:
-        found.socket.append(plain)
-        found.copy.append(seconds)
+    found.copy.append(time.perf_counter() - start)
 
 
 def print_table(
@@ -325,20 +410,26 @@ def print_table(
 ) -> None:
     title = (
         f"{setup.pages} pages of {setup.page_size} tokens of {setup.model} between two processes "
-        f"of this host: {found.bytes / 1e6:.0f} MB, {found.pieces} pieces of "
-        f"{found.piece / 1000:.0f} kB; medians of {setup.repeats}"
+        f"of this host ({' to '.join(setup.devices)}): {found.bytes / 1e6:.0f} MB, "
+        f"{found.pieces} pieces of {found.piece / 1000:.0f} kB; medians of {setup.repeats}"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
-    for name in ("ms", "ms, least", "GB/s", "times the plain socket"):
+    for name in ("ms", "ms, least", "GB/s", "times the plain socket", "of the copy's speed"):
         table.add_column(name, justify="right")
     plain = statistics.median(found.socket)
+    copied = statistics.median(found.copy)
     rows = []
     for one in found.transports:
         rows.append((f"pages by {one.transport}", one.pages))
         if one.library:
             rows.append((f"  {one.transport} alone", one.library))
-    for name, times in [*rows, ("plain socket", found.socket), ("copy in memory", found.copy)]:
+        if one.whole:
+            rows.append(("  gathered in one piece", one.gather))
+            rows.append(("  placed from one piece", one.scatter))
+            rows.append(("  from the question to pages in place", one.whole))
+    copy = "copy in memory" if setup.devices == ("cpu", "cpu") else "plain copy, device to device"
+    for name, times in [*rows, ("plain socket", found.socket), (copy, found.copy)]:
         middle = statistics.median(times)
         table.add_row(
             name,
@@ -346,6 +437,7 @@ def print_table(
             f"{1e3 * min(times):.1f}",
             f"{found.bytes / middle / 1e9:.2f}",
             f"{middle / plain:.2f}",
+            f"{100 * copied / middle:.0f} %",
         )
     (console or Console()).print(table)
 

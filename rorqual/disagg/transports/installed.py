@@ -11,6 +11,7 @@ from rorqual.disagg.transports.nixl import PACKAGES as NIXL_PACKAGES
 from rorqual.errors import ConfigError
 
 TCP = "tcp"
+HANDLES = "handles"
 # modules that can be imported, and the distributions they come with
 LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nixl": (NIXL_PACKAGES, ("nixl-cu12", "nixl-cu13")),

@@ -124,14 +124,14 @@ class StagingWindows:
             self.release(window)
 
 
-def window_size(page: int) -> int:
+def window_size(page: int, most: int = WINDOW_BYTES) -> int:
     """Bytes of a window: whole pages, one at least."""
-    return max(1, WINDOW_BYTES // page) * page
+    return max(1, most // page) * page
 
 
-def window_count(megabytes: int, page: int, sides: int) -> int:
+def window_count(megabytes: int, page: int, sides: int, most: int = WINDOW_BYTES) -> int:
     """Windows for each of `sides` (those that read, those that are read). Raises ConfigError."""
-    size = window_size(page)
+    size = window_size(page, most)
     count = megabytes * 2**20 // size // sides
     if count < 1:
         least = -(-size * sides // 2**20)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rorqual.disagg.transports.installed import package_of
+from rorqual.disagg.transports.handles import DeviceStaging, HandleTransport, handles_label
+from rorqual.disagg.transports.installed import HANDLES, package_of
 from rorqual.disagg.transports.interface import Transport, TransportError
 from rorqual.disagg.transports.isolated import IsolatedTransport
+from rorqual.disagg.transports.ranges import StagingRanges
 from rorqual.disagg.transports.staging import (
     StagingMemory,
     StagingWindows,
@@ -14,19 +16,24 @@ from rorqual.disagg.transports.staging import (
     window_size,
 )
 from rorqual.errors import ConfigError
+from rorqual.platforms.base import Platform
+
+HANDLES_WINDOW = 64 * 2**20  # bytes: a fifth of a millisecond on the link, several times a message
+LEAST_WINDOWS = 4  # where a page leaves room for so many
 
 
 @dataclass
 class PageStaging:
-    """A library that runs, and the windows of its memory: those that this engine fills for peers,
-    and those that it reads into; none where it does not. label: name and version, the same on both
-    sides."""
+    """A transport that runs, and the windows of its memory: those that this engine fills for peers,
+    and those, or ranges, that it reads into; none where it does not. label: name and version, the
+    same on both sides."""
 
     label: str
     transport: Transport
-    memory: StagingMemory
+    memory: StagingMemory | DeviceStaging
     offered: StagingWindows | None
     fetched: StagingWindows | None
+    ranges: StagingRanges | None = None
 
     def close(self) -> None:
         self.transport.close()
@@ -50,3 +57,31 @@ def start_staging(
     start = size * count if sends else 0
     fetched = StagingWindows(memory.bytes, start, size, count) if fetches else None
     return PageStaging(f"{library} {version}", transport, memory, offered, fetched)
+
+
+def start_handles(
+    megabytes: int, page: int, platform: Platform, sends: bool, fetches: bool
+) -> PageStaging:
+    """On the platform's GPU, in windows where it is read from, and ranges of any size where it
+    reads into. page: bytes of one. Raises ConfigError where there is no GPU, or it has no room."""
+    if not _shares_memory(platform):
+        raise ConfigError(
+            f"kv_transport={HANDLES!r} is between NVIDIA GPUs; the device is {platform.device.type}"
+        )
+    sides = sends + fetches
+    most = min(HANDLES_WINDOW, megabytes * 2**20 // sides // LEAST_WINDOWS)
+    count = window_count(megabytes, page, sides, most)
+    size = window_size(page, most)
+    try:
+        memory = DeviceStaging(megabytes * 2**20, platform)
+        transport = HandleTransport(memory, platform, sends)
+    except (RuntimeError, OSError, TransportError) as error:
+        raise ConfigError(f"kv_transport={HANDLES!r}: {error}") from None
+    offered = StagingWindows(memory.bytes, 0, size, count) if sends else None
+    start = size * count if sends else 0
+    ranges = StagingRanges(memory.bytes, start, memory.size - start) if fetches else None
+    return PageStaging(handles_label(), transport, memory, offered, None, ranges)
+
+
+def _shares_memory(platform: Platform) -> bool:
+    return platform.device.type == "cuda"

@@ -1,0 +1,262 @@
+"""The reader's side where our GPU copies from a peer's: pages come window by window to where they
+stay until they are placed, a range of the staging memory on the device; or, where none is large
+enough, to rows of host memory by way of one."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rorqual.cache.page_memory import PageMemory
+from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
+from rorqual.disagg.page_link import (
+    CONFIRM,
+    MOST_KEYS,
+    STAGED,
+    PageMessage,
+    pack_read,
+    receive,
+)
+from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, StagedReads
+from rorqual.disagg.transports.handles import HandleTransport
+from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState
+from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
+from rorqual.disagg.transports.start import PageStaging
+from rorqual.parallel.remote.link import LinkError, send
+
+ROOM_SECONDS = 1.0  # that a prompt waits for room on the device, others' being placed
+WINDOW_SECONDS = 20.0  # that a window's pages wait for it on their way to host memory
+LOOK_SECONDS = 0.0001  # between two looks at the link while a read runs
+
+
+@dataclass
+class RunningRead:
+    """Of `count` pages, from number `first` on. passing: where they lie on their way to the cache
+    or to host memory."""
+
+    generation: int
+    first: int
+    count: int
+    ticket: int
+    passing: HeldRange | None
+    deadline: float
+
+
+class HandedReads:
+    def __init__(self, transport: HandleTransport, ranges: StagingRanges):
+        self.transport = transport
+        self.ranges = ranges
+        self.running = 0  # prompts, in `read`
+        self.lock = threading.Lock()
+
+    def rows(
+        self,
+        memory: PageMemory,
+        count: int,
+        size: int,
+        place: Callable[[int, Tensor], None] | None = None,
+    ) -> RowsOfPages:
+        """For so many pages; `release` gives them back. place: as of RowsOfPages."""
+        if place is not None:
+            return RowsOfPages(size, None, None, place)
+        held = self.ranges.take(count * size, ROOM_SECONDS)
+        if held is None:
+            return RowsOfPages(size, memory.rows(count, size))
+        self._behind(held)
+        return RowsOfPages(size, held.bytes.view(count, size), held)
+
+    def release(self, rows: RowsOfPages, mark: Mark | None) -> None:
+        """mark: of what may still read them."""
+        if rows.held is not None:
+            self.ranges.release(rows.held, mark)
+
+    def _behind(self, held: HeldRange) -> None:
+        for mark in held.marks:
+            self.transport.wait_for(mark)
+
+    def read(
+        self,
+        sock: socket.socket,
+        lease: bytes,
+        part: PagePart,
+        keys: Sequence[bytes],
+        into: RowsOfPages,
+        coming: Callable[[], bool],
+    ) -> Iterator[int]:
+        """As StagedReads.read; a window's pages count once the keeper has confirmed it, and the
+        next ones come meanwhile."""
+        self.recover()
+        with self.lock:
+            self.running += 1
+        try:
+            for start in range(0, len(keys), MOST_KEYS):
+                some = list(keys[start : start + MOST_KEYS])
+                send(sock, PageMessage.STAGE, pack_read(lease, part, some))
+                reading = PagesInFlight(self, sock, into, start, start + len(some))
+                try:
+                    yield from reading.counts(coming)
+                finally:
+                    reading.end()
+                if reading.given_up:
+                    return
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def recover(self) -> None:
+        """Ranges that a read may write into yet are used again once it is over."""
+        lost = self.ranges.unusable()
+        if lost and not self.running:
+            self.transport.restart()
+            self.ranges.recover(lost)
+
+
+class PagesInFlight:
+    """Pages number `start` to `stop` (excluded) of a prompt, which were asked for."""
+
+    def __init__(
+        self, reads: HandedReads, sock: socket.socket, into: RowsOfPages, start: int, stop: int
+    ):
+        self.reads = reads
+        self.sock = sock
+        self.into = into
+        self.size = into.size
+        self.asked = start  # up to this one reads were begun
+        self.stop = stop
+        self.running: deque[RunningRead] = deque()
+        self.confirming: deque[int] = deque()  # pages of windows that were asked about
+        self.given_up = False
+        self.error = ""  # what is wrong with the pages behind those that came
+
+    def counts(self, coming: Callable[[], bool]) -> Iterator[int]:
+        while self.asked < self.stop or self.running or self.confirming:
+            if self.running and not select.select([self.sock], [], [], 0)[0]:
+                self._look_at_oldest()
+                continue
+            kind, data = receive(self.sock, STAGED.size + MOST_DESCRIPTION)
+            if kind is PageMessage.COMING:
+                if not coming():
+                    self.given_up = True
+                    return
+            elif kind is PageMessage.CONFIRMED:
+                yield self._confirmed(data)
+            elif kind is PageMessage.UNSTAGED:
+                reason = data.decode(errors="replace")
+                self._stop(f"the other engine cannot offer its pages: {reason}")
+            elif kind is PageMessage.STAGED and len(data) >= STAGED.size:
+                self._begin(data)
+            else:
+                raise LinkError(f"{kind.name} of {len(data)} bytes came where pages were to be")
+        if self.error:
+            raise LinkError(self.error)
+
+    def _stop(self, error: str) -> None:
+        """Pages before are good, and count once they are confirmed."""
+        self.stop = self.asked
+        self.error = error
+
+    def _begin(self, data: bytes) -> None:
+        generation, offset, count, _ = STAGED.unpack(data[: STAGED.size])
+        if count > self.stop - self.asked:
+            raise LinkError(f"{count} pages were staged where {self.stop - self.asked} were to be")
+        if not count:
+            self._stop("the pages are kept no more")
+            return
+        size = count * self.size
+        held = self.into.held
+        passing = None
+        if held is None:
+            passing = self._passing(size)
+            local = passing.offset
+        else:
+            local = held.offset + self.asked * self.size
+        try:
+            ticket = self.reads.transport.read(
+                data[STAGED.size :], offset, local, size, self._placing(self.asked, count)
+            )
+        except BaseException:
+            if passing is not None:
+                self.reads.ranges.release(passing)
+            raise
+        deadline = time.monotonic() + READ_SECONDS
+        self.running.append(RunningRead(generation, self.asked, count, ticket, passing, deadline))
+        self.asked += count
+
+    def _placing(self, first: int, count: int) -> Callable[[Tensor], None] | None:
+        place = self.into.place
+        if place is None:
+            return None
+        return lambda data: place(first, data.view(count, self.size))
+
+    def _passing(self, size: int) -> HeldRange:
+        found = self.reads.ranges.take(size, 0)
+        while found is None and self.running:  # which may hold what is wanted
+            self._look_at_oldest()
+            found = self.reads.ranges.take(size, 0)
+        found = found or self.reads.ranges.take(size, WINDOW_SECONDS)
+        if found is None:
+            raise LinkError("no room of the staging memory here became free")
+        self.reads._behind(found)
+        return found
+
+    def _look_at_oldest(self) -> None:
+        read = self.running[0]
+        state = self.reads.transport.poll(read.ticket, LOOK_SECONDS)
+        if state is ReadState.RUNNING:
+            if time.monotonic() > read.deadline:
+                raise LinkError(f"the pages did not come within {READ_SECONDS:g} s")
+            return
+        self.running.popleft()
+        try:
+            if state is not ReadState.DONE:
+                raise LinkError("the transport did not bring the pages")
+            if read.passing is not None and self.into.rows is not None:
+                self._to_host(read.first, read.count, read.passing, self.into.rows)
+        finally:
+            if read.passing is not None:
+                self.reads.ranges.release(read.passing)
+        send(self.sock, PageMessage.CONFIRM, CONFIRM.pack(read.generation))
+        self.confirming.append(read.count)
+
+    def _to_host(self, first: int, count: int, passing: HeldRange, rows: Tensor) -> None:
+        rows = rows[first : first + count]
+        with self.reads.transport.platform.background() as wait:
+            rows.copy_(passing.bytes.view_as(rows), non_blocking=True)
+            wait()
+
+    def _confirmed(self, answer: bytes) -> int:
+        if not self.confirming or answer not in (b"\0", b"\1"):
+            raise LinkError("an answer came where nothing was asked")
+        if answer == b"\0":
+            raise LinkError("the pages were given up while they were read")
+        return self.confirming.popleft()
+
+    def end(self) -> None:
+        """Nothing writes here any more, or it is set aside."""
+        while self.running:
+            read = self.running.popleft()
+            left = max(0.0, read.deadline - time.monotonic())
+            held = read.passing or self.into.held
+            assert held is not None
+            if self.reads.transport.poll(read.ticket, left) is ReadState.RUNNING:
+                self.reads.transport.cancel(read.ticket)
+                self.reads.ranges.set_aside(held)
+            elif read.passing is not None:
+                self.reads.ranges.release(read.passing)
+
+
+def fetched_pages(staging: PageStaging | None) -> StagedReads | HandedReads | None:
+    """What fetches pages where something else than the link carries them."""
+    if staging is None:
+        return None
+    if isinstance(staging.transport, HandleTransport):
+        return HandedReads(staging.transport, staging.ranges) if staging.ranges else None
+    return StagedReads(staging.transport, staging.fetched) if staging.fetched else None

@@ -1,0 +1,191 @@
+"""The keeper's side where a peer's GPU copies from ours: leased pages are gathered into windows of
+staging memory on the device, one after the other for as long as windows are free, and the reader
+hears of each as soon as it is filled. So a prompt's pages are copied over the link while later ones
+are gathered.
+
+A page's lease is looked at before and after: while it is open nobody writes to the page.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+from rorqual.cache.page_memory import PageMemory
+from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.leases import Found, LeaseTable
+from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage, receive
+from rorqual.disagg.staged_server import StagedPages, check_confirm, nothing
+from rorqual.disagg.transports.handles import HandleTransport
+from rorqual.disagg.transports.interface import TransportError
+from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
+from rorqual.disagg.transports.start import PageStaging
+from rorqual.parallel.remote.link import LinkError, send
+
+WINDOW_SECONDS = 5.0  # that a reader waits for a window
+RAMP = (2,)  # the first windows of a prompt are filled to such a part: the link begins sooner
+AHEAD = 2  # windows of which the copies are launched before the first is waited for
+
+
+class HandedPages:
+    """What all links share."""
+
+    def __init__(
+        self,
+        transport: HandleTransport,
+        windows: StagingWindows,
+        leases: LeaseTable,
+        memory: PageMemory,
+    ):
+        self.transport = transport
+        self.windows = windows
+        self.leases = leases
+        self.memory = memory
+
+    def link(self) -> HandedLink:
+        return HandedLink(self)
+
+
+@dataclass
+class FilledWindow:
+    """count: pages in it, once `wait` returns."""
+
+    window: HeldWindow
+    count: int
+    wait: Callable[[], None]
+
+
+class HandedLink:
+    """Of one reader."""
+
+    def __init__(self, pages: HandedPages):
+        self.pages = pages
+        self.held: dict[int, FilledWindow] = {}  # that the reader knows, by generation
+        self.filling: deque[FilledWindow] = deque()
+        self.size = 0  # bytes of a page's part
+        self.lease = b""
+        self.confirmed = 0  # pages, since `confirm` last told how many
+        self.refusal = ""
+
+    def stage(
+        self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
+    ) -> None:
+        """Gathers this part of these pages until one is not there, and tells of each window. The
+        first that is still to come is waited for."""
+        self.close()
+        self.refusal = ""
+        self.lease = lease
+        self.size = self.pages.memory.part_size(part)
+        most = self.pages.windows.size // self.size
+        try:
+            description = self.pages.transport.describe()
+        except TransportError as error:
+            send(sock, PageMessage.UNSTAGED, str(error).encode())
+            return
+        if not most:
+            reason = f"{self.size} bytes of a page do not fit into a window of its staging memory"
+            send(sock, PageMessage.UNSTAGED, reason.encode())
+            return
+        begun = told = 0
+        parts = chain(RAMP, repeat(1))
+        while begun < len(keys):
+            some = keys[begun:][: max(1, most // next(parts))]
+            if not self._begin(sock, lease, part, some):
+                break
+            begun += self.filling[-1].count
+            if len(self.filling) == AHEAD or not told:  # the reader waits for the first
+                told += self._tell(sock, description)
+        while self.filling:
+            told += self._tell(sock, description)
+        if self.refusal:
+            send(sock, PageMessage.UNSTAGED, self.refusal.encode())
+        elif told < len(keys) or not keys:
+            send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + description)
+
+    def _begin(
+        self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
+    ) -> bool:
+        """Whether at least one of these pages is there: the first ones that are, are being copied
+        into a window."""
+        leases = self.pages.leases
+        while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
+            send(sock, PageMessage.COMING)
+        if found is not Found.HERE:
+            return False
+        places = leases.places(lease, keys)
+        if not places:
+            return False
+        window = self._take(sock)
+        if window is None:
+            self.refusal = "its staging memory is in use by others"
+            return False
+        rows = window.bytes[: len(places) * self.size].view(-1, self.size)
+        wait = self.pages.memory.gather(places, rows, part)
+        self.filling.append(FilledWindow(window, len(places), wait))
+        return True
+
+    def _take(self, sock: socket.socket) -> HeldWindow | None:
+        """Windows that the reader has read are free once it says so."""
+        windows = self.pages.windows
+        window = windows.take(0)
+        while window is None and self.held:
+            kind, message = receive(sock, CONFIRM.size)
+            if kind is not PageMessage.CONFIRM:
+                raise LinkError(f"{kind.name} came where a window was to be confirmed")
+            self._confirm(sock, message)
+            window = windows.take(0)
+        return window or windows.take(0.0 if self.filling else WINDOW_SECONDS)
+
+    def _tell(self, sock: socket.socket, description: bytes) -> int:
+        """Of the oldest window, once it is filled and if the pages were kept until then: how many
+        it holds."""
+        filled = self.filling.popleft()
+        filled.wait()
+        window = filled.window
+        if not self.pages.leases.is_open(self.lease):
+            self.pages.windows.release(window)
+            return 0
+        self.pages.windows.offer(window)
+        self.held[window.generation] = filled
+        head = STAGED.pack(window.generation, window.offset, filled.count, 0)
+        send(sock, PageMessage.STAGED, head + description)
+        return filled.count
+
+    def confirm(self, sock: socket.socket, message: bytes) -> int:
+        """Whether a window holds to this moment what it was filled with; pages of all that were
+        confirmed since the last call."""
+        self._confirm(sock, message)
+        count, self.confirmed = self.confirmed, 0
+        return count
+
+    def _confirm(self, sock: socket.socket, message: bytes) -> None:
+        check_confirm(message)
+        (generation,) = CONFIRM.unpack(message)
+        filled = self.held.pop(generation, None)
+        good = filled is not None and self.pages.windows.is_held(filled.window)
+        if filled is not None:
+            self.confirmed += filled.count * good
+            self.pages.windows.release(filled.window)
+        send(sock, PageMessage.CONFIRMED, bytes([good]))
+
+    def close(self) -> None:
+        for filled in self.filling:
+            filled.wait()
+        for filled in (*self.filling, *self.held.values()):
+            self.pages.windows.release(filled.window)
+        self.filling.clear()
+        self.held.clear()
+
+
+def offered_pages(
+    staging: PageStaging | None, leases: LeaseTable, memory: PageMemory
+) -> StagedPages | HandedPages | None:
+    """What serves pages where something else than the link carries them."""
+    if staging is None or staging.offered is None:
+        return None
+    if isinstance(staging.transport, HandleTransport):
+        return HandedPages(staging.transport, staging.offered, leases, memory)
+    return StagedPages(staging.transport, staging.offered, leases, memory)

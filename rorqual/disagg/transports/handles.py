@@ -1,0 +1,344 @@
+"""Pages between GPUs of one host, by handles of the driver: a peer's staging memory on its GPU is
+mapped here, and copied over the link between the GPUs.
+
+The memory lives until the last of who made it and who mapped it is gone, so a peer that is killed
+is no hindrance to a copy that runs: its bytes come, and nobody confirms them. A peer is dropped,
+with its memory, when the socket ends that its descriptor came by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.cache.written_layers import Mark
+from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, TransportError
+from rorqual.parallel.p2p_memory import host_number
+from rorqual.parallel.shared.handle_passing import (
+    TOKEN,
+    DescriptorServer,
+    HandleError,
+    fetch_and_hold,
+)
+from rorqual.parallel.shared.shared_block import SharedBlock
+from rorqual.platforms.base import Platform
+
+MOST_PEERS = 64  # that are mapped at once
+MOST_BYTES = 1 << 40  # of a peer's memory
+SPIN_SECONDS = 0.003  # that `poll` looks again without a pause: a prompt's pages take about one
+PAUSE = 0.0002
+START_SECONDS = 2.0  # for a peer's descriptor
+
+
+class DeviceStaging:
+    """Staging memory on the platform's device. `bytes` [size] uint8. Raises RuntimeError."""
+
+    def __init__(self, size: int, platform: Platform):
+        self.size = size
+        self.block = SharedBlock.new(size, platform.device)
+        self.bytes = self.block.tensor(platform.device)
+
+
+@dataclass(frozen=True)
+class HandleAddress:
+    """Where a peer's memory of `size` bytes is to be had."""
+
+    name: str
+    token: bytes
+    size: int
+
+    def pack(self) -> bytes:
+        told = {"name": self.name, "token": self.token.hex(), "size": self.size}
+        return json.dumps(told).encode()
+
+    @staticmethod
+    def unpack(data: bytes) -> HandleAddress:
+        """Raises TransportError."""
+        try:
+            if len(data) > MOST_DESCRIPTION:
+                raise ValueError("it is too long")
+            told = json.loads(data)
+            found = HandleAddress(
+                str(told["name"]), bytes.fromhex(told["token"]), int(told["size"])
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise TransportError(f"the peer's description is none: {error}") from None
+        if len(found.token) != TOKEN or not 0 < found.size <= MOST_BYTES:
+            raise TransportError("the peer's description is out of range")
+        return found
+
+
+@dataclass(eq=False)
+class MappedPeer:
+    """memory: [size] uint8 of its device as ours sees it. link: open for as long as the peer's
+    process lives and offers the memory."""
+
+    memory: Tensor
+    link: socket.socket
+    gone: bool = False
+
+
+@dataclass
+class Copying:
+    """done: whether it is, without waiting. memory keeps the mapping until then."""
+
+    done: Callable[[], bool]
+    peer: MappedPeer
+    memory: Tensor
+
+
+class HandleTransport:
+    """A Transport (interface.py). serves: whether peers read from the memory here. Raises
+    TransportError."""
+
+    def __init__(self, memory: DeviceStaging, platform: Platform, serves: bool):
+        self.memory = memory
+        self.platform = platform
+        self.lock = threading.Lock()
+        self.peers: dict[bytes, MappedPeer] = {}
+        self.copies: dict[int, Copying] = {}
+        self.cancelled: list[Copying] = []
+        self.tickets = 0
+        self.closed = False
+        self.server: DescriptorServer | None = None
+        self.description = b""
+        # the lowest priority there is, that of the steps: copy engines do the work
+        cuda = platform.device.type == "cuda"
+        self.stream: Any = torch.cuda.Stream(platform.device) if cuda else None
+        # what places pages, while later ones are copied
+        self.placing: Any = torch.cuda.Stream(platform.device) if cuda else None
+        if serves:
+            try:
+                self.server = DescriptorServer()
+                self._offer()
+            except (OSError, RuntimeError) as error:
+                raise TransportError(str(error)) from None
+
+    # ---- what peers read
+
+    def _offer(self) -> None:
+        assert self.server is not None
+        fd = self.memory.block.fd()
+        try:
+            token = self.server.offer([fd])
+        finally:
+            os.close(fd)
+        self.description = HandleAddress(self.server.name, token, self.memory.size).pack()
+
+    def describe(self) -> bytes:
+        if self.closed:
+            raise TransportError("the engine ends")
+        assert self.server is not None, "made to be read from"
+        return self.description
+
+    def serve(self, windows: int) -> None:
+        """Peers need nothing of this process while they read."""
+
+    # ---- reads
+
+    def wait_for(self, mark: Mark) -> None:
+        """Reads that are begun from now on come behind it."""
+        with self._launching():
+            mark()
+
+    def mark(self) -> Mark:
+        """After what has been launched by now, reads and what was placed."""
+        if self.placing is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self.placing)
+        return lambda: torch.cuda.current_stream(self.platform.device).wait_event(event)
+
+    def place_behind(self, mark: Mark) -> None:
+        """What is placed from now on comes behind it."""
+        with _OnStream(self.platform, self.placing):
+            mark()
+
+    def _launching(self) -> Any:
+        """The context in which copies are launched: no other thread captures meanwhile."""
+        return _OnStream(self.platform, self.stream)
+
+    def read(
+        self,
+        peer: bytes,
+        remote: int,
+        local: int,
+        size: int,
+        place: Callable[[Tensor], None] | None = None,
+    ) -> int:
+        """place: called to launch what is to be done with the bytes, here; the read is over once
+        that is."""
+        with self.lock:
+            found = self._peer(peer)
+            if min(remote, local, size) < 0 or remote + size > found.memory.numel():
+                raise TransportError(f"{size} bytes at {remote} are not the peer's to read")
+            if local + size > self.memory.size:
+                raise TransportError(f"{size} bytes at {local} have no room here")
+            there = found.memory[remote : remote + size]
+            here = self.memory.bytes[local : local + size]
+            with self._launching():
+                self.cancelled = [one for one in self.cancelled if not one.done()]
+                here.copy_(there, non_blocking=True)
+                done = self._placed(here, place)
+            self.tickets += 1
+            self.copies[self.tickets] = Copying(done, found, there)
+            return self.tickets
+
+    def _placed(self, here: Tensor, place: Callable[[Tensor], None] | None) -> Callable[[], bool]:
+        if place is None:
+            return _launched(self.stream)
+        if self.placing is None:
+            place(here)
+            return _launched(None)
+        self.placing.wait_stream(self.stream)
+        with torch.cuda.stream(self.placing):
+            place(here)
+        return _launched(self.placing)
+
+    def poll(self, ticket: int, seconds: float) -> ReadState:
+        """ENDED also where the peer has ended meanwhile, though the bytes came: nobody is left to
+        say that they were good."""
+        started = time.monotonic()
+        with self.lock:
+            copying = self.copies[ticket]
+        while not self._is_done(copying):
+            waited = time.monotonic() - started
+            if waited > seconds:
+                return ReadState.RUNNING
+            # 0 lets other threads have the interpreter, and no more
+            time.sleep(0 if waited < SPIN_SECONDS else PAUSE)
+        with self.lock, self.platform.background():
+            self.copies.pop(ticket, None)
+            gone = copying.peer.gone
+            del copying
+        return ReadState.ENDED if gone else ReadState.DONE
+
+    def _is_done(self, copying: Copying) -> bool:
+        with self.platform.background():
+            return copying.done()
+
+    def cancel(self, ticket: int) -> None:
+        with self.lock:
+            copying = self.copies.pop(ticket, None)
+            if copying is not None:
+                self.cancelled.append(copying)
+
+    def restart(self) -> None:
+        """Copies cannot be taken back; they end, each within milliseconds."""
+        with self.lock, self._launching():
+            self._wait()
+            self.cancelled.clear()
+            if self.server is not None and not self.closed:
+                self.server.withdraw(HandleAddress.unpack(self.description).token)
+                self._offer()
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            peers = list(self.peers.values())
+        for peer in peers:
+            _hang_up(peer.link)
+        if self.server is not None:
+            self.server.close()
+        with self.lock, self._launching():
+            self._wait()
+            self.cancelled.clear()
+            self.peers.clear()
+
+    def _wait(self) -> None:
+        for stream in (self.stream, self.placing):
+            if stream is not None:
+                stream.synchronize()
+
+    # ---- peers
+
+    def _peer(self, description: bytes) -> MappedPeer:
+        if self.closed:
+            raise TransportError("the engine ends")
+        found = self.peers.get(description)
+        if found is not None and not found.gone:
+            return found
+        if len(self.peers) >= MOST_PEERS:
+            raise TransportError(f"{MOST_PEERS} peers are mapped already")
+        address = HandleAddress.unpack(description)
+        try:
+            (fd,), link = fetch_and_hold(address.name, address.token, 1, START_SECONDS)
+        except HandleError as error:
+            raise TransportError(f"the peer's memory is not to be had: {error}") from None
+        try:
+            with self._launching():
+                device = self.platform.device
+                memory = SharedBlock.of(fd, address.size, device).tensor(device)
+        except RuntimeError as error:
+            link.close()
+            raise TransportError(f"the peer's memory cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+        found = MappedPeer(memory, link)
+        self.peers[description] = found
+        watch = threading.Thread(
+            target=self._watch, args=(description, found), name="mapped peer", daemon=True
+        )
+        watch.start()
+        return found
+
+    def _watch(self, description: bytes, peer: MappedPeer) -> None:
+        """Until the peer ends, or offers this memory no more. It says nothing."""
+        with suppress(OSError):
+            while peer.link.recv(64):
+                pass
+        peer.gone = True
+        with self.lock, self.platform.background():
+            if self.peers.get(description) is peer:
+                del self.peers[description]
+            peer.link.close()
+            peer.memory = torch.empty(0, dtype=torch.uint8)  # copies that run hold what they read
+
+
+class _OnStream:
+    """`platform.background()`, and within it a stream of our own."""
+
+    def __init__(self, platform: Platform, stream: Any):
+        self.background = platform.background()
+        self.stream = torch.cuda.stream(stream) if stream is not None else None
+
+    def __enter__(self) -> None:
+        self.background.__enter__()
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*raised)
+        self.background.__exit__(*raised)
+
+
+def _launched(stream: Any) -> Callable[[], bool]:
+    """Whether what was launched on the stream by now is done."""
+    if stream is None:
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record(stream)
+    found: Callable[[], bool] = event.query
+    return found
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Wakes who waits for it."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def handles_label() -> str:
+    """The same at all engines of a host that is running, and nowhere else."""
+    return f"handles on host {host_number():014x}"

@@ -1,0 +1,145 @@
+"""Pages of a cache from its planes to rows of bytes, and back: one launch for all planes, where the
+copies of torch would be one for each plane and page.
+
+A row holds one page, or a part of it: plane after plane, of each its tokens in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SIZE = 2048  # units that a program copies
+FIELDS = 5
+UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
+VECTOR = 16  # bytes that a thread may load at once
+
+
+@triton.jit
+def _page_bytes_kernel(
+    pages,
+    planes,
+    rows,
+    row_units,
+    tokens,
+    TO_ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Planes are five numbers each (`PlaneTable`). ALIGNED: units that all of them, but the
+    address, are multiples of. WHOLE: tokens of a page lie one behind the other in every plane."""
+    place = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages + place)
+    plane = planes + tl.program_id(1) * 5
+    address = tl.load(plane)
+    page_units = tl.load(plane + 1)
+    token_units = tl.multiple_of(tl.load(plane + 2), ALIGNED)
+    width = tl.multiple_of(tl.load(plane + 3).to(tl.int32), ALIGNED)
+    start = tl.multiple_of(tl.load(plane + 4), ALIGNED)
+    BYTES: tl.constexpr = UNIT.primitive_bitwidth // 8
+    # what is known of a number is not known of the pointer that it becomes
+    own = (address + page * page_units * BYTES).to(tl.pointer_type(UNIT))
+    own = tl.multiple_of(own, ALIGNED * BYTES)
+    offsets = tl.program_id(2) * SIZE + tl.arange(0, SIZE)
+    inside = offsets < tokens * width
+    if WHOLE:
+        own += offsets
+    else:
+        token = offsets // width
+        own += token * token_units + (offsets - token * width)
+    row = rows + place * tl.multiple_of(row_units, ALIGNED) + start + offsets
+    if TO_ROWS:
+        tl.store(row, tl.load(own, mask=inside), mask=inside)
+    else:
+        tl.store(own, tl.load(row, mask=inside), mask=inside)
+
+
+@dataclass(frozen=True)
+class PlaneTable:
+    """What the kernel knows of planes that lie on one device. `planes` [planes, 5] int64: the
+    address of page 0's first byte; and in units of `unit` bytes the distance of two pages, that of
+    two tokens, a token's width, and where the plane begins in a row. width: the widest of these.
+    size: bytes of a row."""
+
+    planes: Tensor
+    unit: int
+    aligned: int
+    whole: bool
+    width: int
+    tokens: int
+    size: int
+
+    @staticmethod
+    def of(planes: Sequence[Tensor]) -> PlaneTable:
+        """planes: [pages, tokens, ...] each, or a part of the heads of one; the entries of one
+        token lie together. They must live as long as the table is used."""
+        tokens = planes[0].shape[1]
+        device = planes[0].device
+        found: list[tuple[int, ...]] = []
+        start = 0
+        for plane in planes:
+            assert plane[0, 0].is_contiguous(), "a token's entries lie together"
+            assert plane.shape[1] == tokens
+            width = plane[0, 0].nbytes
+            page_bytes, token_bytes = (plane.stride(i) * plane.element_size() for i in range(2))
+            found.append((plane.data_ptr(), page_bytes, token_bytes, width, start))
+            start += width * tokens
+        common = gcd(VECTOR, *(number for plane in found for number in plane), start)
+        unit = min(8, common)
+        table = [(plane[0], *(number // unit for number in plane[1:])) for plane in found]
+        return PlaneTable(
+            torch.tensor(table, dtype=torch.int64).to(device),
+            unit,
+            common // unit,
+            all(plane[2] == plane[3] for plane in found),
+            max(plane[3] for plane in table),
+            tokens,
+            start,
+        )
+
+    def gather(self, pages: Tensor, rows: Tensor) -> None:
+        """Copies pages [n] int64 to the first n of rows [rows, size] uint8, both on the device."""
+        self._launch(pages, rows, True)
+
+    def scatter(self, rows: Tensor, pages: Tensor) -> None:
+        """Copies the first n of rows [rows, size] uint8 to pages [n] int64."""
+        self._launch(pages, rows, False)
+
+    def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool) -> None:
+        assert rows.shape[1] == self.size
+        assert rows.is_contiguous()
+        assert pages.shape[0] <= rows.shape[0]
+        if not pages.shape[0]:
+            return
+        # rows may begin anywhere, and then fewer bytes go at once than planes would allow
+        assert rows.data_ptr() % self.unit == 0, f"rows begin at a multiple of {self.unit} bytes"
+        aligned = 1 if rows.data_ptr() % (self.unit * self.aligned) else self.aligned
+        if rows.is_cuda:
+            self.planes.record_stream(torch.cuda.current_stream(rows.device))
+        kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[self.unit]
+        grid = (
+            pages.shape[0],
+            self.planes.shape[0],
+            triton.cdiv(self.tokens * self.width, SIZE),
+        )
+        _page_bytes_kernel[grid](
+            pages,
+            self.planes,
+            rows.view(kind),
+            self.size // self.unit,
+            self.tokens,
+            TO_ROWS=to_rows,
+            UNIT=UNITS[self.unit],
+            ALIGNED=aligned,
+            WHOLE=self.whole,
+            SIZE=SIZE,
+            num_warps=8,
+        )

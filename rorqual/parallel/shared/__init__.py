@@ -1,0 +1,1 @@
+"""GPU memory that processes of one host share by file descriptors."""

@@ -1,0 +1,64 @@
+"""What moves pages to rows and back, compiled for Hopper without a GPU: sixteen bytes at once. Run
+as a script it prints what the compiler made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.child_process import compiler_environment
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
+
+
+def compiled() -> list[dict[str, object]]:
+    import torch
+
+    from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
+    from tests.emulation.cross_compile import compiling
+
+    found = []
+    latents = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+    heads = torch.zeros(4, 64, 4, 128, dtype=torch.bfloat16)
+    for planes in ([latents] * 2, [heads] * 2, [heads.narrow(2, 1, 2)] * 2):
+        table = PlaneTable.of(planes)
+        rows = torch.zeros(2, table.size, dtype=torch.uint8)
+        pages = torch.tensor([1, 2])
+        with compiling(90) as kernels:
+            table.gather(pages, rows)
+            table.scatter(rows, pages)
+        for kernel in kernels:
+            moves = set(re.findall(r"(?:ld|st)\.global[.\w]*", kernel.ptx))
+            found.append({**kernel.resources(), "moves": sorted(moves)})
+    return found
+
+
+def test_bytes_go_sixteen_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=compiler_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    for kernel in found:
+        # numbers of pages and planes are read one by one
+        assert kernel["moves"] == ["ld.global.b64", "ld.global.v2.b64", "st.global.v2.b64"]
+        assert (kernel["stack"], kernel["shared"]) == (0, 0)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled()))
