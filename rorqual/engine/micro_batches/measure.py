@@ -39,6 +39,7 @@ from rorqual.models.transformer import Layer
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import MultiRankLayout
 from rorqual.parallel.remote.exchange import RemoteExchange
+from rorqual.parallel.remote.handle_exchange import HandleExchange
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.model_runner import ModelRunner
@@ -104,7 +105,7 @@ def why_whole(runner: ModelRunner, decode: bool) -> str:
 
 def _calls_servers(runner: ModelRunner) -> bool:
     layers = runner.model.moe_layers()
-    return any(isinstance(layer.exchange, RemoteExchange) for layer in layers)
+    return any(isinstance(layer.exchange, RemoteExchange | HandleExchange) for layer in layers)
 
 
 class PartsTimer:
