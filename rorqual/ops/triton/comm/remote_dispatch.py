@@ -201,7 +201,7 @@ def _arrival_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One block. Later kernels are let in only when all is there: they may keep lines of memory
-    that change while this one waits."""
+    that change while this one waits. They take their places while ids are looked up."""
     if DEPENDENT:
         gdc_wait()
     inbox = tl.load(table)
@@ -209,6 +209,8 @@ def _arrival_kernel(
     due = (inbox + 4).to(tl.pointer_type(tl.int32))
     least = tl.load(due) + rows
     await_flags(table, inbox.to(tl.pointer_type(tl.int32)), one, one < 1, least, 2)
+    if DEPENDENT:
+        gdc_launch_dependents()
     ids = at(table, 0, ids_at, tl.int32)
     total = rows * TOP_K
     missed = tl.full([CHUNK], 0, tl.int32)
@@ -221,9 +223,6 @@ def _arrival_kernel(
         missed |= ((expert >= 0) & (slot < 0)).to(tl.int32)
     tl.store(due, least)
     tl.store((inbox + 8).to(tl.pointer_type(tl.int32)), tl.max(missed))
-    tl.debug_barrier()
-    if DEPENDENT:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -243,12 +242,12 @@ def _send_home_kernel(
     row = tl.program_id(0)
     pick = tl.arange(0, PICKS)
     offsets = tl.arange(0, SIZE)
+    kind: tl.constexpr = y.dtype.element_ty
+    start = row.to(tl.int64) * columns
+    values = tl.load(y + start + offsets, mask=offsets < columns)  # on its way meanwhile
     slot = tl.load(local + row * TOP_K + pick, mask=pick < TOP_K, other=-1)
     home = tl.load(table + 1)
     if tl.max(slot) >= 0:
-        kind: tl.constexpr = y.dtype.element_ty
-        start = row.to(tl.int64) * columns
-        values = tl.load(y + start + offsets, mask=offsets < columns)
         target = at(table, 1, sums_at, kind) + start
         tl.store(target + offsets, values, mask=offsets < columns)
     if row == 0:
@@ -278,20 +277,19 @@ def _combine_kernel(
     used = homes != 0
     due = tl.load((homes + 4).to(tl.pointer_type(tl.int32)), mask=used, other=0)
     flags = homes.to(tl.pointer_type(tl.int32))
-    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS)
     to = tl.load(sent + row)
+    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS)
     kind: tl.constexpr = out.dtype.element_ty
     start = row.to(tl.int64) * columns
     total = tl.zeros([SIZE], tl.float32)
     for peer in tl.static_range(SERVERS):
-        if ((to >> peer) & 1) > 0:
-            part = tl.load(
-                at(table, SERVERS + peer, sums_at, kind) + start + offsets,
-                mask=offsets < columns,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            total += part.to(tl.float32)
+        part = tl.load(
+            at(table, SERVERS + peer, sums_at, kind) + start + offsets,
+            mask=(offsets < columns) & (((to >> peer) & 1) > 0),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total += part.to(tl.float32)
     tl.store(out + start + offsets, total.to(kind), mask=offsets < columns)
     if row == 0:
         missed = tl.load(
