@@ -69,7 +69,10 @@ def bench_hop(
     ] = "tcp",
     server_device: Annotated[
         str | None,
-        typer.Option(help="With handles, the servers' GPU: such as cuda:1, by default --device."),
+        typer.Option(
+            help="With handles, the servers' GPU: such as cuda:1; by default --device, where the "
+            "two take turns, so rows are checked and times mean nothing."
+        ),
     ] = None,
     device: Device = "auto",
     json_file: Json = None,
@@ -112,9 +115,9 @@ def _hop_by_handles(
     from rorqual.platforms import device_of
 
     own = str(device_of(devices[0]))
-    setup = handle_hop.HandleHopSetup(
-        rows, *sizes, repeats, device=own, server_device=devices[1] or own
-    )
+    there = str(device_of(devices[1] or own))
+    few = {"repeats": min(repeats, 3), "hops": 10} if there == own else {"repeats": repeats}
+    setup = handle_hop.HandleHopSetup(rows, *sizes, **few, device=own, server_device=there)
     found = handle_hop.bench(setup)
     handle_hop.print_table(found, setup)
     if json_file:

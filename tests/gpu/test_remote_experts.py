@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM
+from rorqual.bench.comm.handle_hop import HandleHopSetup, bench
 from tests.disagg.expert_processes import ExpertProcess, write_secret
 from tests.engine.mixed_batch import COMMON, TEXTS, params
 
@@ -115,6 +116,15 @@ def shared_servers(
         for server in made:
             server.signal(signal.SIGCONT)
             server.kill()
+
+
+@pytest.mark.parametrize("device", OTHERS)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_rows_come_back_right(device: str, servers: int) -> None:
+    setup = HandleHopSetup(
+        (1, 8, 64, 256), servers, repeats=1, hops=5, device="cuda:0", server_device=device
+    )
+    assert [hop for hop in bench(setup) if not hop.right] == []
 
 
 def by_handles(servers: list[ExpertProcess], secret_file: str, **more: Any) -> LLM:

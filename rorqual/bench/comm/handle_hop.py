@@ -259,16 +259,7 @@ def _graph(layers: Sequence[HandleExchange], work: Callable[[], Tensor]) -> Call
     calls = layers[0].calls
     if not calls.platform.has_graphs:
         return work
-    with calls.record() as found:
-        graph = calls.platform.capture(work)
-    step = found.step()
-
-    def replay() -> Tensor:
-        calls.begin()
-        calls.replay(step)
-        return graph()
-
-    return replay
+    return calls.captured(work)
 
 
 def _time(

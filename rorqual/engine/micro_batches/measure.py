@@ -262,7 +262,8 @@ class PartsTimer:
         if not captured:
             return lambda: runner.forward_pass(output, metadata)
         slots = self.platform.to_device(torch.tensor(output.decode_slots))
-        return self.platform.capture(lambda: runner.decode_pass(slots, metadata)[1])
+        capture = self.platform.capture if runner.calls is None else runner.calls.captured
+        return capture(lambda: runner.decode_pass(slots, metadata)[1])
 
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(shortest seconds of each, how much longer the second shortest are). They take turns, so

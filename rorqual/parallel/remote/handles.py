@@ -23,7 +23,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -280,7 +280,8 @@ class HandleCalls:
         if self.compiling:
             return
         told = SharedCall(layer, rows)
-        if self.recording is not None and self._captures():
+        if self._captures():
+            assert self.recording is not None, "a graph whose calls nobody could tell"
             self.recording.calls.append((lane, told))
             return
         self._tell({lane: (told,)})
@@ -305,6 +306,18 @@ class HandleCalls:
             yield self.recording
         finally:
             self.recording = None
+
+    def captured(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Captured on the device; the result replays it, and tells its calls before."""
+        with self.record() as found:
+            graph = self.platform.capture(work)
+        step = found.step()
+
+        def replay() -> Tensor:
+            self.replay(step)
+            return graph()
+
+        return replay
 
     def replay(self, step: Step) -> None:
         """A graph with these calls is launched next."""
