@@ -18,6 +18,7 @@ pytestmark = [
 
 from rorqual.bench.comm.handle_hop import HandleHopSetup, as_json, bench, print_table  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
+from rorqual.parallel.remote import handles  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
 
@@ -27,6 +28,7 @@ def test_rows_come_back_right(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_ipc, "driver", lambda: driver)
         patch.setattr(cuda_ipc, "on_device", no_device)
+        patch.setattr(handles, "DEVICES", ("cpu",))
         found = bench(setup, module="tests.bench.shared_memory_hop")
         gc.collect()
     assert [(hop.rows, hop.fp8, hop.right) for hop in found] == [

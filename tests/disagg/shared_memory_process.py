@@ -6,6 +6,7 @@ from __future__ import annotations
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.cli.main import main
 from rorqual.parallel import cuda_ipc
+from rorqual.parallel.remote import handles
 from tests.parallel.memfd_driver import MemfdDriver, no_device
 
 
@@ -13,6 +14,7 @@ def put_in_place() -> None:
     driver = MemfdDriver()
     cuda_ipc.driver = lambda: driver  # type: ignore[assignment]
     cuda_ipc.on_device = no_device
+    handles.DEVICES = ("cpu",)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from rorqual import LLM  # noqa: E402
 from rorqual.disagg.expert_server import ExpertServer  # noqa: E402
 from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
+from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls  # noqa: E402
 from rorqual.parallel.remote.wire import SharedCall, Step  # noqa: E402
 from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
@@ -48,6 +49,7 @@ def driver() -> Iterator[MemfdDriver]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_ipc, "driver", lambda: driver)
         patch.setattr(cuda_ipc, "on_device", no_device)
+        patch.setattr(handles, "DEVICES", ("cpu",))
         yield driver
         gc.collect()  # what is mapped goes as it came
 
@@ -243,3 +245,30 @@ def test_servers_that_share_nothing_are_called_over_sockets(start: Start, secret
         )
     finally:
         llm.engine.close()
+
+
+def test_a_server_that_lives_and_does_not_compute_is_left_out(
+    secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of nothing, and so answers no step."""
+    monkeypatch.setattr(handles, "STEP_SECONDS", 2.0)
+    with (
+        serving(shared("all", secret_file), shared("all", secret_file)) as servers,
+        engine(servers, secret_file) as llm,
+    ):
+        linked(llm, 2)
+        calls = llm.engine.worker.handles
+        assert calls is not None
+        calls.begin()
+        calls.abandon()
+        deaf = calls.active[0]
+        plain = handles.send
+
+        def send(sock: Any, kind: int, data: bytes) -> None:
+            if deaf.handles is None or sock is not deaf.handles.sock:
+                plain(sock, kind, data)
+
+        monkeypatch.setattr(handles, "send", send)
+        assert tokens(llm)[0] == expected[0]
+        assert deaf not in calls.active
+        assert not deaf.alive

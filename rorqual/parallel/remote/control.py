@@ -119,6 +119,9 @@ class ControlLink:
                 version = link.holdings.version
                 if not (self._beat(number) and self._pass_orders()):
                     return f"silent for {self.timeout:g} s"
+                late = "" if link.handles is None else link.handles.why_late()
+                if late:
+                    return late
                 if link.holdings.version != version:
                     continue  # it waits to hear that it is called by these
                 link.woken.wait(self.tick)

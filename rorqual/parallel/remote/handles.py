@@ -23,9 +23,11 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -57,7 +59,9 @@ log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
 SEND_SECONDS = 2.0  # for a server to take a step's message
+STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
+DEVICES = ("cuda",)  # whose memory can be shared
 
 
 class Members(Protocol):
@@ -131,6 +135,7 @@ class HandleCalls:
         self.failure = ""  # of the epoch before
         self.stopped = False
         self.doubtful = False  # whether all that servers were told of was launched
+        self.began: deque[float] = deque()  # of steps that nobody has checked yet
         self.recording: Recording | None = None
         self.compiling = False
         self.kept: list[ServerLink] = []  # lost, and mapped until the device is at rest
@@ -177,7 +182,23 @@ class HandleCalls:
             self._descriptors().withdraw(token)
         sock.settimeout(SEND_SECONDS)
         heads = own.view(lanes, self.areas.home_size)[:, :8].view(torch.int32)
-        return HandleLink(sock, inboxes, homes, [0] * lanes, heads)
+        link = HandleLink(sock, inboxes, homes, [0] * lanes, heads)
+        link.why_late = partial(self._why_late, link)
+        return link
+
+    def _why_late(self, link: HandleLink) -> str:
+        """Why a server that lives is to be left out: a step waits for it alone, perhaps."""
+        try:
+            waited = time.monotonic() - self.began[0]
+        except IndexError:
+            return ""
+        if waited < STEP_SECONDS:
+            return ""
+        with self.platform.stream(), _beside(self.device):
+            done = link.heads[:, 0].cpu().tolist()
+        if [told % WRAP for told in link.told] == [count % WRAP for count in done]:
+            return ""
+        return f"a step took longer than {STEP_SECONDS:g} s"
 
     @contextmanager
     def _background(self) -> Iterator[None]:
@@ -244,6 +265,7 @@ class HandleCalls:
                     link.handles = None
             return
         self.begin()
+        self.began.clear()
 
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
@@ -257,11 +279,14 @@ class HandleCalls:
             self._come_to_rest()
         if self.tabled is not self.servers.links:
             self._write_tables()
+        self.began.append(time.monotonic())
         return self.epoch
 
     def check(self, epoch: int) -> None:
         """A step that began in that epoch is done on the device. Raises ExpertsMissing where it
         means nothing."""
+        if self.began:
+            self.began.popleft()
         if self.on and int(self.words[1]):
             with self.lock:
                 self._end_epoch("an expert was nowhere when a step wanted it")
@@ -274,6 +299,7 @@ class HandleCalls:
     def abandon(self) -> None:
         """Steps are given up, perhaps between what servers were told and its launch."""
         self.doubtful = True
+        self.began.clear()
 
     def call(self, lane: int, layer: int, rows: int) -> None:
         """Kernels of this call are launched next."""
@@ -409,6 +435,7 @@ class HandleCalls:
 
 def new_block(size: int, device: torch.device) -> SharedBlock:
     """Raises LinkError."""
+    _check_device(device)
     try:
         return SharedBlock.new(size, device)
     except (RuntimeError, OSError, AttributeError) as error:  # or no driver, or an old one
@@ -417,6 +444,7 @@ def new_block(size: int, device: torch.device) -> SharedBlock:
 
 def map_block(block: BlockName, size: int, device: torch.device) -> SharedBlock:
     """What another process of this host shares. Raises LinkError."""
+    _check_device(device)
     try:
         (fd,) = fetch_descriptors(block.name, bytes.fromhex(block.token), 1)
         try:
@@ -425,6 +453,18 @@ def map_block(block: BlockName, size: int, device: torch.device) -> SharedBlock:
             os.close(fd)
     except (RuntimeError, OSError, AttributeError) as error:
         raise LinkError(f"no shared memory: {_first_line(error)}") from None
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """A stream of its own: the others may be waiting."""
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        yield
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in DEVICES:
+        raise LinkError(f"memory of {device.type} is not shared so")
 
 
 def _first_line(error: Exception) -> str:
