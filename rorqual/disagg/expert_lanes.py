@@ -153,13 +153,15 @@ class CallerLanes:
 
     def _await_message(self, sock: socket.socket) -> None:
         """While steps are under way, with looks at whether they are done."""
-        while self.running:
-            if select.select([sock], [], [], LOOK_SECONDS)[0]:
-                return
-            done = 0
-            while done < len(self.running) and all(event.query() for event in self.running[done]):
-                done += 1
-            self._leave(done)
+        while self.running and not select.select([sock], [], [], LOOK_SECONDS)[0]:
+            self._leave_done()
+        self._leave_done()
+
+    def _leave_done(self) -> None:
+        done = 0
+        while done < len(self.running) and all(event.query() for event in self.running[done]):
+            done += 1
+        self._leave(done)
 
     def _leave(self, count: int) -> None:
         for _ in range(count):
@@ -168,7 +170,8 @@ class CallerLanes:
 
     def launch(self, step: Step) -> None:
         """Without a GPU lanes are computed one after the other, so a step there has one."""
-        self.gate.enter()
+        while not self.gate.enter(LOOK_SECONDS):
+            self._leave_done()
         events: list[Any] = []
         self.running.append(events)
         with self.computing, torch.inference_mode(), self._stream():
@@ -192,8 +195,7 @@ class CallerLanes:
         if graph is None:
             graph = self._capture(lane, calls)
             lane.graphs[calls] = graph
-            if len(lane.graphs) > MOST_GRAPHS:
-                lane.stream.synchronize()
+            if len(lane.graphs) > MOST_GRAPHS and lane.stream.query():  # none of them runs
                 lane.graphs.popitem(last=False)
         lane.graphs.move_to_end(calls)
         replay: Callable[[], None] = graph.replay
@@ -212,10 +214,12 @@ class CallerLanes:
     def _capture(self, lane: ServedLane, calls: Calls) -> Any:
         """Computed once before: kernels compile, libraries make their workspaces. On the lane's
         own stream and in its own memory, for lanes are replayed side by side. Nothing here waits
-        for the whole device, on which other callers' steps may be waiting for their rows."""
-        with _on(lane.stream):
+        for what callers' steps wait for."""
+        practice = torch.cuda.Stream(self.device)
+        with _on(practice):
             self._compute(lane.practice, tuple(dict.fromkeys(calls)))
-            lane.stream.synchronize()
+            practice.synchronize()
+        with _on(lane.stream):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
             try:

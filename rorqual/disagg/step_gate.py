@@ -26,10 +26,14 @@ class StepGate:
         self.steps = 0
         self.held_back = False
 
-    def enter(self) -> None:
+    def enter(self, seconds: float) -> bool:
+        """Whether a step may begin; where it is held back, after so many seconds at most. Who
+        waits has earlier steps to see to the end of."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.held_back)
+            if not self.changed.wait_for(lambda: not self.held_back, seconds):
+                return False
             self.steps += 1
+            return True
 
     def leave(self) -> None:
         with self.changed:

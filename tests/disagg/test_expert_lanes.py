@@ -135,10 +135,10 @@ def shape(server: ExpertServer) -> dict[str, object]:
 
 def test_nothing_is_written_over_in_a_step() -> None:
     gate = StepGate()
-    gate.enter()
+    assert gate.enter(0)
     with pytest.raises(CapacityError, match="have not ended"), gate.between(0.1):
         pass
-    gate.enter()  # nobody is held back by what did not come about
+    assert gate.enter(0)  # nobody is held back by what did not come about
     gate.leave()
     order = []
 
@@ -151,10 +151,31 @@ def test_nothing_is_written_over_in_a_step() -> None:
     thread.start()
     with gate.between(5):
         order.append("between")
-        late = threading.Thread(target=lambda: (gate.enter(), order.append("next step")))
+        assert not gate.enter(0.01)
+        late = threading.Thread(target=lambda: (gate.enter(5), order.append("next step")))
         late.start()
         time.sleep(0.05)
         order.append("still between")
     for one in (thread, late):
         one.join(5)
     assert order == ["end of the step", "between", "still between", "next step"]
+
+
+def test_who_is_held_back_sees_to_the_end_of_earlier_steps() -> None:
+    """A caller has two steps under way, and its thread alone sees that the first is done."""
+    gate = StepGate()
+    assert gate.enter(0)
+    changed = threading.Event()
+
+    def change() -> None:
+        with gate.between(5):
+            changed.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    while gate.enter(0.002):  # until it is held back
+        gate.leave()
+    gate.leave()
+    assert changed.wait(5)
+    assert gate.enter(5)
+    thread.join(5)
