@@ -64,6 +64,35 @@ class ServedLane:
     graphs: OrderedDict[Calls, Any] = field(default_factory=OrderedDict)
 
 
+class LaneStreams:
+    """torch has 32 streams of a priority and deals them out in turns. Two lanes on one would wait
+    for each other, so one that is taken is not given again. Nothing else here has this priority."""
+
+    PRIORITY = -1
+    MOST = 32
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+        self.lock = threading.Lock()
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """Raises LinkError where none is left."""
+        with self.lock:
+            for _ in range(2 * self.MOST):
+                stream = torch.cuda.Stream(device, self.PRIORITY)
+                if stream.cuda_stream not in self.taken:
+                    self.taken.add(stream.cuda_stream)
+                    return stream
+        raise LinkError(f"{self.MOST} lanes are in use, as many as can be")
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        with self.lock:
+            self.taken.discard(stream.cuda_stream)
+
+
+STREAMS = LaneStreams()
+
+
 class CallerLanes:
     """For one caller: its lanes, from an offer of its. computing: held while anything is launched:
     several threads would compile one kernel at once. Raises LinkError with the reason where memory
@@ -93,7 +122,13 @@ class CallerLanes:
             memory.zero_()
             spare = torch.full((areas.inbox_size + areas.home_size,), 255, dtype=torch.uint8)
             self.spare = spare.to(self.device)  # ids of -1
-            self.lanes = [self._lane(number, areas, memory) for number in range(offer.lanes)]
+            self.lanes: list[ServedLane] = []
+            try:
+                for number in range(offer.lanes):
+                    self.lanes.append(self._lane(number, areas, memory))
+            except BaseException:
+                self.close()
+                raise
             shard.platform.synchronize()
         self.running: list[Any] = []  # events, each after a step
 
@@ -115,7 +150,7 @@ class CallerLanes:
         ]
         lane = ServedLane(made[0], made[1])
         if self.on_gpu:
-            lane.stream = torch.cuda.Stream(self.device)
+            lane.stream = STREAMS.take(self.device)
             lane.pool = torch.cuda.graph_pool_handle()
         return lane
 
@@ -150,6 +185,14 @@ class CallerLanes:
                     for lane in self.lanes:
                         lane.stream.synchronize()
             self._leave(len(self.running))
+            self.close()
+
+    def close(self) -> None:
+        """Nothing of it runs."""
+        for lane in self.lanes:
+            if lane.stream is not None:
+                STREAMS.give_back(lane.stream)
+                lane.stream = None
 
     def _await_message(self, sock: socket.socket) -> None:
         """While steps are under way, with looks at whether they are done."""
@@ -313,6 +356,7 @@ class SharedMemoryLinks:
             raise LinkError(f"a step failed: {error}") from None
         finally:
             lanes.stop()
+            lanes.close()
             self._forget(caller, lanes, token)
 
     def _forget(self, caller: str, lanes: CallerLanes, token: bytes) -> None:
