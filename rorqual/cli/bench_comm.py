@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,6 +60,20 @@ def bench_hop(
             "(DeepSeek-V3: 2048); 0: none are.",
         ),
     ] = 0,
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="tcp, or handles: memory that GPUs share, many hops in one captured graph; rows "
+            "in fp8 and in bf16."
+        ),
+    ] = "tcp",
+    server_device: Annotated[
+        str | None,
+        typer.Option(
+            help="With handles, the servers' GPU: such as cuda:1; by default --device, where the "
+            "two take turns, so rows are checked and times mean nothing."
+        ),
+    ] = None,
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
@@ -70,6 +85,12 @@ def bench_hop(
     if experts < max(servers, top_k):
         raise typer.BadParameter(f"{experts} experts for {servers} servers and {top_k} picks")
     counts = tuple(numbers(rows))
+    if transport not in ("tcp", "handles"):
+        raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles")
+    if transport == "handles":
+        sizes = (servers, hidden, experts, top_k)
+        _hop_by_handles(counts, sizes, repeats, (device, server_device), json_file)
+        return
     setup = expert_hop.HopSetup(
         counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type, intermediate
     )
@@ -81,6 +102,28 @@ def bench_hop(
         expert_hop.print_reads(reads, found, setup)
     if json_file:
         json_file.write_text(expert_hop.as_json(found, setup, reads) + "\n")
+
+
+def _hop_by_handles(
+    rows: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    repeats: int,
+    devices: tuple[str, str | None],
+    json_file: Path | None,
+) -> None:
+    from rorqual.bench.comm import handle_hop
+    from rorqual.platforms import device_of
+
+    own = str(device_of(devices[0]))
+    there = str(device_of(devices[1] or own))
+    few = {"repeats": min(repeats, 3), "hops": 10} if there == own else {"repeats": repeats}
+    setup = handle_hop.HandleHopSetup(rows, *sizes, **few, device=own, server_device=there)
+    found = handle_hop.bench(setup)
+    handle_hop.print_table(found, setup)
+    if json_file:
+        json_file.write_text(handle_hop.as_json(found, setup) + "\n")
+    if not all(hop.right for hop in found):
+        raise typer.Exit(1)
 
 
 def bench_pages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from types import FrameType
@@ -93,6 +94,8 @@ def experts(
     from rorqual.disagg.expert_server import serve_experts
 
     log_to_stderr("rorqual experts: %(message)s", logging.INFO)
+    # callers' lanes wait for one another on streams of their own: none may share a queue
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     named, options = engine_options(config, settings, engine)
     told = (slots.replace(" ", ""), layers.replace(" ", ""))
     registries = _registries(register or [], register_secret_file, secret_file)

@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from rorqual.disagg.expert_lanes import SharedMemoryLinks
 from rorqual.disagg.expert_shard import ExpertNotHereError, ExpertShard
 from rorqual.disagg.slot_moves import SlotMoves
+from rorqual.disagg.step_gate import StepGate
 from rorqual.engine.balance.initial import expert_layers
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import read_model
@@ -34,6 +36,7 @@ from rorqual.parallel.remote.link import (
 from rorqual.parallel.remote.link_server import LinkServer
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
+    HANDLES,
     MOST_ERROR,
     MOST_ORDER,
     PING,
@@ -41,10 +44,10 @@ from rorqual.parallel.remote.wire import (
     CallHead,
     CallOutcome,
     ExpertMessage,
+    Join,
     ReplyHead,
     RowFormat,
     ranges,
-    read_join,
     read_ranges,
 )
 from rorqual.platforms import make_platform
@@ -81,7 +84,9 @@ class ExpertServer:
         self.stats = ExpertStats()
         self.max_rows = max_rows
         self.computing = threading.Lock()
-        self.moves = SlotMoves(shard, self.computing, max_rows)
+        gate = StepGate()
+        self.moves = SlotMoves(shard, self.computing, max_rows, gate)
+        self.shared = SharedMemoryLinks(shard, gate, self.computing)
         self.server = LinkServer(*address, secret, fingerprint, PURPOSE, self._serve, MOST_LINKS)
         self.host = self.server.host
         self.port = self.server.port
@@ -89,6 +94,7 @@ class ExpertServer:
     def close(self) -> None:
         self.moves.close()
         self.server.close()
+        self.shared.close()
 
     # ---- one thread a link
 
@@ -101,8 +107,12 @@ class ExpertServer:
             (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), ALIVE, strict=True
         ):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if read_join(data) is None:
-            self._control(sock)
+        joined = Join.unpack(data)
+        if joined.lane is None:
+            with self.shared.controlled(joined.caller, sock):
+                self._control(sock)
+        elif joined.lane == HANDLES:
+            self.shared.serve(sock, joined.caller)
         else:
             self._calls(sock)
 

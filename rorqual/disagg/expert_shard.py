@@ -134,6 +134,7 @@ class ExpertShard:
         unused = [NOBODY] * (self.max_slots - len(experts))
         self.slots = {layer: LayerSlots([*experts, *unused], set(experts)) for layer in layers}
         self.places = {layer: self._places(layer) for layer in layers}
+        self.nowhere = self._nowhere()
 
     def _experts(
         self, experts: Mapping[int, Sequence[int]], device: torch.device, room: int = 0
@@ -142,6 +143,9 @@ class ExpertShard:
         gain = RESIDUAL_GAIN * (2 * config.num_layers) ** -0.5
         build = Build(self.ops, self.dtype, device, config.quant, gain, mesh=Mesh.single())
         return ExpertLayers(build, config, experts, room)
+
+    def _nowhere(self) -> Tensor:
+        return torch.full((self.config.moe.num_experts + 1,), NOBODY, device=self.platform.device)
 
     def _places(self, layer: int) -> Tensor:
         """The slot of each expert, -1 where it is in none; the last, which -1 finds, is none."""
@@ -174,8 +178,13 @@ class ExpertShard:
         if slot is None:
             raise CapacityError(f"no slot of layer {layer} is free; there are {self.max_slots}")
         slots.slots[slot] = NOBODY
-        self.places[layer] = self._places(layer)
+        self._replace(layer)
         return slot
+
+    def _replace(self, layer: int) -> None:
+        """In place, for captured calls."""
+        self.places[layer].copy_(self._places(layer))
+        self.platform.synchronize()
 
     def put(self, layer: int, slot: int, expert: int, read: HeldExperts, place: int) -> None:
         """Expert number `place` of what was read into an empty slot. Nothing may be computed
@@ -186,7 +195,7 @@ class ExpertShard:
             self.platform.synchronize()
         self.slots[layer].slots[slot] = expert
         self.slots[layer].held.add(expert)
-        self.places[layer] = self._places(layer)
+        self._replace(layer)
 
     # ---- for the server
 
@@ -206,13 +215,25 @@ class ExpertShard:
             local = self.places[layer][ids]
             if bool(((local < 0) & (ids >= 0)).any()):
                 raise ExpertNotHereError(f"an expert of layer {layer} is not held here")
-            weights = weights.to(device)
             moved = [part.to(device) for part in rows]
-            if len(moved) == 1:
-                y = self.ops.experts(moved[0], local, weights, held.weights)
-            else:
-                data, scale = moved
-                y = self.ops.experts_fp8(
-                    data.view(torch.float8_e4m3fn), scale, self.dtype, local, weights, held.weights
-                )
-            return y.to(self.dtype).cpu()
+            return self.run(layer, local, weights.to(device), moved).cpu()
+
+    def places_of(self, layer: int) -> Tensor:
+        """[experts + 1] on the device: the slot of each, -1 where it is in none. Changes in
+        place."""
+        return self.places.get(layer, self.nowhere)
+
+    def run(self, layer: int, slots: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """As `compute`, all on the device and by slots (-1: nothing), for a layer of which some
+        are here, else zeros."""
+        held = self.layers.get(layer)
+        if held is None:
+            return torch.zeros(rows[0].shape, dtype=self.dtype, device=rows[0].device)
+        if len(rows) == 1:
+            y = self.ops.experts(rows[0], slots, weights, held.weights)
+        else:
+            data, scale = rows
+            y = self.ops.experts_fp8(
+                data.view(torch.float8_e4m3fn), scale, self.dtype, slots, weights, held.weights
+            )
+        return y.to(self.dtype)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from rorqual.disagg.expert_shard import ExpertShard
+from rorqual.disagg.step_gate import StepGate
 from rorqual.parallel.remote.orders import SlotChange, SlotOrder
 from rorqual.parallel.remote.wire import Holdings, ranges
 
@@ -55,11 +56,19 @@ class Callers:
 
 
 class SlotMoves:
-    """Orders to one server. computing: held while anything is computed."""
+    """Orders to one server. computing: held while a call is computed; steps: over shared
+    memory."""
 
-    def __init__(self, shard: ExpertShard, computing: threading.Lock, max_rows: int):
+    def __init__(
+        self,
+        shard: ExpertShard,
+        computing: threading.Lock,
+        max_rows: int,
+        steps: StepGate | None = None,
+    ):
         self.shard = shard
         self.computing = computing
+        self.steps = steps or StepGate()
         self.holdings = Holdings(max_rows, shard.holdings(), shard.max_slots)
         self.callers = Callers()
         self.lock = threading.Lock()
@@ -194,6 +203,6 @@ class SlotMoves:
             log.warning("a caller has not heard of a dropped expert in %.0f s", SETTLE_SECONDS)
         for layer, found in experts.items():
             for place, expert in enumerate(found):
-                with self.computing:
+                with self.steps.between(SETTLE_SECONDS), self.computing:
                     slot = self.shard.empty(layer)
                     self.shard.put(layer, slot, expert, read.layers[layer], place)

@@ -15,6 +15,7 @@ from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import (
     MOST_SERVERS,
+    TRANSPORTS,
     RemoteConfig,
     read_address,
     read_link_secret,
@@ -349,6 +350,12 @@ class EngineConfig:
     expert_wait: float = _parallel(
         30.0, "Seconds that requests wait, and a start, for a server where none holds an expert."
     )
+    expert_transport: str = _parallel(
+        "auto",
+        "How rows reach expert servers: tcp; handles (memory that GPUs of one host share, in a "
+        "captured step; one rank); auto: handles where every server can, else tcp.",
+        choices=TRANSPORTS,
+    )
     expert_rebalance: bool = _parallel(
         False,
         "Have expert servers load and drop experts as the load asks (--eplb-window, "
@@ -459,6 +466,8 @@ class EngineConfig:
                 raise ConfigError("expert_secret_file goes with experts or experts_from alone")
             if self.expert_rebalance:
                 raise ConfigError("expert_rebalance goes with experts or experts_from alone")
+            if self.expert_transport != "auto":
+                raise ConfigError("expert_transport goes with experts or experts_from alone")
             return
         if self.experts_from is not None:
             check_registry(self.experts_from)
@@ -509,7 +518,12 @@ class EngineConfig:
                 self.experts_from, secret, self.experts_from_secret_file, "experts_from"
             )
         return RemoteConfig(
-            self.expert_servers, secret, self.expert_timeout, self.expert_wait, registry
+            self.expert_servers,
+            secret,
+            self.expert_timeout,
+            self.expert_wait,
+            registry,
+            self.expert_transport,
         )
 
     def _check_compiled_ranks(self) -> None:

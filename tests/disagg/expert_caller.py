@@ -33,11 +33,16 @@ class Caller:
     """Speaks the protocol by hand."""
 
     def __init__(
-        self, server: ExpertServer, lane: int | None, secret: bytes = SECRET, **changes: str
+        self,
+        server: ExpertServer,
+        lane: int | str | None,
+        secret: bytes = SECRET,
+        caller: str = "",
+        **changes: str,
     ):
         self.sock = socket.create_connection((server.host, server.port), 5)
         introduce(self.sock, secret, {**server.server.fingerprint, **changes}, PURPOSE)
-        send(self.sock, ExpertMessage.JOIN, join(lane))
+        send(self.sock, ExpertMessage.JOIN, join(lane, caller))
 
     def ended(self) -> bool:
         try:

@@ -19,7 +19,10 @@ READY_SECONDS = 60
 class ExpertProcess:
     """`rorqual experts` for the bundled model, at a port of its own for life."""
 
-    def __init__(self, slots: str, secret_file: str, more: tuple[str, ...] = ()):
+    def __init__(
+        self, slots: str, secret_file: str, more: tuple[str, ...] = (), module: str = "rorqual"
+    ):
+        self.module = module
         self.port = free_port()
         self.arguments = ["--slots", slots, "--expert-secret-file", secret_file, *more]
         self.process: subprocess.Popen[str] | None = None
@@ -28,7 +31,7 @@ class ExpertProcess:
     def start(self) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "rorqual", "experts", *self.arguments),
+                *(sys.executable, "-m", self.module, "experts", *self.arguments),
                 *("--listen", f"127.0.0.1:{self.port}", "--set", "dtype=float32", "--threads", "1"),
             ],
             cwd=ROOT,

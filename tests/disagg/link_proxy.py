@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rorqual.parallel.remote.link import HEAD, LinkError, receive_exactly, shut
-from rorqual.parallel.remote.wire import CallHead, ReplyHead, read_join
+from rorqual.parallel.remote.wire import CallHead, Join, ReplyHead
 
 MOST_ROWS = 1 << 20
 GREETINGS = 2  # messages that the caller sends before calls: HELLO, JOIN
@@ -101,7 +101,7 @@ class LinkProxy:
             self._message(far, near)  # the challenge
             self._message(near, far)
             self._message(far, near)  # welcome
-            if read_join(self._message(near, far)) is None:
+            if Join.unpack(self._message(near, far)).lane is None:
                 threading.Thread(target=self._pass, args=(near, far), daemon=True).start()
                 self._pass(far, near)
             else:

@@ -1,8 +1,11 @@
-"""Expert servers on a card, and an engine on the same card that calls them."""
+"""Expert servers on a card, and an engine on the same card that calls them, over sockets and over
+shared memory. Where there are two cards, the servers are on the second as well."""
 
 from __future__ import annotations
 
 import itertools
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM
+from rorqual.bench.comm.handle_hop import HandleHopSetup, bench
 from tests.disagg.expert_processes import ExpertProcess, write_secret
 from tests.engine.mixed_batch import COMMON, TEXTS, params
 
@@ -61,6 +65,7 @@ def test_tokens_are_one_process_s_also_when_a_server_is_killed(
     expected: list[list[int]],
 ) -> None:
     ports = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    more = {"expert_transport": "tcp", **more}
     llm = LLM(**OPTIONS, **more, experts=(ports,), expert_secret_file=secret_file)
     try:
         assert tokens(llm) == expected
@@ -72,5 +77,128 @@ def test_tokens_are_one_process_s_also_when_a_server_is_killed(
         servers[0].start()
         servers[0].wait()
         assert tokens(llm) == expected
+    finally:
+        llm.engine.close()
+
+
+OTHERS = ["cuda:0", "cuda:1"][: min(2, torch.cuda.device_count())]
+SHORT = params(max_tokens=8)  # processes on one card take turns of milliseconds
+
+
+def linked(llm: LLM, count: int) -> None:
+    """Until so many servers are."""
+    servers = llm.engine.worker.experts
+    assert servers is not None
+    for _ in range(600):
+        if len(servers.links) == count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(servers.describe())
+
+
+def short(llm: LLM) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(TEXTS, SHORT)]
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def shared_servers(
+    request: pytest.FixtureRequest, secret_file: str
+) -> Iterator[list[ExpertProcess]]:
+    made = [
+        ExpertProcess(slots, secret_file, more=("--device", request.param))
+        for slots in ("all", "all")
+    ]
+    try:
+        for server in made:
+            server.wait()
+        yield made
+    finally:
+        for server in made:
+            server.signal(signal.SIGCONT)
+            server.kill()
+
+
+@pytest.mark.parametrize("device", OTHERS)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_rows_come_back_right(device: str, servers: int) -> None:
+    setup = HandleHopSetup(
+        (1, 8, 64, 256), servers, repeats=1, hops=5, device="cuda:0", server_device=device
+    )
+    assert [hop for hop in bench(setup) if not hop.right] == []
+
+
+def by_handles(servers: list[ExpertProcess], secret_file: str, **more: Any) -> LLM:
+    ports = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return LLM(
+        **OPTIONS,
+        **more,
+        experts=(ports,),
+        expert_secret_file=secret_file,
+        expert_transport="handles",
+    )
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"exe_mode": "eager"}, {"micro_batches": 2, "num_speculative_tokens": 1}]
+)
+def test_over_shared_memory_tokens_are_one_process_s(
+    more: dict[str, Any],
+    shared_servers: list[ExpertProcess],
+    secret_file: str,
+    expected: list[list[int]],
+) -> None:
+    llm = by_handles(shared_servers, secret_file, **more)
+    try:
+        linked(llm, 2)
+        worker = llm.engine.worker
+        assert (worker.runner.graphs is not None) == (more.get("exe_mode") != "eager")
+        begun = [found[:8] for found in expected]
+        assert short(llm) == begun
+        assert short(llm) == begun
+        assert worker.handles is not None
+        assert worker.handles.epoch == 0, worker.handles.failure
+    finally:
+        llm.engine.close()
+
+
+def test_a_server_killed_in_a_captured_step_is_left_out(
+    shared_servers: list[ExpertProcess], secret_file: str, expected: list[list[int]]
+) -> None:
+    """Its memory stays mapped here, so the step's writes into it go on; and the step is done
+    again."""
+    llm = by_handles(shared_servers, secret_file)
+    try:
+        linked(llm, 2)
+        assert short(llm) == [found[:8] for found in expected]
+        for _ in range(3):
+            stream = iter(llm.stream(TEXTS[0], params()))
+            begun = list(itertools.islice(stream, 5))
+            shared_servers[0].kill()
+            found = [token for delta in [*begun, *stream] for token in delta.token_ids]
+            assert found == expected[0]
+            linked(llm, 1)
+            shared_servers[0].start()
+            shared_servers[0].wait()
+            linked(llm, 2)
+        assert short(llm) == [found[:8] for found in expected]
+    finally:
+        llm.engine.close()
+
+
+def test_a_server_that_is_stopped_and_goes_on_disturbs_nobody(
+    shared_servers: list[ExpertProcess], secret_file: str, expected: list[list[int]]
+) -> None:
+    llm = by_handles(shared_servers, secret_file, expert_timeout=0.5)
+    try:
+        linked(llm, 2)
+        stream = iter(llm.stream(TEXTS[0], params()))
+        begun = list(itertools.islice(stream, 5))
+        shared_servers[0].signal(signal.SIGSTOP)
+        found = [token for delta in [*begun, *stream] for token in delta.token_ids]
+        assert found == expected[0]
+        shared_servers[0].signal(signal.SIGCONT)
+        assert short(llm) == [found[:8] for found in expected]
+        linked(llm, 2)
+        assert short(llm) == [found[:8] for found in expected]
     finally:
         llm.engine.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
+from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, SamplingVariant, int], Tensor]
@@ -39,6 +42,8 @@ class DecodeGraphs:
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body = body
+        self.calls: HandleCalls | None = None  # to expert servers, where steps make such
+        self.called: dict[tuple[int, SamplingVariant, int], Step] = {}
         self.platform = platform
         self.padding = padding_slot
         self.buckets = bucket_sizes(most)
@@ -90,9 +95,12 @@ class DecodeGraphs:
         self, size: int, variant: SamplingVariant, num_speculative_tokens: int
     ) -> Callable[[], Tensor]:
         slots = self._padding(size)
-        graph = self.graphs[size, variant, num_speculative_tokens] = self.platform.capture(
-            lambda: self.body(slots, variant, num_speculative_tokens)
-        )
+        key = (size, variant, num_speculative_tokens)
+        calls = self.calls
+        with calls.record() if calls is not None else nullcontext() as found:
+            graph = self.graphs[key] = self.platform.capture(lambda: self.body(slots, *key[1:]))
+        if found is not None:
+            self.called[key] = found.step()
         return graph
 
     def _padding(self, size: int) -> Tensor:
@@ -116,4 +124,6 @@ class DecodeGraphs:
             self.shown = padded
         if isinstance(graph, TakesLengths):
             graph.set_lengths([*lens, *[1] * (size - len(slots))])
+        if self.calls is not None:
+            self.calls.replay(self.called[key])
         return graph()[: len(slots)]

@@ -38,6 +38,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
+from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
@@ -69,6 +70,7 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
+        self.calls: HandleCalls | None = None  # to expert servers, over shared memory
         self.agree: Callable[[], str] | None = None  # on whether a step is given up
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
@@ -134,7 +136,8 @@ class ModelRunner:
         self._keep_probs(variants)
         # a compiled forward pass would be compiled anew for fewer layers
         layers = nullcontext() if self.compiled else self.model.one_layer_of_each_kind()
-        with self.platform.stream(), self.model.ops.compiling(), layers:
+        untold = self.calls.only_compiled() if self.calls else nullcontext()
+        with self.platform.stream(), self.model.ops.compiling(), layers, untold:
             self.graphs.warm_up(variants, draft_counts, sizes)
             if self.pieces:
                 self.pieces.warm_up()
@@ -152,6 +155,7 @@ class ModelRunner:
         self._compile(draft_counts)
         if self.graphs:
             self._keep_probs(variants)
+            self.graphs.calls = self.calls
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
@@ -204,6 +208,7 @@ class ModelRunner:
         on."""
         watch, self.watch = self.watch, None
         with self.platform.stream():
+            epoch = 0 if self.calls is None else self.calls.begin()
             if metadata.switch:
                 assert self.mover is not None, "experts move where enable_eplb is on"
                 self.mover.switch(metadata.switch)
@@ -222,6 +227,9 @@ class ModelRunner:
                 self.host.settle()
             if self.agree is not None:
                 pending.given_up = self.agree()
+            if self.calls is not None:
+                pending.epoch = epoch
+                pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
             return pending
 
     def _start_copies(self, output: SchedulerOutput) -> None:
@@ -380,6 +388,8 @@ class ModelRunner:
         """See Worker."""
         if self.turns is not None:
             self.turns.abandon()
+        if self.calls is not None:
+            self.calls.abandon()
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks give
@@ -389,4 +399,7 @@ class ModelRunner:
                 self.turns.finish(pending.begun)
         if pending.given_up:
             raise ExpertsMissing(pending.given_up)
+        if self.calls is not None and pending.computed is not None:
+            pending.computed()
+            self.calls.check(pending.epoch)
         return self.sampler.collect(pending)

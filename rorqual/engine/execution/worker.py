@@ -69,9 +69,11 @@ from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.discovery import ExpertDiscovery
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.handle_exchange import HandleExchange
+from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
-from rorqual.parallel.remote.wire import ranges
+from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -145,6 +147,7 @@ class Worker:
         self.platform = platform
         self.mesh = mesh
         self.startup: dict[str, float] = {}
+        self.no_handles = ""  # why expert servers are called over tcp
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
@@ -169,6 +172,7 @@ class Worker:
             if config.num_speculative_tokens
             else 0
         )
+        self.handles = self._handles()
         self.experts = self._experts()
         self.lanes = RemoteLanes(self.calls_at_once)
         self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
@@ -178,6 +182,8 @@ class Worker:
         self.allreduce_backend = self.all2all_backend = (
             "nowhere (one rank alone)" if config.single_rank_bench else "local"
         )
+        if self.experts is not None:
+            self.all2all_backend = self._expert_transport(self.experts)
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
         self.mover = self._mover()
@@ -198,6 +204,8 @@ class Worker:
             self._piecewise_tokens(weight_bytes(self.model)),
         )
         self.runner.mover = self.mover
+        if self._uses_handles:
+            self.runner.calls = self.handles
         if self.alternates:
             self.runner.turns = StepsInTurns()
         self.runner.agree = None if self.misses is None else self._agree_on_experts
@@ -316,7 +324,9 @@ class Worker:
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
-        recordable = records_decode(self.config.parallel, self.model_config.moe)
+        recordable = self._uses_handles or records_decode(
+            self.config.parallel, self.model_config.moe
+        )
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -330,6 +340,8 @@ class Worker:
         operation after the other, and an NPU's all take lengths from the host. weights: bytes of
         all layers and what is beside them."""
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
+            return 0
+        if self.experts is not None:  # servers would be told of each piece's calls apart
             return 0
         wanted = self.config.piecewise_tokens
         if wanted is None:
@@ -404,11 +416,70 @@ class Worker:
             self.expert_layers,
             model.moe.num_experts,
             self.calls_at_once,
-            max(self.batched_tokens, config.max_num_seqs * (config.num_speculative_tokens + 1)),
+            max(self.batched_tokens, self.decode_rows),
+            self.handles,
         )
         if remote.registry is not None:
             ExpertDiscovery(servers, remote.registry, remote.servers).start()
         return servers
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a step that decodes."""
+        return self.config.max_num_seqs * (self.config.num_speculative_tokens + 1)
+
+    def _handles(self) -> HandleCalls | None:
+        """What calls expert servers by way of shared memory, where this engine may."""
+        transport = self.config.expert_transport
+        if not self.config.remote or transport == "tcp":
+            return None
+        reason = self._why_no_handles(transport == "handles")
+        if reason:
+            if transport == "handles":
+                raise ConfigError(f"expert_transport='handles': {reason}; accepted: auto, tcp")
+            self.no_handles = reason
+            return None
+        from rorqual.ops.triton.comm.remote_dispatch import LaneAreas
+
+        model = self.model_config
+        dtype = getattr(torch, self.dtype)
+        rows = min(max(self.batched_tokens, self.decode_rows), MOST_SHARED_ROWS)
+        areas = LaneAreas(rows, model.hidden_size, model.moe.top_k, dtype.itemsize)
+        return HandleCalls(
+            self.platform,
+            areas,
+            dtype,
+            self.config.fp8_dispatch,
+            self.calls_at_once,
+            self.expert_layers,
+            model.moe.num_experts,
+        )
+
+    def _why_no_handles(self, asked: bool) -> str:
+        if self.platform.name != "cuda" and not asked:
+            return f"memory of {self.platform.name} is not shared so"
+        if not self.mesh.is_single:
+            return "several ranks call"
+        if self.alternates:
+            return "steps take turns"
+        if self.decode_rows > MOST_SHARED_ROWS:
+            return f"steps have up to {self.decode_rows} rows"
+        return ""
+
+    def _expert_transport(self, servers: ExpertServers) -> str:
+        """Decides how experts are called; in words."""
+        if self.handles is not None:
+            with self.platform.stream(), torch.inference_mode():
+                self.handles.decide(servers, self.config.expert_transport == "handles")
+            self.no_handles = self.handles.why
+        because = f" ({self.no_handles})" if self.no_handles else ""
+        way = "shared memory" if self._uses_handles else f"tcp{because}"
+        log.info("expert servers are called over %s", way)
+        return f"expert servers over {way}"
+
+    @property
+    def _uses_handles(self) -> bool:
+        return self.handles is not None and self.handles.on
 
     def abandon(self) -> None:
         """Steps in flight are nobody's: what is not computed yet never will be."""
@@ -420,13 +491,14 @@ class Worker:
         if self.experts is not None:
             self.experts.close()
 
-    def _remote(self, layer: int) -> RemoteExchange | None:
+    def _remote(self, layer: int) -> RemoteExchange | HandleExchange | None:
         config = self.config
         if self.experts is None:
             return None
         device = self.platform.device
         fp8 = config.fp8_dispatch
-        return RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
+        plain = RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
+        return plain if self.handles is None else HandleExchange(plain, self.handles)
 
     def _agree_on_experts(self) -> str:
         """At the end of a step: which ranks found no holder of an expert, and so that all of them

@@ -39,6 +39,7 @@ from rorqual.models.transformer import Layer
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import MultiRankLayout
 from rorqual.parallel.remote.exchange import RemoteExchange
+from rorqual.parallel.remote.handle_exchange import HandleExchange
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.model_runner import ModelRunner
@@ -107,7 +108,7 @@ def why_whole(runner: ModelRunner, decode: bool) -> str:
 
 def _calls_servers(runner: ModelRunner) -> bool:
     layers = runner.model.moe_layers()
-    return any(isinstance(layer.exchange, RemoteExchange) for layer in layers)
+    return any(isinstance(layer.exchange, RemoteExchange | HandleExchange) for layer in layers)
 
 
 class PartsTimer:
@@ -301,7 +302,8 @@ class PartsTimer:
         if not captured:
             return lambda: runner.forward_pass(output, metadata)
         slots = self.platform.to_device(torch.tensor(output.decode_slots))
-        return self.platform.capture(lambda: runner.decode_pass(slots, metadata)[1])
+        capture = self.platform.capture if runner.calls is None else runner.calls.captured
+        return capture(lambda: runner.decode_pass(slots, metadata)[1])
 
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(shortest seconds of each, how much longer the second shortest are). They take turns, so

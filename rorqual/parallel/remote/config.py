@@ -11,19 +11,21 @@ from rorqual.parallel.remote.link import SHORTEST_SECRET
 from rorqual.registry.expert_registry import ExpertRegistry
 
 MOST_SERVERS = 256
+TRANSPORTS = ("auto", "tcp", "handles")
 
 
 @dataclass(frozen=True)
 class RemoteConfig:
     """servers: HOST:PORT of each. timeout: seconds of silence after which a server is left out.
     wait: seconds that a step may wait for a server where none holds an expert. registry: where
-    others are found."""
+    others are found. transport: of TRANSPORTS."""
 
     servers: tuple[tuple[str, int], ...]
     secret: bytes
     timeout: float = 2.0
     wait: float = 30.0
     registry: ExpertRegistry | None = None
+    transport: str = "auto"
 
 
 def read_address(text: str, name: str, least: int = 1) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from rorqual.parallel.remote.handle_link import HandleLink
 from rorqual.parallel.remote.link import HEAD, LinkError, send, shut
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
@@ -51,8 +52,8 @@ class PostedOrder:
 class ServerLink:
     """A server that answered. holdings: replaced as they change. alive: no sign of its end so far.
     seconds: a call takes, smoothed; 0 before the first. share: what it gets of the rows that others
-    could take too, at most 1. woken: there is something to say on the control link, an order of
-    `orders` perhaps."""
+    could take too, at most 1. handles: memory shared with it; no_handles: why there is none.
+    woken: there is something to say on the control link, an order of `orders` perhaps."""
 
     address: Address
     holdings: Holdings
@@ -61,6 +62,8 @@ class ServerLink:
     alive: bool = True
     seconds: float = 0.0
     share: float = 1.0
+    handles: HandleLink | None = None
+    no_handles: str = ""
     orders: queue.SimpleQueue[PostedOrder] = field(default_factory=queue.SimpleQueue)
     woken: threading.Event = field(default_factory=threading.Event)
 
@@ -74,6 +77,8 @@ class ServerLink:
         for sock in (self.control, *(data.sock for data in self.data)):
             shut(sock)
             sock.close()
+        if self.handles is not None:
+            self.handles.close()
 
     def order(self, order: SlotOrder, seconds: float) -> str:
         """Have the server hold other experts: why it refuses, nothing where it will do so. Its
@@ -114,6 +119,9 @@ class ControlLink:
                 version = link.holdings.version
                 if not (self._beat(number) and self._pass_orders()):
                     return f"silent for {self.timeout:g} s"
+                late = "" if link.handles is None else link.handles.why_late()
+                if late:
+                    return late
                 if link.holdings.version != version:
                     continue  # it waits to hear that it is called by these
                 link.woken.wait(self.tick)

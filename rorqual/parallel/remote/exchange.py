@@ -16,7 +16,7 @@ import select
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,12 +99,18 @@ class MissedExperts:
         return error
 
 
+class LaneTicket(Protocol):
+    """Of a call under way."""
+
+    lane: int
+
+
 class RemoteLanes:
     """Which data links calls of several micro-batches take. A ticket that nobody holds any more,
     since its step was given up, leaves its lane to others."""
 
     def __init__(self, count: int):
-        self.holders: list[weakref.ref[RemoteTicket] | None] = [None] * count
+        self.holders: list[weakref.ref[LaneTicket] | None] = [None] * count
 
     def take(self) -> int:
         for lane, holder in enumerate(self.holders):
@@ -112,14 +118,14 @@ class RemoteLanes:
                 return lane
         return 0  # given up as well, and held by the error's traceback
 
-    def hold(self, lane: int, ticket: RemoteTicket) -> None:
+    def hold(self, lane: int, ticket: LaneTicket) -> None:
         self.holders[lane] = weakref.ref(ticket)
 
     def clear(self) -> None:
         """Steps are given up: whoever still holds their tickets, in an error's traceback, say."""
         self.holders = [None] * len(self.holders)
 
-    def free(self, ticket: RemoteTicket) -> None:
+    def free(self, ticket: LaneTicket) -> None:
         holder = self.holders[ticket.lane]
         if holder is not None and holder() is ticket:
             self.holders[ticket.lane] = None
@@ -167,8 +173,7 @@ class RemoteExchange:
     # ---- the stages
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> RemoteTicket:
-        if self.record_load and layout.counted:
-            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+        self.count(ids, layout)
         lane = self.lanes.take()
         ticket = RemoteTicket(
             x, self._payload(x), ids.to("cpu", torch.int64), weights.to("cpu", torch.float32), lane
@@ -177,6 +182,10 @@ class RemoteExchange:
             self.lanes.hold(lane, ticket)
             self._try(ticket, ticket.ids)
         return ticket
+
+    def count(self, ids: Tensor, layout: Layout) -> None:
+        if self.record_load and layout.counted:
+            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
 
     def run_experts(self, ticket: RemoteTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"

@@ -22,6 +22,7 @@ from torch import Tensor
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.control import Address, ControlLink, DataLink, ServerLink, said
+from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.link import (
     GREETING_SECONDS,
     Fingerprint,
@@ -31,6 +32,7 @@ from rorqual.parallel.remote.link import (
     send,
 )
 from rorqual.parallel.remote.wire import (
+    HANDLES,
     MOST_HOLDINGS,
     PURPOSE,
     ExpertMessage,
@@ -108,7 +110,8 @@ class ServerStats:
 
 class ExpertServers:
     """needed: layers whose experts are used. num_experts: of each. lanes: calls that may be under
-    way at each server. max_rows: of a call, at most."""
+    way at each server. max_rows: of a call, at most. handles: memory to share with servers of this
+    host, where that may be."""
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class ExpertServers:
         num_experts: int,
         lanes: int,
         max_rows: int,
+        handles: HandleCalls | None = None,
     ):
         self.config = config
         self.fingerprint = fingerprint
@@ -125,6 +129,7 @@ class ExpertServers:
         self.num_experts = num_experts
         self.lanes = lanes
         self.max_rows = max_rows
+        self.handles = handles
         self.known: list[KnownServer] = []  # replaced as a whole
         self.registry = ""  # what is to be said of where others are found
         self.changed = threading.Condition()
@@ -163,6 +168,7 @@ class ExpertServers:
             self.changed.notify_all()
         if link is not None:
             link.close()
+            self._lost(link, "it left the registry")
         log.warning("experts of %s:%d are left out: they left the registry", *address)
         return True
 
@@ -281,8 +287,13 @@ class ExpertServers:
                     server.failure = reason
             self.changed.notify_all()
         link.close()
+        self._lost(link, reason)
         if not self.closing.is_set():
             log.warning("experts of %s are left out: %s", link.name, reason)
+
+    def _lost(self, link: ServerLink, reason: str) -> None:
+        if self.handles is not None:
+            self.handles.lost(link, reason)
 
     def ask_anew(self, link: ServerLink) -> None:
         """A server does not hold what its holdings say: wait a little for newer ones."""
@@ -318,6 +329,9 @@ class ExpertServers:
             self.changed.notify_all()
         for link in links:
             link.close()
+            self._lost(link, "the engine ends")
+        if self.handles is not None:
+            self.handles.close()
 
     # ---- a thread for each address
 
@@ -373,17 +387,7 @@ class ExpertServers:
         opened: list[socket.socket] = []
         try:
             for lane in (None, *range(self.lanes)):
-                sock = socket.create_connection(address, CONNECT_SECONDS)
-                opened.append(sock)
-                if sock.getsockname() == sock.getpeername():
-                    # on loopback a port that nobody listens at may meet itself, and be taken then
-                    raise LinkError("Connection refused")
-                sock.settimeout(GREETING_SECONDS)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
-                introduce(sock, self.config.secret, self.fingerprint, PURPOSE)
-                send(sock, ExpertMessage.JOIN, join(lane))
+                self._open(address, lane, opened)
             control, *data = opened
             kind, found = receive(control, MOST_HOLDINGS)
             if kind != ExpertMessage.HOLDINGS:
@@ -400,4 +404,45 @@ class ExpertServers:
             raise
         for sock in data:
             sock.setblocking(False)
-        return ServerLink(address, holdings, control, [DataLink(sock) for sock in data])
+        link = ServerLink(address, holdings, control, [DataLink(sock) for sock in data])
+        try:
+            self._share_memory(link)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _open(self, address: Address, lane: int | str | None, opened: list[socket.socket]) -> None:
+        """A socket more, that has joined for a lane."""
+        sock = socket.create_connection(address, CONNECT_SECONDS)
+        opened.append(sock)
+        if sock.getsockname() == sock.getpeername():
+            # on loopback a port that nobody listens at may meet itself, and be taken then
+            raise LinkError("Connection refused")
+        sock.settimeout(GREETING_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
+        introduce(sock, self.config.secret, self.fingerprint, PURPOSE)
+        numbered = isinstance(lane, int)
+        caller = "" if numbered or self.handles is None else self.handles.caller
+        send(sock, ExpertMessage.JOIN, join(lane, caller))
+
+    def _share_memory(self, link: ServerLink) -> None:
+        """Where that is wanted. Raises LinkError where calls go by shared memory alone, and it
+        cannot be."""
+        handles = self.handles
+        if handles is None or (handles.decided and not handles.on):
+            return
+        opened: list[socket.socket] = []
+        try:
+            if len(self.links) >= handles.most:
+                raise LinkError(f"{len(self.links)} servers are linked, as many as can be")
+            self._open(link.address, HANDLES, opened)
+            link.handles = handles.open(opened[0])
+        except (OSError, LinkError) as error:
+            for sock in opened:
+                sock.close()
+            link.no_handles = said(error)
+            if handles.on:
+                raise LinkError(f"its memory cannot be shared: {link.no_handles}") from None

@@ -3,7 +3,8 @@
 Each pair has one control link and a few data links; every link begins as link.py says and goes on
 with
 
-    caller -> JOIN       JSON: {"lane": null} (control) or {"lane": N}
+    caller -> JOIN       JSON: {"lane": null} (control), {"lane": N} or {"lane": "handles"}, and
+                         for the first and the last "caller": which process, 32 hexadecimal digits
 
 On the control link:
 
@@ -22,6 +23,14 @@ On a data link one call is under way at most:
     server -> REPLY, then the weighted sums [rows, hidden] in the model's dtype; or an error of
               `rows` bytes, after which it ends the link; or as many bytes that say which expert it
               does not hold (any more), after which the link goes on
+
+On the link of shared memory (handles.py), where both sides have it:
+
+    caller -> LANES      JSON: what calls are like, and whence the server gets the descriptor of
+                         the memory that sums are to come home to (LanesOffer)
+    server -> LANES_MADE JSON: whence the caller gets that of the memory for rows; or why not
+    caller -> STEP       what is to be computed next by each lane (pack_step), before the caller's
+                         kernels send the rows of it; nothing is answered here
 
 Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
 are in network order, in tensors little-endian."""
@@ -45,6 +54,12 @@ MOST_ERROR = 1000  # bytes
 MOST_HOLDINGS = 2**20
 MOST_ORDER = 2**20
 MOST_FAILURE = 1000  # bytes
+MOST_LANES_BYTES = 4096
+MOST_REASON = 500  # characters
+MOST_STEP = 2**16  # bytes
+MOST_CALLS = 4096  # of a lane in a step
+MOST_SHARED_ROWS = 2**14  # of a call over shared memory
+HANDLES = "handles"
 PING = struct.Struct("!QQ")
 SCALE_COLUMNS = 128
 NONE = "none"
@@ -60,6 +75,9 @@ class ExpertMessage(IntEnum):
     PONG = 8
     ORDER = 9
     ORDERED = 10
+    LANES = 11
+    LANES_MADE = 12
+    STEP = 13
 
 
 class CallOutcome(IntEnum):
@@ -148,17 +166,160 @@ class ReplyHead:
         return head
 
 
-def join(lane: int | None) -> bytes:
-    return json.dumps({"lane": lane}).encode()
+@dataclass(frozen=True)
+class Join:
+    """What a link is for: a lane's calls, None: control, HANDLES: shared memory. caller: which
+    process; nothing where it does not say."""
+
+    lane: int | str | None
+    caller: str = ""
+
+    def pack(self) -> bytes:
+        named = {"caller": self.caller} if self.caller else {}
+        return json.dumps({"lane": self.lane, **named}).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Join:
+        """Raises LinkError."""
+        found = json_object(data)
+        lane = found.get("lane", "")
+        caller = found.get("caller", "")
+        numbered = type(lane) is int and 0 <= lane < MOST_LANES
+        if not (lane is None or lane == HANDLES or numbered):
+            raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
+        if not isinstance(caller, str) or not re.fullmatch("([0-9a-f]{32})?", caller):
+            raise LinkError("a caller's name is none")
+        if lane == HANDLES and not caller:
+            raise LinkError("who asks for shared memory must say who it is")
+        return cls(lane if lane is None or numbered else HANDLES, caller)  # type: ignore[arg-type]
 
 
-def read_join(data: bytes) -> int | None:
-    """The lane, or None for a control link. Raises LinkError."""
+def join(lane: int | str | None, caller: str = "") -> bytes:
+    return Join(lane, caller).pack()
+
+
+@dataclass(frozen=True)
+class BlockName:
+    """Where a descriptor of shared memory is to be had (shared/handle_passing.py): the name of a
+    socket and a token, in hexadecimal."""
+
+    name: str
+    token: str
+
+    @classmethod
+    def read(cls, found: dict[str, object]) -> BlockName:
+        """Raises LinkError."""
+        name = found.get("name")
+        token = found.get("token")
+        for value in (name, token):
+            if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{32}", value):
+                raise LinkError("shared memory is named in a way that is none")
+        return cls(str(name), str(token))
+
+
+def lanes_made(block: BlockName) -> bytes:
+    """block: the memory for rows, of all lanes."""
+    return json.dumps(vars(block)).encode()
+
+
+def lanes_refused(reason: str) -> bytes:
+    return json.dumps({"why": reason[:MOST_REASON]}).encode()
+
+
+def read_lanes_made(data: bytes) -> BlockName:
+    """Raises LinkError, with the reason where there are none."""
     found = json_object(data)
-    lane = found.get("lane", "")
-    if lane is not None and (type(lane) is not int or not 0 <= lane < MOST_LANES):
-        raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
-    return lane
+    if found.get("why"):
+        raise LinkError(str(found["why"])[:MOST_REASON])
+    return BlockName.read(found)
+
+
+@dataclass(frozen=True)
+class LanesOffer:
+    """host: a number that processes of one running host share. rows: of a call, at most; columns
+    and dtype of hidden states. block: the memory that sums come home to, of all lanes."""
+
+    host: int
+    lanes: int
+    rows: int
+    columns: int
+    top_k: int
+    fp8: bool
+    dtype: str
+    block: BlockName
+
+    def pack(self) -> bytes:
+        told = {name: value for name, value in vars(self).items() if name != "block"}
+        return json.dumps({**told, **vars(self.block)}).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> LanesOffer:
+        """Raises LinkError."""
+        found = json_object(data)
+        most = {
+            "lanes": MOST_LANES,
+            "rows": MOST_SHARED_ROWS,
+            "columns": 2**20,
+            "top_k": MOST_PICKS,
+            "host": 2**63,
+        }
+        values: dict[str, Any] = {}
+        for name, limit in most.items():
+            value = found.get(name)
+            if type(value) is not int or not (name == "host" or value > 0) or value > limit:
+                raise LinkError(f"lanes were offered with {name} {str(value)[:20]}")
+            values[name] = value
+        fp8 = found.get("fp8")
+        dtype = found.get("dtype")
+        if type(fp8) is not bool or not isinstance(dtype, str):
+            raise LinkError("lanes were offered that are none")
+        return cls(fp8=fp8, dtype=dtype[:20], block=BlockName.read(found), **values)
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """One layer's experts for so many rows."""
+
+    layer: int
+    rows: int
+
+
+Step = dict[int, tuple[SharedCall, ...]]  # by lane, in the order in which they come
+LANE_HEAD = struct.Struct("!HH")
+CALL_FORM = struct.Struct("!HH")
+
+
+def pack_step(step: Step) -> bytes:
+    parts = []
+    for lane, calls in step.items():
+        parts.append(LANE_HEAD.pack(lane, len(calls)))
+        parts += [CALL_FORM.pack(call.layer, call.rows) for call in calls]
+    return b"".join(parts)
+
+
+def read_step(data: bytes, lanes: int, rows: int) -> Step:
+    """Raises LinkError for what no caller with so many lanes, of so many rows, sends."""
+    found: Step = {}
+    place = 0
+    try:
+        while place < len(data):
+            lane, count = LANE_HEAD.unpack_from(data, place)
+            place += LANE_HEAD.size
+            if lane >= lanes or lane in found or not 0 < count <= MOST_CALLS:
+                raise LinkError(f"a step of lane {lane} with {count} calls came")
+            calls = [
+                SharedCall(*CALL_FORM.unpack_from(data, place + number * CALL_FORM.size))
+                for number in range(count)
+            ]
+            place += count * CALL_FORM.size
+            if not all(0 < call.rows <= rows for call in calls):
+                raise LinkError(f"a step came with calls that are not of 1 to {rows} rows")
+            found[lane] = tuple(calls)
+    except struct.error:
+        raise LinkError("a step came that is none") from None
+    if not found:
+        raise LinkError("a step came without calls")
+    return found
 
 
 @dataclass(frozen=True)

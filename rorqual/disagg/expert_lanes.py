@@ -1,0 +1,382 @@
+"""What an expert server computes for one caller over memory that both GPUs see.
+
+The caller says which calls come (wire.py, STEP), and the server launches, on a stream of each lane,
+what waits for each call's rows on the device, computes, and sends the sums home. Calls of a whole
+step are captured once and replayed; one by one they are launched as they come. A word in host
+memory ends all waiting when the caller is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rorqual.disagg.step_gate import StepGate
+from rorqual.errors import RorqualError
+from rorqual.parallel.p2p_memory import host_number
+from rorqual.parallel.remote.handles import map_block, new_block
+from rorqual.parallel.remote.link import LinkError, receive, send, shut
+from rorqual.parallel.remote.wire import (
+    MOST_LANES_BYTES,
+    MOST_STEP,
+    BlockName,
+    ExpertMessage,
+    LanesOffer,
+    SharedCall,
+    Step,
+    lanes_made,
+    lanes_refused,
+    read_step,
+)
+from rorqual.parallel.shared.handle_passing import DescriptorServer
+
+if TYPE_CHECKING:
+    from rorqual.disagg.expert_shard import ExpertShard
+    from rorqual.ops.triton.comm.remote_dispatch import ServerLane
+
+log = logging.getLogger("rorqual.experts")
+MOST_GRAPHS = 256  # of a lane; the one that was not used for longest goes
+LOOK_SECONDS = 0.002  # between two looks at whether a step is done
+WITHOUT_GRAPHS = 1  # calls of a lane at a time that are launched as they come
+Calls = tuple[SharedCall, ...]
+
+
+@dataclass
+class ServedLane:
+    """lane: the caller's calls; practice: as large, of nobody, and never waited for. stream, pool:
+    of a GPU."""
+
+    lane: ServerLane
+    practice: ServerLane
+    stream: Any = None
+    pool: Any = None
+    graphs: OrderedDict[Calls, Any] = field(default_factory=OrderedDict)
+
+
+class LaneStreams:
+    """torch has 32 streams of a priority and deals them out in turns. Two lanes on one would wait
+    for each other, so one that is taken is not given again. Nothing else here has this priority."""
+
+    PRIORITY = -1
+    MOST = 32
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+        self.lock = threading.Lock()
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """Raises LinkError where none is left."""
+        with self.lock:
+            for _ in range(2 * self.MOST):
+                stream = torch.cuda.Stream(device, self.PRIORITY)
+                if stream.cuda_stream not in self.taken:
+                    self.taken.add(stream.cuda_stream)
+                    return stream
+        raise LinkError(f"{self.MOST} lanes are in use, as many as can be")
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        with self.lock:
+            self.taken.discard(stream.cuda_stream)
+
+
+STREAMS = LaneStreams()
+
+
+class CallerLanes:
+    """For one caller: its lanes, from an offer of its. computing: held while anything is launched:
+    several threads would compile one kernel at once. Raises LinkError with the reason where memory
+    cannot be shared."""
+
+    def __init__(
+        self, shard: ExpertShard, offer: LanesOffer, gate: StepGate, computing: threading.Lock
+    ):
+        _check(shard, offer)
+        from rorqual.ops.triton.comm import remote_dispatch as kernels
+
+        self.kernels = kernels
+        self.shard = shard
+        self.offer = offer
+        self.gate = gate
+        self.computing = computing
+        self.device = shard.platform.device
+        self.words = shard.platform.host_empty((2,), torch.int32)  # stop, and one that is set
+        self.words.copy_(torch.tensor([0, 1], dtype=torch.int32))
+        areas = kernels.LaneAreas(
+            offer.rows, offer.columns, offer.top_k, torch.empty(0, dtype=shard.dtype).element_size()
+        )
+        with self._stream():
+            self.homes = map_block(offer.block, offer.lanes * areas.home_size, self.device)
+            self.inboxes = new_block(offer.lanes * areas.inbox_size, self.device)
+            memory = self.inboxes.tensor(self.device)
+            memory.zero_()
+            spare = torch.full((areas.inbox_size + areas.home_size,), 255, dtype=torch.uint8)
+            self.spare = spare.to(self.device)  # ids of -1
+            self.lanes: list[ServedLane] = []
+            try:
+                for number in range(offer.lanes):
+                    self.lanes.append(self._lane(number, areas, memory))
+            except BaseException:
+                self.close()
+                raise
+            shard.platform.synchronize()
+        self.running: list[Any] = []  # events, each after a step
+
+    def _lane(self, number: int, areas: Any, memory: Tensor) -> ServedLane:
+        inbox = memory.view(self.offer.lanes, areas.inbox_size)[number]
+        home = self.homes.pointer + number * areas.home_size
+        spare = self.spare[: areas.inbox_size]
+        spare_home = self.spare.data_ptr() + areas.inbox_size
+        stop, practice = (word.data_ptr() for word in self.words)
+        shape = (areas.rows, areas.top_k)
+        made = [
+            self.kernels.ServerLane(
+                areas,
+                torch.tensor([place.data_ptr(), back, word], device=self.device),
+                place,
+                torch.full(shape, -1, dtype=torch.int32, device=self.device),
+            )
+            for place, back, word in ((inbox, home, stop), (spare, spare_home, practice))
+        ]
+        lane = ServedLane(made[0], made[1])
+        if self.on_gpu:
+            lane.stream = STREAMS.take(self.device)
+            lane.pool = torch.cuda.graph_pool_handle()
+        return lane
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _stream(self) -> AbstractContextManager[object]:
+        return self.shard.platform.stream()
+
+    # ---- any thread
+
+    def stop(self) -> None:
+        """The caller is gone: end all waiting."""
+        self.words[0] = 1
+
+    # ---- the link's thread
+
+    def serve(self, sock: socket.socket) -> None:
+        """Until the link ends, with all that was launched."""
+        try:
+            while True:
+                self._await_message(sock)
+                kind, data = receive(sock, MOST_STEP)
+                if kind != ExpertMessage.STEP:
+                    raise LinkError(f"a message of kind {kind} came where a step was to")
+                self.launch(read_step(data, self.offer.lanes, self.offer.rows))
+        finally:
+            self.stop()
+            if self.on_gpu:
+                with self._stream():
+                    for lane in self.lanes:
+                        lane.stream.synchronize()
+            self._leave(len(self.running))
+            self.close()
+
+    def close(self) -> None:
+        """Nothing of it runs."""
+        for lane in self.lanes:
+            if lane.stream is not None:
+                STREAMS.give_back(lane.stream)
+                lane.stream = None
+
+    def _await_message(self, sock: socket.socket) -> None:
+        """While steps are under way, with looks at whether they are done."""
+        while self.running and not select.select([sock], [], [], LOOK_SECONDS)[0]:
+            self._leave_done()
+        self._leave_done()
+
+    def _leave_done(self) -> None:
+        done = 0
+        while done < len(self.running) and all(event.query() for event in self.running[done]):
+            done += 1
+        self._leave(done)
+
+    def _leave(self, count: int) -> None:
+        for _ in range(count):
+            self.running.pop(0)
+            self.gate.leave()
+
+    def launch(self, step: Step) -> None:
+        """Without a GPU lanes are computed one after the other, so a step there has one."""
+        while not self.gate.enter(LOOK_SECONDS):
+            self._leave_done()
+        events: list[Any] = []
+        self.running.append(events)
+        with self.computing, torch.inference_mode(), self._stream():
+            # none is captured while another waits for its caller, who waits for both
+            works = [(self.lanes[lane], self._work(lane, calls)) for lane, calls in step.items()]
+            for lane, work in works:
+                with _on(lane.stream):
+                    work()
+                    if self.on_gpu:
+                        event = torch.cuda.Event()
+                        event.record()
+                        events.append(event)
+        if not self.on_gpu:
+            self._leave(1)
+
+    def _work(self, number: int, calls: Calls) -> Callable[[], None]:
+        lane = self.lanes[number]
+        if not self.on_gpu or len(calls) <= WITHOUT_GRAPHS:
+            return lambda: self._compute(lane.lane, calls)
+        graph = lane.graphs.get(calls)
+        if graph is None:
+            graph = self._capture(lane, calls)
+            lane.graphs[calls] = graph
+            if len(lane.graphs) > MOST_GRAPHS and lane.stream.query():  # none of them runs
+                lane.graphs.popitem(last=False)
+        lane.graphs.move_to_end(calls)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _compute(self, lane: ServerLane, calls: Calls) -> None:
+        kernels = self.kernels
+        for call in calls:
+            kernels.arrive(lane, self.shard.places_of(call.layer), call.rows)
+            parts, slots, weights = kernels.arrived(
+                lane, call.rows, self.shard.dtype, self.offer.fp8
+            )
+            y = self.shard.run(call.layer, slots, weights, parts)
+            kernels.send_home(lane, y.contiguous())
+
+    def _capture(self, lane: ServedLane, calls: Calls) -> Any:
+        """Computed once before: kernels compile, libraries make their workspaces. On the lane's
+        own stream and in its own memory, for lanes are replayed side by side. Nothing here waits
+        for what callers' steps wait for."""
+        practice = torch.cuda.Stream(self.device)
+        with _on(practice):
+            self._compute(lane.practice, tuple(dict.fromkeys(calls)))
+            practice.synchronize()
+        with _on(lane.stream):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
+            try:
+                self._compute(lane.lane, calls)
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        yield
+
+
+def _check(shard: ExpertShard, offer: LanesOffer) -> None:
+    """Raises LinkError."""
+    wanted = {
+        "rows of": (offer.columns, shard.config.hidden_size),
+        "picks of a row": (offer.top_k, shard.config.moe.top_k),
+        "hidden states in": (offer.dtype, str(shard.dtype).removeprefix("torch.")),
+    }
+    for name, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
+    if offer.host != host_number():
+        raise LinkError("it is on another host")
+
+
+class SharedMemoryLinks:
+    """Of an expert server: its callers' lanes. Any thread."""
+
+    def __init__(self, shard: ExpertShard, gate: StepGate, computing: threading.Lock):
+        self.shard = shard
+        self.gate = gate
+        self.computing = computing
+        self.lock = threading.Lock()
+        self.controls: dict[str, socket.socket] = {}
+        self.lanes: dict[str, tuple[CallerLanes, socket.socket]] = {}
+        self.descriptors: DescriptorServer | None = None
+
+    def close(self) -> None:
+        if self.descriptors is not None:
+            self.descriptors.close()
+
+    @contextmanager
+    def controlled(self, caller: str, sock: socket.socket) -> Iterator[None]:
+        """While a caller's control link lives. With it its lanes end."""
+        if caller:
+            with self.lock:
+                self.controls[caller] = sock
+        try:
+            yield
+        finally:
+            with self.lock:
+                if caller and self.controls.get(caller) is sock:
+                    del self.controls[caller]
+                    lanes = self.lanes.get(caller)
+                    if lanes is not None:
+                        lanes[0].stop()
+                        shut(lanes[1])
+
+    def serve(self, sock: socket.socket, caller: str) -> None:
+        """A link over which memory is shared, and steps come. Whoever loses it loses its control
+        link, and so knows."""
+        kind, data = receive(sock, MOST_LANES_BYTES)
+        if kind != ExpertMessage.LANES:
+            raise LinkError(f"a message of kind {kind} came where lanes are offered")
+        offer = LanesOffer.unpack(data)
+        try:
+            lanes = CallerLanes(self.shard, offer, self.gate, self.computing)
+            token = self._offer(lanes)
+        except Exception as error:  # the caller must hear of it, and may call over sockets
+            reason = " ".join(str(error).split()) or type(error).__name__
+            send(sock, ExpertMessage.LANES_MADE, lanes_refused(reason))
+            return
+        try:
+            assert self.descriptors is not None
+            block = BlockName(self.descriptors.name, token.hex())
+            with self.lock:
+                self.lanes[caller] = (lanes, sock)
+                control = self.controls.get(caller)
+            send(sock, ExpertMessage.LANES_MADE, lanes_made(block))
+            if control is None:
+                raise LinkError("its control link ended")
+            lanes.serve(sock)
+        except (RorqualError, OSError):
+            raise
+        except Exception as error:
+            log.exception("a step failed")
+            raise LinkError(f"a step failed: {error}") from None
+        finally:
+            lanes.stop()
+            lanes.close()
+            self._forget(caller, lanes, token)
+
+    def _forget(self, caller: str, lanes: CallerLanes, token: bytes) -> None:
+        assert self.descriptors is not None
+        self.descriptors.withdraw(token)
+        with self.lock:
+            known = self.lanes.get(caller)
+            if known is not None and known[0] is lanes:
+                del self.lanes[caller]
+                control = self.controls.get(caller)
+                if control is not None:
+                    shut(control)
+
+    def _offer(self, lanes: CallerLanes) -> bytes:
+        with self.lock:
+            if self.descriptors is None:
+                self.descriptors = DescriptorServer()
+        with self.shard.platform.stream():
+            fd = lanes.inboxes.fd()
+        try:
+            return self.descriptors.offer([fd])
+        finally:
+            os.close(fd)

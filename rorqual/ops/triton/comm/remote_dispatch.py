@@ -1,0 +1,454 @@
+"""Rows to expert servers, which are other processes of this host, and their sums back, over memory
+that the GPUs of both sides read and write.
+
+Each pair of a caller and a server has two buffers a lane (a call that may be under way): the
+server's inbox, into which the caller writes, and the caller's home, into which the server writes.
+Four kernels make one call: `dispatch` sends, `arrive` waits for it at the server and looks ids up,
+`send_home` sends the sums, `combine` waits for all servers and adds.
+
+| inbox   | bytes               | home    | bytes                              |
+| ------- | ------------------- | ------- | ---------------------------------- |
+| head    | 256                 | head    | 256                                |
+| data    | rows * columns * item | sums  | rows * columns * item              |
+| scales  | 4 * rows * columns/128 |      |                                    |
+| ids     | 4 * rows * top_k    |         |                                    |
+| weights | 4 * rows * top_k    |         |                                    |
+
+A head has three int32: blocks of the other side's kernels that are done, for ever upwards; how
+far that must have come, which only the buffer's owner writes; and whether the server missed an
+expert of the call.
+
+Row i of every buffer is the caller's row i, so nothing is counted: a call has as many blocks as
+rows at both sides, which graphs hold still anyway, and rows that a server does not get are passed
+over by what computes, as their ids are -1. All ids of all rows are written at each call.
+
+Which servers there are, and where, is in `table` (caller): inboxes [SERVERS] (0: none), homes
+[SERVERS], the stop word, the report word, all int64 addresses; and in `holders` [E] int64 of a
+layer: how many hold an expert << 32, and their numbers, 4 bits each. Both change in place between
+steps, so captured graphs stay valid. A row's picks take the same turn, so it goes to one of two
+servers that hold the same.
+
+Why nobody overwrites what another still reads. Calls of a lane are made in one order, each side on
+one stream:
+
+- the inbox is written by the caller's next `dispatch`, which follows its `combine`, which waited
+  for the server's `send_home`, which follows all that its experts read.
+- home is written by the server's next `send_home`, which follows its `arrive`, which waited for the
+  caller's next `dispatch`, which follows `combine`, the reader. For this all servers answer every
+  call, also without rows.
+- where a wait was cut short by the stop word, what is read and written means nothing, and nobody
+  takes it; counts go on alike, since every kernel of the step still runs.
+
+Ids are logical, and what the server does not hold is found there, on the device: so no address and
+no slot that another process names is ever used as an index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
+from rorqual.ops.triton.comm.p2p_flags import at, await_flags
+from rorqual.ops.triton.rowwise.quantize import to_fp8
+from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+
+HEAD = 256  # bytes
+SERVERS = 8  # that a caller may have at once
+NUMBER_BITS = 4  # of a server, in `holders`
+IDS_AT_ONCE = 1024
+
+
+def _ends(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    found = [HEAD]
+    for length in lengths:
+        found.append(found[-1] + -(-length // 256) * 256)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class LaneAreas:
+    """Where the parts of a lane's buffers begin, in bytes. rows: of a call, at most; itemsize: of
+    hidden states."""
+
+    rows: int
+    columns: int
+    top_k: int
+    itemsize: int
+
+    @property
+    def inbox(self) -> tuple[int, ...]:
+        """(data, scales, ids, weights, end)"""
+        picks = 4 * self.rows * self.top_k
+        scales = 4 * self.rows * -(-self.columns // ACTIVATION_BLOCK)
+        return _ends((self.rows * self.columns * self.itemsize, scales, picks, picks))
+
+    @property
+    def inbox_size(self) -> int:
+        return self.inbox[-1]
+
+    @property
+    def home_size(self) -> int:
+        return _ends((self.rows * self.columns * self.itemsize,))[-1]
+
+
+@triton.jit(do_not_specialize=["rows", "turn"])
+def _dispatch_kernel(
+    table,
+    holders,
+    x,
+    ids,
+    weights,
+    sent,
+    rows,
+    columns,
+    x_row,
+    turn,
+    data_at,
+    scales_at,
+    ids_at,
+    weights_at,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SERVERS: tl.constexpr,
+    BITS: tl.constexpr,
+    QUANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Block i sends row i to each server that has any of its picks, and all of them its ids."""
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0)
+    server = tl.arange(0, SERVERS)
+    pick = tl.arange(0, PICKS)
+    offsets = tl.arange(0, SIZE)
+    mine = pick < TOP_K
+    inside = offsets < columns
+    # on its way meanwhile
+    values = tl.load(x + row.to(tl.int64) * x_row + offsets, mask=inside, other=0.0)
+    inboxes = tl.load(table + server)
+    used = inboxes != 0
+    expert = tl.load(ids + row * TOP_K + pick, mask=mine, other=-1).to(tl.int32)
+    weight = tl.load(weights + row * TOP_K + pick, mask=mine, other=0.0)
+    known = tl.load(holders + expert, mask=expert >= 0, other=0)
+    count = (known >> 32).to(tl.int32)
+    place = (row + turn) % tl.maximum(count, 1)
+    holder = (known >> (BITS * place).to(tl.int64)).to(tl.int32) & ((1 << BITS) - 1)
+    holder = tl.where(count > 0, holder, -1)
+    wants = holder[None, :] == server[:, None]
+    goes = tl.max(wants.to(tl.int32), 1)
+    to = tl.sum(goes << server)
+    tl.store(sent + row, to)
+
+    topk_offsets = tl.broadcast_to((row * TOP_K + pick)[None, :], (SERVERS, PICKS))
+    there = used[:, None] & mine[None, :]
+    tl.store(
+        (inboxes + ids_at).to(tl.pointer_type(tl.int32))[:, None] + topk_offsets,
+        tl.where(wants, tl.broadcast_to(expert[None, :], (SERVERS, PICKS)), -1),
+        mask=there,
+    )
+    tl.store(
+        (inboxes + weights_at).to(tl.pointer_type(tl.float32))[:, None] + topk_offsets,
+        tl.broadcast_to(weight[None, :], (SERVERS, PICKS)),
+        mask=there,
+    )
+    homeless = tl.max(tl.where((expert >= 0) & (count == 0), 1, 0))
+    if homeless > 0:
+        tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
+
+    scale_blocks = 0
+    scale_columns = 0
+    scales = values
+    if QUANT:
+        scale_blocks = tl.arange(0, SIZE // 128)
+        scale_columns = (columns + 127) // 128
+        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
+        values = tl.reshape(values, (SIZE,))
+    for step in range(SERVERS):
+        peer = (row + step) % SERVERS  # blocks begin with different servers
+        if ((to >> peer) & 1) > 0:
+            base = tl.load(table + peer)
+            data = (base + data_at).to(tl.pointer_type(values.dtype))
+            data = tl.multiple_of(data, 16) + row.to(tl.int64) * columns
+            tl.store(data + offsets, values, mask=inside)
+            if QUANT:
+                factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + row * scale_columns
+                tl.store(factors + scale_blocks, scales, mask=scale_blocks < scale_columns)
+    tl.debug_barrier()  # every thread's stores come before the flags
+    flags = inboxes.to(tl.pointer_type(tl.int32))
+    tl.atomic_add(flags, tl.full([SERVERS], 1, tl.int32), mask=used, sem="release", scope="sys")
+    if row == 0:
+        homes = tl.load(table + SERVERS + server)
+        due = (homes + 4).to(tl.pointer_type(tl.int32))
+        tl.store(due, tl.load(due, mask=used, other=0) + rows, mask=used)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _arrival_kernel(
+    table,
+    places,
+    local,
+    rows,
+    experts,
+    ids_at,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One block. Later kernels are let in only when all is there: they may keep lines of memory
+    that change while this one waits. They take their places while ids are looked up."""
+    if DEPENDENT:
+        gdc_wait()
+    inbox = tl.load(table)
+    one = tl.arange(0, 1)
+    due = (inbox + 4).to(tl.pointer_type(tl.int32))
+    least = tl.load(due) + rows
+    await_flags(table, inbox.to(tl.pointer_type(tl.int32)), one, one < 1, least, 2)
+    if DEPENDENT:
+        gdc_launch_dependents()
+    ids = at(table, 0, ids_at, tl.int32)
+    total = rows * TOP_K
+    missed = tl.full([CHUNK], 0, tl.int32)
+    for start in range(0, total, CHUNK):
+        offsets = start + tl.arange(0, CHUNK)
+        expert = tl.load(ids + offsets, mask=offsets < total, other=-1, cache_modifier=".cg")
+        known = (expert >= 0) & (expert < experts)
+        slot = tl.load(places + expert, mask=known, other=-1).to(tl.int32)
+        tl.store(local + offsets, slot, mask=offsets < total)
+        missed |= ((expert >= 0) & (slot < 0)).to(tl.int32)
+    tl.store(due, least)
+    tl.store((inbox + 8).to(tl.pointer_type(tl.int32)), tl.max(missed))
+
+
+@triton.jit
+def _send_home_kernel(
+    table,
+    local,
+    y,
+    columns,
+    sums_at,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Block i sends row i home, if anything was computed of it."""
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0)
+    pick = tl.arange(0, PICKS)
+    offsets = tl.arange(0, SIZE)
+    kind: tl.constexpr = y.dtype.element_ty
+    start = row.to(tl.int64) * columns
+    values = tl.load(y + start + offsets, mask=offsets < columns)  # on its way meanwhile
+    slot = tl.load(local + row * TOP_K + pick, mask=pick < TOP_K, other=-1)
+    home = tl.load(table + 1)
+    if tl.max(slot) >= 0:
+        target = at(table, 1, sums_at, kind) + start
+        tl.store(target + offsets, values, mask=offsets < columns)
+    if row == 0:
+        missed = tl.load((tl.load(table) + 8).to(tl.pointer_type(tl.int32)))
+        tl.store((home + 8).to(tl.pointer_type(tl.int32)), missed)
+    tl.debug_barrier()
+    tl.atomic_add(home.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _combine_kernel(
+    table,
+    sent,
+    out,
+    columns,
+    sums_at,
+    SIZE: tl.constexpr,
+    SERVERS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[i] = the sum of what came back for row i, in fp32 and in the order of servers."""
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0)
+    server = tl.arange(0, SERVERS)
+    offsets = tl.arange(0, SIZE)
+    homes = tl.load(table + SERVERS + server)
+    used = homes != 0
+    due = tl.load((homes + 4).to(tl.pointer_type(tl.int32)), mask=used, other=0)
+    flags = homes.to(tl.pointer_type(tl.int32))
+    to = tl.load(sent + row)
+    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS)
+    kind: tl.constexpr = out.dtype.element_ty
+    start = row.to(tl.int64) * columns
+    total = tl.zeros([SIZE], tl.float32)
+    for peer in tl.static_range(SERVERS):
+        part = tl.load(
+            at(table, SERVERS + peer, sums_at, kind) + start + offsets,
+            mask=(offsets < columns) & (((to >> peer) & 1) > 0),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total += part.to(tl.float32)
+    tl.store(out + start + offsets, total.to(kind), mask=offsets < columns)
+    if row == 0:
+        missed = tl.load(
+            (homes + 8).to(tl.pointer_type(tl.int32)), mask=used, other=0, cache_modifier=".cg"
+        )
+        if tl.max(missed) > 0:
+            tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class CallerLane:
+    """table [2 * SERVERS + 2] int64; sent [areas.rows] int32: the servers that each row of the call
+    under way went to, a bit each."""
+
+    areas: LaneAreas
+    table: Tensor
+    sent: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ServerLane:
+    """table [3] int64: addresses of the inbox, of home, and of the stop word; inbox: [inbox_size]
+    uint8; local [rows, top_k] int32."""
+
+    areas: LaneAreas
+    table: Tensor
+    inbox: Tensor
+    local: Tensor
+
+
+def pack_holders(numbers: list[int]) -> int:
+    """Of one expert: an entry of `holders`."""
+    assert len(numbers) <= SERVERS
+    return (len(numbers) << 32) + sum(
+        number << (NUMBER_BITS * place) for place, number in enumerate(numbers)
+    )
+
+
+def dispatch(
+    lane: CallerLane,
+    holders: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    turn: int,
+    fp8: bool = False,
+) -> None:
+    """Send x [T, columns] with its picks, logical ids [T, K] int32 or int64 and weights [T, K]
+    fp32; T from 1 to areas.rows. turn: of the first row, where experts have several holders. fp8:
+    as quantize_activation rounds it."""
+    areas = lane.areas
+    (rows, columns) = x.shape
+    assert 0 < rows <= areas.rows, (rows, areas)
+    assert (columns, ids.shape[1]) == (areas.columns, areas.top_k), (x.shape, ids.shape, areas)
+    assert x.stride(1) == 1
+    assert x.element_size() == areas.itemsize
+    size = max(128, next_power(columns))
+    _dispatch_kernel[rows,](
+        lane.table,
+        holders,
+        x,
+        ids.contiguous(),
+        weights.contiguous(),
+        lane.sent,
+        rows,
+        columns,
+        x.stride(0),
+        turn,
+        *areas.inbox[:4],
+        areas.top_k,
+        next_power(areas.top_k),
+        size,
+        SERVERS,
+        NUMBER_BITS,
+        fp8,
+        num_warps=_warps(size),
+        **dependent(x.device),
+    )
+
+
+def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
+    """A call of so many rows is there for the kernels behind this one, and its ids looked up in
+    `places` [>= E]: the slot of each expert or -1."""
+    areas = lane.areas
+    _arrival_kernel[1,](
+        lane.table,
+        places,
+        lane.local,
+        rows,
+        places.shape[0],
+        areas.inbox[2],
+        areas.top_k,
+        min(IDS_AT_ONCE, next_power(areas.rows * areas.top_k)),
+        num_warps=4,
+        **dependent(lane.table.device),
+    )
+
+
+def arrived(
+    lane: ServerLane, rows: int, dtype: torch.dtype, fp8: bool = False
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """(rows [rows, columns] alone or with their scales, slots, weights [rows, K]): views. Where a
+    row did not come its slots are -1, and it is what lay there before."""
+    areas = lane.areas
+    (data, scales, _, weights, _) = areas.inbox
+
+    def part(start: int, columns: int, kind: torch.dtype) -> Tensor:
+        end = start + rows * columns * kind.itemsize
+        return lane.inbox[start:end].view(kind).view(rows, columns)
+
+    topk = lane.local[:rows], part(weights, areas.top_k, torch.float32)
+    if not fp8:
+        return (part(data, areas.columns, dtype),), *topk
+    blocks = -(-areas.columns // ACTIVATION_BLOCK)
+    return (part(data, areas.columns, FP8), part(scales, blocks, torch.float32)), *topk
+
+
+def send_home(lane: ServerLane, y: Tensor) -> None:
+    """Send the sums y [rows, columns] home; rows that did not come stay."""
+    areas = lane.areas
+    (rows, columns) = y.shape
+    assert rows <= areas.rows, (rows, areas)
+    assert columns == areas.columns, (y.shape, areas)
+    assert y.element_size() == areas.itemsize
+    assert y.is_contiguous()
+    size = next_power(columns)
+    _send_home_kernel[rows,](
+        lane.table,
+        lane.local,
+        y,
+        columns,
+        HEAD,
+        areas.top_k,
+        next_power(areas.top_k),
+        size,
+        num_warps=_warps(size),
+        **dependent(y.device),
+    )
+
+
+def combine(lane: CallerLane, like: Tensor) -> Tensor:
+    """The sums of the rows, [T, columns]: shape and dtype of `like`, the hidden states as they
+    were dispatched."""
+    (rows, columns) = like.shape
+    out = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
+    size = next_power(columns)
+    _combine_kernel[rows,](
+        lane.table,
+        lane.sent,
+        out,
+        columns,
+        HEAD,
+        size,
+        SERVERS,
+        num_warps=_warps(size),
+        **dependent(out.device),
+    )
+    return out
+
+
+def _warps(size: int) -> int:
+    return min(8, max(1, size // 512))

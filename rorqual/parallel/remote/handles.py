@@ -1,0 +1,471 @@
+"""Calls to expert servers of this host over memory that the GPUs of both sides share, all of whose
+waiting is done on the device: a decode step with all its calls is one captured graph.
+
+The rows and sums go by ops/triton/comm/remote_dispatch.py. What is left to the host: before it
+launches what calls, it tells each server over a link of its own which calls come (`call`, or
+`replay` for those that a graph has recorded); between steps it writes who holds what into tables on
+the device (`begin`); and when a server is lost it sets a stop word in host memory, which ends every
+wait on the device. The step runs to its end then, means nothing, and is given up (`check`): steps
+carry the number of the `epoch` in which they began, and a loss begins another one. Before the next
+step the device comes to rest, and each server that is left to the end of what it was told to
+compute; both sides have counted alike then, and go on where they are. One with which that is not so
+is left out, and linked anew with new memory.
+
+Memory belongs to both sides: a process that ends, or is stopped and goes on much later, writes into
+what nobody else looks at any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError, ExpertsMissing
+from rorqual.parallel.p2p_memory import host_number
+from rorqual.parallel.remote.control import ServerLink, said
+from rorqual.parallel.remote.handle_link import HandleLink
+from rorqual.parallel.remote.link import LinkError, receive, send
+from rorqual.parallel.remote.wire import (
+    MOST_LANES_BYTES,
+    BlockName,
+    ExpertMessage,
+    LanesOffer,
+    SharedCall,
+    Step,
+    pack_step,
+    read_lanes_made,
+)
+from rorqual.parallel.shared.handle_passing import DescriptorServer, fetch_descriptors
+from rorqual.parallel.shared.shared_block import SharedBlock
+from rorqual.platforms.base import Platform
+
+if TYPE_CHECKING:
+    from rorqual.ops.triton.comm.remote_dispatch import LaneAreas
+
+log = logging.getLogger("rorqual.engine")
+DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
+LOOK_SECONDS = 0.001
+SEND_SECONDS = 2.0  # for a server to take a step's message
+STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
+WRAP = 2**32
+DEVICES = ("cuda",)  # whose memory can be shared
+
+
+class Members(Protocol):
+    """The servers that are linked, and how one is left out (ExpertServers)."""
+
+    links: tuple[ServerLink, ...]
+
+    def drop(self, link: ServerLink, reason: str) -> None: ...
+
+    def without_holder(self) -> str: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass
+class Recording:
+    """The calls of a step that is captured, in order."""
+
+    calls: list[tuple[int, SharedCall]] = field(default_factory=list)
+
+    def step(self) -> Step:
+        found: dict[int, list[SharedCall]] = {}
+        for lane, call in self.calls:
+            found.setdefault(lane, []).append(call)
+        return {lane: tuple(calls) for lane, calls in found.items()}
+
+
+class HandleCalls:
+    """Of one engine. layers: whose experts are used. `on` once `decide` has found that all servers
+    can be reached so; until then, and where it is not, calls go over sockets."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        areas: LaneAreas,
+        dtype: torch.dtype,
+        fp8: bool,
+        lanes: int,
+        layers: Sequence[int],
+        num_experts: int,
+    ):
+        from rorqual.ops.triton.comm import remote_dispatch as kernels
+
+        self.kernels = kernels
+        self.platform = platform
+        self.areas = areas
+        self.dtype = dtype
+        self.fp8 = fp8
+        self.layers = {layer: number for number, layer in enumerate(layers)}
+        self.num_experts = num_experts
+        self.on = False
+        self.decided = False
+        self.why = "not decided yet"
+        self.caller = secrets.token_hex(16)
+        device = platform.device
+        self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
+        most = kernels.SERVERS
+        self.tables = torch.zeros(lanes, 2 * most + 2, dtype=torch.int64, device=device)
+        self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self.sent = torch.zeros(lanes, areas.rows, dtype=torch.int32, device=device)
+        self.lanes = [
+            kernels.CallerLane(areas, table, sent)
+            for table, sent in zip(self.tables, self.sent, strict=True)
+        ]
+        self.descriptors: DescriptorServer | None = None
+        self.servers: Members | None = None
+        self.tabled: tuple[ServerLink, ...] | None = None
+        self.active: tuple[ServerLink, ...] = ()
+        self.lock = threading.Lock()
+        self.epoch = 0
+        self.failure = ""  # of the epoch before
+        self.stopped = False
+        self.doubtful = False  # whether all that servers were told of was launched
+        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.recording: Recording | None = None
+        self.compiling = False
+        self.kept: list[ServerLink] = []  # lost, and mapped until the device is at rest
+
+    @property
+    def device(self) -> torch.device:
+        return self.platform.device
+
+    @property
+    def most(self) -> int:
+        """Servers at once."""
+        return self.kernels.SERVERS
+
+    # ---- a link's thread
+
+    def open(self, sock: socket.socket) -> HandleLink:
+        """Share memory with a server, over a link that has joined for that. Raises LinkError, with
+        the reason where it cannot be."""
+        lanes = len(self.lanes)
+        with self._background():
+            homes = new_block(lanes * self.areas.home_size, self.device)
+            own = homes.tensor(self.device)
+            own.zero_()
+        token = self._offer(homes)
+        try:
+            offer = LanesOffer(
+                host_number(),
+                lanes,
+                self.areas.rows,
+                self.areas.columns,
+                self.areas.top_k,
+                self.fp8,
+                str(self.dtype).removeprefix("torch."),
+                BlockName(self._descriptors().name, token.hex()),
+            )
+            send(sock, ExpertMessage.LANES, offer.pack())
+            kind, data = receive(sock, MOST_LANES_BYTES)
+            if kind != ExpertMessage.LANES_MADE:
+                raise LinkError(f"a message of kind {kind} came where lanes were to")
+            block = read_lanes_made(data)
+            with self._background():
+                inboxes = map_block(block, lanes * self.areas.inbox_size, self.device)
+        finally:
+            self._descriptors().withdraw(token)
+        sock.settimeout(SEND_SECONDS)
+        heads = own.view(lanes, self.areas.home_size)[:, :8].view(torch.int32)
+        link = HandleLink(sock, inboxes, homes, [0] * lanes, heads)
+        link.why_late = partial(self._why_late, link)
+        return link
+
+    def _why_late(self, link: HandleLink) -> str:
+        """Why a server that lives is to be left out: a step waits for it alone, perhaps."""
+        try:
+            waited = time.monotonic() - self.began[0]
+        except IndexError:
+            return ""
+        if waited < STEP_SECONDS:
+            return ""
+        with self.platform.stream(), _beside(self.device):
+            done = link.heads[:, 0].cpu().tolist()
+        if [told % WRAP for told in link.told] == [count % WRAP for count in done]:
+            return ""
+        return f"a step took longer than {STEP_SECONDS:g} s"
+
+    @contextmanager
+    def _background(self) -> Iterator[None]:
+        """For another thread's work on the device; it is done at the end."""
+        with self.platform.background() as settle:
+            yield
+            settle()
+
+    def _descriptors(self) -> DescriptorServer:
+        with self.lock:
+            if self.descriptors is None:
+                try:
+                    self.descriptors = DescriptorServer()
+                except OSError as error:
+                    raise LinkError(f"no socket for descriptors: {said(error)}") from None
+            return self.descriptors
+
+    def _offer(self, block: SharedBlock) -> bytes:
+        with self.platform.stream():
+            fd = block.fd()
+        try:
+            return self._descriptors().offer([fd])
+        finally:
+            os.close(fd)
+
+    # ---- any thread
+
+    def lost(self, link: ServerLink, reason: str) -> None:
+        """What is computed with it now ends, and means nothing."""
+        with self.lock:
+            if link not in self.active:
+                return
+            self.active = tuple(other for other in self.active if other is not link)
+            self.kept.append(link)
+            self._end_epoch(f"experts of {link.name} are left out: {reason}")
+            self.stopped = True
+            self.words[0] = 1
+
+    def _end_epoch(self, failure: str) -> None:
+        self.epoch += 1
+        self.failure = failure
+
+    def close(self) -> None:
+        if self.descriptors is not None:
+            self.descriptors.close()
+
+    # ---- the engine's thread
+
+    def decide(self, servers: Members, must: bool) -> None:
+        """Whether calls go this way from now on: all servers that are linked can. must: raise
+        ConfigError where it cannot be."""
+        self.servers = servers
+        links = servers.links
+        reasons = [f"{link.name}: {link.no_handles}" for link in links if link.handles is None]
+        self.decided = True
+        if reasons and must:
+            raise ConfigError(f"expert_transport='handles': {'; '.join(reasons)}")
+        self.on = not reasons
+        self.why = "; ".join(reasons)
+        if not self.on:
+            for link in links:
+                if link.handles is not None:
+                    link.handles.close()
+                    link.handles = None
+            return
+        self.begin()
+        self.began.clear()
+
+    def takes(self, rows: int) -> bool:
+        return self.on and 0 < rows <= self.areas.rows
+
+    def begin(self) -> int:
+        """Before a step: the number of its epoch."""
+        if not self.on:
+            return self.epoch
+        assert self.servers is not None
+        if self.stopped or self.doubtful:
+            self._come_to_rest()
+        if self.tabled is not self.servers.links:
+            self._write_tables()
+        self.began.append(time.monotonic())
+        return self.epoch
+
+    def check(self, epoch: int) -> None:
+        """A step that began in that epoch is done on the device. Raises ExpertsMissing where it
+        means nothing."""
+        if self.began:
+            self.began.popleft()
+        if self.on and int(self.words[1]):
+            with self.lock:
+                self._end_epoch("an expert was nowhere when a step wanted it")
+            self._come_to_rest()
+        if epoch != self.epoch:
+            assert self.servers is not None
+            missing = self.servers.without_holder() or self.failure
+            raise ExpertsMissing(f"{missing}; {self.servers.describe()}")
+
+    def abandon(self) -> None:
+        """Steps are given up, perhaps between what servers were told and its launch."""
+        self.doubtful = True
+        self.began.clear()
+
+    def call(self, lane: int, layer: int, rows: int) -> None:
+        """Kernels of this call are launched next."""
+        if self.compiling:
+            return
+        told = SharedCall(layer, rows)
+        if self._captures():
+            assert self.recording is not None, "a graph whose calls nobody could tell"
+            self.recording.calls.append((lane, told))
+            return
+        self._tell({lane: (told,)})
+
+    @contextmanager
+    def only_compiled(self) -> Iterator[None]:
+        """Kernels are compiled inside, and not run: nobody is told of calls."""
+        self.compiling = True
+        try:
+            yield
+        finally:
+            self.compiling = False
+
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """While a graph is captured: the calls that are in it."""
+        self.recording = Recording()
+        try:
+            yield self.recording
+        finally:
+            self.recording = None
+
+    def captured(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Captured on the device; the result replays it, and tells its calls before."""
+        with self.record() as found:
+            graph = self.platform.capture(work)
+        step = found.step()
+
+        def replay() -> Tensor:
+            self.replay(step)
+            return graph()
+
+        return replay
+
+    def replay(self, step: Step) -> None:
+        """A graph with these calls is launched next."""
+        if step:
+            self._tell(step)
+
+    def _tell(self, step: Step) -> None:
+        message = pack_step(step)
+        for link in self.active:
+            handles = link.handles
+            assert handles is not None
+            for lane, calls in step.items():
+                handles.told[lane] += sum(call.rows for call in calls)
+            try:
+                send(handles.sock, ExpertMessage.STEP, message)
+            except OSError as error:
+                assert self.servers is not None
+                self.servers.drop(link, said(error))
+
+    def _come_to_rest(self) -> None:
+        """Nothing runs on the device at the end of this, and each server has done what it was
+        told."""
+        assert self.servers is not None
+        self.platform.synchronize()
+        for link in self.active:
+            reason = self._why_not_at_rest(link)
+            if reason:
+                self.servers.drop(link, reason)
+        with self.lock:
+            self.words.zero_()
+            self.stopped = False
+            self.doubtful = False
+            self.active = ()
+            self.kept.clear()
+        self.tabled = None
+
+    def _why_not_at_rest(self, link: ServerLink) -> str:
+        handles = link.handles
+        assert handles is not None
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while True:
+            done, due = handles.heads.cpu().t().tolist()
+            if [told % WRAP for told in handles.told] != [count % WRAP for count in due]:
+                return "a step was given up before its rows left"
+            if done == due:
+                return ""
+            if not link.alive:
+                return "its link ended"
+            if time.monotonic() > deadline:
+                return f"it does not end a step in {DRAIN_SECONDS:g} s"
+            time.sleep(LOOK_SECONDS)
+
+    def _write_tables(self) -> None:
+        """Behind all that was launched, for all that will be."""
+        assert self.servers is not None
+        links = self.servers.links
+        with self.lock:
+            shared = [link for link in links if link.alive and link.handles is not None]
+            shared.sort(key=lambda link: link.address)
+            self.active = tuple(shared[: self.kernels.SERVERS])
+        tables = torch.zeros(self.tables.shape, dtype=torch.int64)
+        most = self.kernels.SERVERS
+        stop, report = (word.data_ptr() for word in self.words)
+        tables[:, 2 * most :] = torch.tensor([stop, report])
+        for number, link in enumerate(self.active):
+            assert link.handles is not None
+            for lane in range(len(self.lanes)):
+                inbox = link.handles.inboxes.pointer + lane * self.areas.inbox_size
+                tables[lane, number] = inbox
+                home = link.handles.homes.pointer + lane * self.areas.home_size
+                tables[lane, most + number] = home
+        self.tables.copy_(tables)
+        self.holders.copy_(self._holders())
+        self.tabled = links
+
+    def _holders(self) -> Tensor:
+        """[layers, E], as the kernels read it."""
+        shape = (len(self.layers), self.num_experts)
+        count = torch.zeros(shape, dtype=torch.int64)
+        packed = torch.zeros(shape, dtype=torch.int64)
+        for number, link in enumerate(self.active):
+            held = torch.zeros(shape, dtype=torch.int64)
+            for layer, place in self.layers.items():
+                held[place, list(link.holdings.layers.get(layer, ()))] = 1
+            packed += held * number << self.kernels.NUMBER_BITS * count
+            count += held
+        return packed + (count << 32)
+
+
+def new_block(size: int, device: torch.device) -> SharedBlock:
+    """Raises LinkError."""
+    _check_device(device)
+    try:
+        return SharedBlock.new(size, device)
+    except (RuntimeError, OSError, AttributeError) as error:  # or no driver, or an old one
+        raise LinkError(f"no shared memory: {_first_line(error)}") from None
+
+
+def map_block(block: BlockName, size: int, device: torch.device) -> SharedBlock:
+    """What another process of this host shares. Raises LinkError."""
+    _check_device(device)
+    try:
+        (fd,) = fetch_descriptors(block.name, bytes.fromhex(block.token), 1)
+        try:
+            return SharedBlock.of(fd, size, device)
+        finally:
+            os.close(fd)
+    except (RuntimeError, OSError, AttributeError) as error:
+        raise LinkError(f"no shared memory: {_first_line(error)}") from None
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """A stream of its own: the others may be waiting."""
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        yield
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in DEVICES:
+        raise LinkError(f"memory of {device.type} is not shared so")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
