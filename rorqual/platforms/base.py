@@ -104,9 +104,10 @@ class Platform:
         """Buffers of `size` bytes, for the thread that asks."""
         return Staging(size)
 
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
         """Capture device work; the result replays it and returns the same output tensor each
-        time, overwritten."""
+        time, overwritten. warm: run it once before; without, all that a first run does besides
+        computing has been done."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
@@ -152,5 +153,5 @@ class Uncaptured(Platform):
         super().__init__(platform.device)
         self.to_device = platform.to_device  # type: ignore[method-assign]
 
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
         return work

@@ -169,19 +169,23 @@ class CudaPlatform(Platform):
     def staging(self, size: int) -> Staging:
         return PinnedStaging(self.device, size)
 
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run once on a side stream first: kernels compile, libraries make their workspaces.
-        All captured graphs share one memory pool."""
+    def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
+        """Run first on a side stream: kernels compile, libraries make their workspaces. All
+        captured graphs share one memory pool."""
         with self.capturing:
+            if warm:
+                self._warm(work)
             return self._capture(work)
 
-    def _capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _warm(self, work: Callable[[], Tensor]) -> None:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
+
+    def _capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool()):
             out = work()
@@ -206,10 +210,9 @@ class CudaPlatform(Platform):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
 
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _nothing_collected():
             work(lambda what: None)
             torch.cuda.synchronize(self.device)
-            gc.collect()  # what it frees must not be freed while a graph is captured
             torch.cuda.empty_cache()
             graph.capture_begin(pool=pool)
             try:
@@ -227,3 +230,16 @@ class CudaPlatform(Platform):
             return out
 
         return replay
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What Python's collector frees must not be freed while a graph is captured, and a whole
+    collection before each takes longer than to capture it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -148,8 +148,9 @@ class NpuPlatform(Platform):
         event.record()
         return lambda: self.npu.current_stream(self.device).wait_event(event)
 
-    def capture(self, work: Callable[[], Tensor]) -> UpdatedGraph:
-        """Run once before, as libraries make their workspaces. All graphs share one memory pool."""
+    def capture(self, work: Callable[[], Tensor], warm: bool = True) -> UpdatedGraph:
+        """Run once before in any case, as libraries make their workspaces. All graphs share one
+        memory pool."""
         with self.copying:
             work()
             self.npu.synchronize()

@@ -121,7 +121,9 @@ def test_a_step_is_told_whole_before_it_is_replayed(
             self.recording.calls.append((lane, SharedCall(layer, rows)))
         self._tell({lane: (SharedCall(layer, rows),)})
 
-    def capture(self: CpuPlatform, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(
+        self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
+    ) -> Callable[[], Tensor]:
         work()
 
         def replay() -> Tensor:

@@ -50,6 +50,8 @@ class DecodeGraphs:
         self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
+        self.loaded = False  # all kernels of what `capture` captures: they were compiled ahead
+        self.warmed: set[tuple[int, int]] = set()
 
     def capture(
         self,
@@ -97,8 +99,13 @@ class DecodeGraphs:
         slots = self._padding(size)
         key = (size, variant, num_speculative_tokens)
         calls = self.calls
+        # a size's first variant has run the forward pass, and the others' kernels are loaded
+        same = (size, num_speculative_tokens)
+        warm = not self.loaded or calls is not None or same not in self.warmed
+        self.warmed.add(same)
         with calls.record() if calls is not None else nullcontext() as found:
-            graph = self.graphs[key] = self.platform.capture(lambda: self.body(slots, *key[1:]))
+            graph = self.platform.capture(lambda: self.body(slots, *key[1:]), warm)
+        self.graphs[key] = graph
         if found is not None:
             self.called[key] = found.step()
         return graph

@@ -142,6 +142,7 @@ class ModelRunner:
             if self.pieces:
                 self.pieces.warm_up()
                 self._warm_mixed_steps(self.pieces)
+        self.graphs.loaded = not self.compiled
 
     @torch.inference_mode()
     def capture(

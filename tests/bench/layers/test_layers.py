@@ -420,7 +420,7 @@ def test_what_cannot_be_captured_is_called_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Refusing(Graphs):
-        def capture(self, work: Any) -> Any:
+        def capture(self, work: Any, warm: bool = True) -> Any:
             raise RuntimeError("no such operation while capturing")
 
     monkeypatch.setattr(layers, "make_platform", lambda device: Refusing(torch.device("cpu")))

@@ -21,10 +21,12 @@ class ReplayingPlatform(CpuPlatform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.replays = self.pieces = 0
+        self.replays = self.pieces = self.warmed = 0
 
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        work()
+    def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
+        if warm:
+            work()
+            self.warmed += 1
         out = work().clone()
 
         def replay() -> Tensor:

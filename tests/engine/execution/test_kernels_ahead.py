@@ -80,9 +80,14 @@ def test_a_second_model_of_each_kind_of_layer_meets_the_same_steps(
     assert (first, second) == ("kernels", "MainThread")
     assert least <= layers <= whole
     assert pieces == same == 128
+    graphs = llm.engine.worker.runner.graphs
+    assert graphs is not None
+    assert len(graphs.graphs) > platform.warmed == len(graphs.buckets)
+    platform.warmed = 0
     expected = LLM(tmp_path, **OPTIONS, precompile_kernels=False)
     assert tokens(llm) == tokens(expected)
     assert len(compiled) == 2
+    assert platform.warmed == len(graphs.graphs)
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ SCRIPT = """
 import os
 import threading
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from tests.emulation.cross_compile import AbsentDriver
 from rorqual.ops.reference import FP8, Weight
@@ -28,14 +29,25 @@ from rorqual.ops.triton.rowwise import norm
 from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
 
-driver.set_active(AbsentDriver(90))
+launchers, loaded = [], []
+class Driver(AbsentDriver):
+    def launcher_cls(self, src, metadata):
+        launchers.append((metadata.name, threading.get_ident()))
+        if len(launchers) == 1:
+            raise OSError("no C compiler")
+def load(self):
+    loaded.append((self.metadata.name, threading.get_ident()))
+    if len(loaded) == 1:
+        raise RuntimeError("no room on the device")
+CompiledKernel._init_handles = load
+driver.set_active(Driver(90))
 fp8_gemm.is_hopper = lambda device: True
 x, threads = torch.ones(3, 256, dtype=torch.bfloat16), set()
 submit = precompile.ThreadPoolExecutor.submit
-def seen(self, work):
+def seen(self, work, *args):
     def note():
         threads.add(threading.get_ident())
-        return work()
+        return work(*args)
     return submit(self, note)
 precompile.ThreadPoolExecutor.submit = seen
 
@@ -58,6 +70,11 @@ streaming = kept(fp8_gemm_sm90_streamk._stream_kernel)
 assert [kernel.metadata.name for kernel in streaming] == ["_stream_kernel"] * 2
 assert all(kernel.asm["cubin"] for kernel in streaming + kept(norm._norm_kernel))
 assert len(threads) > 1 or os.cpu_count() == 1, threads
+own = threading.get_ident()
+assert sorted(name for name, _ in launchers) == sorted(name for name, _ in loaded)
+assert {"_stream_kernel", "_norm_kernel"} <= {name for name, _ in loaded}
+assert own not in {thread for _, thread in launchers}
+assert {thread for _, thread in loaded} == {own}
 print("compiled")
 """
 
