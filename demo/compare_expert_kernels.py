@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.hf import read_config_file
-from rorqual.disagg.expert_shard import ExpertShard
+from rorqual.disagg.experts.shard import ExpertShard
 from rorqual.engine.config import EngineConfig
 from rorqual.models.hub import model_folder
 from rorqual.ops.reference import dequantize

@@ -21,7 +21,7 @@ from rorqual.registry.expert_registry import ExpertMembership, ExpertRegistry, e
 from rorqual.registry.experts import ExpertRecord
 
 if TYPE_CHECKING:
-    from rorqual.disagg.expert_server import ExpertServer
+    from rorqual.disagg.experts.server import ExpertServer
 
 log = logging.getLogger("rorqual.experts")
 ENGINE = Flags(
@@ -91,7 +91,7 @@ def experts(
     settings: Settings = None,
 ) -> None:
     """Hold routed experts of a model, and compute with them for servers started with --experts."""
-    from rorqual.disagg.expert_server import serve_experts
+    from rorqual.disagg.experts.server import serve_experts
 
     log_to_stderr("rorqual experts: %(message)s", logging.INFO)
     # callers' lanes wait for one another on streams of their own: none may share a queue

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rorqual.disagg.expert_server import ExpertServer, serve_experts
+from rorqual.disagg.experts.server import ExpertServer, serve_experts
 from tests.disagg.expert_caller import FLOAT, SECRET, Start
 
 

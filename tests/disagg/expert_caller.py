@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rorqual.disagg.expert_server import ExpertServer
+from rorqual.disagg.experts.server import ExpertServer
 from rorqual.parallel.remote.link import introduce, receive, send
 from rorqual.parallel.remote.orders import SlotChange, SlotOrder
 from rorqual.parallel.remote.wire import (

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 from rorqual import LLM  # noqa: E402
-from rorqual.disagg.expert_server import ExpertServer  # noqa: E402
+from rorqual.disagg.experts.server import ExpertServer  # noqa: E402
 from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402

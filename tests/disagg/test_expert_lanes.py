@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rorqual.disagg.expert_server import ExpertServer
-from rorqual.disagg.step_gate import StepGate
+from rorqual.disagg.experts.server import ExpertServer
+from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.errors import CapacityError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.link import LinkError, receive, send

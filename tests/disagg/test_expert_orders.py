@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rorqual.disagg import slot_moves
-from rorqual.disagg.expert_server import ExpertServer
+from rorqual.disagg.experts import slot_moves
+from rorqual.disagg.experts.server import ExpertServer
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.link import send
 from rorqual.parallel.remote.orders import SlotChange

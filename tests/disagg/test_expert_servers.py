@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rorqual import LLM
-from rorqual.disagg.expert_server import ExpertServer, serve_experts
+from rorqual.disagg.experts.server import ExpertServer, serve_experts
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import ConfigError, ExpertsMissing, RorqualError

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rorqual.bench.comm.expert_reads import Reads
-from rorqual.disagg.expert_server import ExpertServer
+from rorqual.disagg.experts.server import ExpertServer
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rorqual.disagg.expert_server import ExpertServer
+from rorqual.disagg.experts.server import ExpertServer
 from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quantize_activation
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig

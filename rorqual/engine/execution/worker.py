@@ -38,13 +38,13 @@ from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
-from rorqual.engine.execution.kernels_ahead import (
+from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.host_room import check_host_memory
+from rorqual.engine.kernels_ahead import (
     beside,
     fits_beside,
     layers_of_all_kinds,
 )
-from rorqual.engine.execution.model_runner import ModelRunner
-from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.micro_batches.kept import KeptTimes
 from rorqual.engine.micro_batches.measure import Limits, measure, off
 from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
-from rorqual.engine.execution import kernels_ahead, worker
-from rorqual.engine.execution.kernels_ahead import beside, fits_beside
+from rorqual.engine import kernels_ahead
+from rorqual.engine.execution import worker
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.kernels_ahead import beside, fits_beside
 from rorqual.errors import LoadError
 from rorqual.models.transformer import Transformer
 from tests.engine.execution.replaying import ReplayingPlatform

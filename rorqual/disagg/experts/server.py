@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from rorqual.disagg.expert_lanes import SharedMemoryLinks
-from rorqual.disagg.expert_shard import ExpertNotHereError, ExpertShard
-from rorqual.disagg.slot_moves import SlotMoves
-from rorqual.disagg.step_gate import StepGate
+from rorqual.disagg.experts.lanes import SharedMemoryLinks
+from rorqual.disagg.experts.shard import ExpertNotHereError, ExpertShard
+from rorqual.disagg.experts.slot_moves import SlotMoves
+from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.engine.balance.initial import expert_layers
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import read_model

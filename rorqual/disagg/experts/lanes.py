@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rorqual.disagg.step_gate import StepGate
+from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.errors import RorqualError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
@@ -42,7 +42,7 @@ from rorqual.parallel.remote.wire import (
 from rorqual.parallel.shared.handle_passing import DescriptorServer
 
 if TYPE_CHECKING:
-    from rorqual.disagg.expert_shard import ExpertShard
+    from rorqual.disagg.experts.shard import ExpertShard
     from rorqual.ops.triton.comm.remote_dispatch import ServerLane
 
 log = logging.getLogger("rorqual.experts")

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rorqual.disagg.expert_shard import ExpertShard
-from rorqual.disagg.step_gate import StepGate
+from rorqual.disagg.experts.shard import ExpertShard
+from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.parallel.remote.orders import SlotChange, SlotOrder
 from rorqual.parallel.remote.wire import Holdings, ranges
 
