@@ -319,7 +319,8 @@ def _combine_kernel(
     homes = tl.load(table + SERVERS + server)  # no kernel writes it
     bases = ()  # before the wait: afterwards they are read for sums at once
     for peer in tl.static_range(SERVERS):
-        bases = bases + (tl.load(table + SERVERS + peer),)  # type: ignore[assignment]  # noqa: RUF005
+        base = tl.load(table + SERVERS + peer)
+        bases = bases + (base,)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     part = tl.program_id(1)
