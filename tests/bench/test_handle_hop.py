@@ -23,7 +23,7 @@ from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
 
 def test_rows_come_back_right(capsys: pytest.CaptureFixture[str]) -> None:
-    setup = HandleHopSetup((1, 3), 2, 256, 6, 4, 1, 2, "cpu", "cpu")
+    setup = HandleHopSetup((1, 12), 2, 256, 6, 4, 1, 2, "cpu", "cpu")
     driver = MemfdDriver()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_ipc, "driver", lambda: driver)
@@ -33,9 +33,9 @@ def test_rows_come_back_right(capsys: pytest.CaptureFixture[str]) -> None:
         gc.collect()
     assert [(hop.rows, hop.fp8, hop.right) for hop in found] == [
         (1, True, True),
-        (3, True, True),
+        (12, True, True),
         (1, False, True),
-        (3, False, True),
+        (12, False, True),
     ]
     # each row picks four of six experts, so both servers get it
     assert [hop.back for hop in found] == [2 * 2 * 256 * hop.rows for hop in found]

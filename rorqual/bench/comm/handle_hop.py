@@ -40,6 +40,7 @@ SILENT = 0  # a layer that answers what lies there
 ECHO = 1  # one that answers the row times its weights
 LAYERS = (SILENT, ECHO)
 WARM = 3
+SILENCE_SECONDS = 30.0  # compiling on a busy machine is no reason to leave a server out
 NVLINK = 450e3  # bytes a us, one way: NVLink 4
 
 
@@ -166,7 +167,10 @@ def _servers(setup: HandleHopSetup, secret: str, module: str) -> Iterator[list[i
         ports = []
         for process in processes:
             assert process.stdout is not None
-            ports.append(int(process.stdout.readline()))
+            port = process.stdout.readline()
+            if not port:
+                raise RuntimeError(f"an expert server ended at its start, with {process.wait()}")
+            ports.append(int(port))
         yield ports
     finally:
         for process in processes:
@@ -197,7 +201,10 @@ def _exchanges(
     areas = LaneAreas(max(setup.rows), setup.hidden, setup.top_k, DTYPE.itemsize)
     calls = HandleCalls(platform, areas, DTYPE, fp8, 1, LAYERS, setup.experts)
     config = RemoteConfig(
-        tuple(("127.0.0.1", port) for port in ports), secret.encode(), transport="handles"
+        tuple(("127.0.0.1", port) for port in ports),
+        secret.encode(),
+        timeout=SILENCE_SECONDS,
+        transport="handles",
     )
     servers = ExpertServers(config, FINGERPRINT, LAYERS, setup.experts, 1, max(setup.rows), calls)
     try:
@@ -216,7 +223,9 @@ def _exchanges(
 def _hop(
     setup: HandleHopSetup, layers: Sequence[HandleExchange], rows: int, fp8: bool
 ) -> HandleHop:
-    device = layers[0].calls.device
+    calls = layers[0].calls
+    device = calls.device
+    epoch = calls.begin()
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, setup.hidden, generator=generator).to(DTYPE).to(device)
     scores = torch.rand(rows, setup.experts, generator=generator)
@@ -240,7 +249,7 @@ def _hop(
     row = setup.hidden + 4 * -(-setup.hidden // ACTIVATION_BLOCK) if fp8 else 2 * setup.hidden
     sent = copies * row + setup.servers * rows * 8 * setup.top_k
     back = copies * 2 * setup.hidden
-    layers[0].calls.check(layers[0].calls.epoch)
+    calls.check(epoch)  # raises where a server was left out on the way
     return HandleHop(
         rows, fp8, statistics.median(times), times[0], sent, back, (sent + back) / NVLINK, right
     )

@@ -145,6 +145,7 @@ class CallerLanes:
                 torch.tensor([place.data_ptr(), back, word], device=self.device),
                 place,
                 torch.full(shape, -1, dtype=torch.int32, device=self.device),
+                torch.zeros(1, dtype=torch.int32, device=self.device),
             )
             for place, back, word in ((inbox, home, stop), (spare, spare_home, practice))
         ]

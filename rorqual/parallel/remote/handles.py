@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
+LANES_SECONDS = 30.0  # for a server to import kernels, make memory, and map another GPU's
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
@@ -122,9 +123,10 @@ class HandleCalls:
         self.tables = torch.zeros(lanes, 2 * most + 2, dtype=torch.int64, device=device)
         self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self.sent = torch.zeros(lanes, areas.rows, dtype=torch.int32, device=device)
+        done = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
         self.lanes = [
-            kernels.CallerLane(areas, table, sent)
-            for table, sent in zip(self.tables, self.sent, strict=True)
+            kernels.CallerLane(areas, table, sent, count)
+            for table, sent, count in zip(self.tables, self.sent, done, strict=True)
         ]
         self.descriptors: DescriptorServer | None = None
         self.servers: Members | None = None
@@ -171,6 +173,7 @@ class HandleCalls:
                 str(self.dtype).removeprefix("torch."),
                 BlockName(self._descriptors().name, token.hex()),
             )
+            sock.settimeout(LANES_SECONDS)
             send(sock, ExpertMessage.LANES, offer.pack())
             kind, data = receive(sock, MOST_LANES_BYTES)
             if kind != ExpertMessage.LANES_MADE:

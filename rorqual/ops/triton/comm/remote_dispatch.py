@@ -14,19 +14,32 @@ Four kernels make one call: `dispatch` sends, `arrive` waits for it at the serve
 | ids     | 4 * rows * top_k    |         |                                    |
 | weights | 4 * rows * top_k    |         |                                    |
 
-A head has three int32: blocks of the other side's kernels that are done, for ever upwards; how
+A head has three int32: rows that the other side's kernels are done with, for ever upwards; how
 far that must have come, which only the buffer's owner writes; and whether the server missed an
 expert of the call.
 
-Row i of every buffer is the caller's row i, so nothing is counted: a call has as many blocks as
-rows at both sides, which graphs hold still anyway, and rows that a server does not get are passed
-over by what computes, as their ids are -1. All ids of all rows are written at each call.
+Row i of every buffer is the caller's row i, so no row is looked for: a call has as many rows at
+both sides, which graphs hold still anyway, and rows that a server does not get are passed over by
+what computes, as their ids are -1. All ids of all rows are written at each call.
+
+A row is several programs'. Programs count themselves in memory of their
+own GPU, and the last adds the call's rows to the other side's flag: one addition over the link
+instead of hundreds to one address, each behind a fence of its own. What a program stores is
+released by its addition to the count, which the last one's acquires, and that one's release of the
+flag passes on (release and acquire are transitive, also from the GPU's scope to the system's, as
+all who count are of one GPU). Few rows that are not rounded are a program each, which adds 1 by
+itself: one trip to memory less.
 
 Which servers there are, and where, is in `table` (caller): inboxes [SERVERS] (0: none), homes
 [SERVERS], the stop word, the report word, all int64 addresses; and in `holders` [E] int64 of a
 layer: how many hold an expert << 32, and their numbers, 4 bits each. Both change in place between
 steps, so captured graphs stay valid. A row's picks take the same turn, so it goes to one of two
 servers that hold the same.
+
+Tables are written by copies, and a copy begins when every kernel before it has ended and ends
+before the next begins: so kernels read `table` before they wait for the kernel in front of them.
+Nothing else may be read so early. Three kernels may be on a GPU at once, and what is two in front
+need not have ended.
 
 Why nobody overwrites what another still reads. Calls of a lane are made in one order, each side on
 one stream:
@@ -54,14 +67,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import at, await_flags
+from rorqual.ops.triton.comm.p2p_flags import await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 HEAD = 256  # bytes
 SERVERS = 8  # that a caller may have at once
 NUMBER_BITS = 4  # of a server, in `holders`
-IDS_AT_ONCE = 1024
+IDS_AT_ONCE = (512, 2048)
+FEW_ROWS = 8  # which are sent by a program each, that sets flags by itself, if not in fp8
+SOME_ROWS = 64  # of up to so many a program takes the first number of columns, of more the second
+COLUMNS_AT_ONCE = (1024, 2048)
 
 
 def _ends(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,6 +113,24 @@ class LaneAreas:
         return _ends((self.rows * self.columns * self.itemsize,))[-1]
 
 
+@triton.jit
+def _set_flags(done, flags, real, rows, COUNTED: tl.constexpr):
+    """Who sees the other side's `flags` sees what this kernel has stored. COUNTED: programs count
+    themselves in `done`, memory of this GPU that is 0 before and after, and the last adds `rows`.
+    Else a program stands for a row, and adds 1."""
+    tl.debug_barrier()  # every thread's stores come before the count and the flags
+    if COUNTED:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        # releases what this program has stored; the last acquires what all others have
+        before = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu")
+        if before == programs - 1:
+            tl.debug_barrier()  # threads that set flags come after the one that has acquired
+            tl.atomic_add(flags, tl.where(real, rows, 0), mask=real, sem="release", scope="sys")
+            tl.store(done, 0)
+    else:
+        tl.atomic_add(flags, real.to(tl.int32), mask=real, sem="release", scope="sys")
+
+
 @triton.jit(do_not_specialize=["rows", "turn"])
 def _dispatch_kernel(
     table,
@@ -105,6 +139,7 @@ def _dispatch_kernel(
     ids,
     weights,
     sent,
+    done,
     rows,
     columns,
     x_row,
@@ -119,22 +154,30 @@ def _dispatch_kernel(
     SERVERS: tl.constexpr,
     BITS: tl.constexpr,
     QUANT: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends row i to each server that has any of its picks, and all of them its ids."""
+    """Program (i, j) sends part j of row i to each server that has any of its picks, and programs
+    (i, 0) all of them its ids."""
+    server = tl.arange(0, SERVERS)
+    inboxes = tl.load(table + server)  # no kernel writes it
+    homes = tl.load(table + SERVERS + server)
+    used = inboxes != 0
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
-    server = tl.arange(0, SERVERS)
+    part = tl.program_id(1)
     pick = tl.arange(0, PICKS)
-    offsets = tl.arange(0, SIZE)
+    offsets = part * SIZE + tl.arange(0, SIZE)
     mine = pick < TOP_K
     inside = offsets < columns
-    # on its way meanwhile
+    first = (row == 0) & (part == 0)
+    # on their way together
     values = tl.load(x + row.to(tl.int64) * x_row + offsets, mask=inside, other=0.0)
-    inboxes = tl.load(table + server)
-    used = inboxes != 0
     expert = tl.load(ids + row * TOP_K + pick, mask=mine, other=-1).to(tl.int32)
     weight = tl.load(weights + row * TOP_K + pick, mask=mine, other=0.0)
+    # for `combine`, which waits for all of this kernel
+    due = (homes + 4).to(tl.pointer_type(tl.int32))
+    tl.store(due, tl.load(due, mask=used & first, other=0) + rows, mask=used & first)
     known = tl.load(holders + expert, mask=expert >= 0, other=0)
     count = (known >> 32).to(tl.int32)
     place = (row + turn) % tl.maximum(count, 1)
@@ -143,49 +186,45 @@ def _dispatch_kernel(
     wants = holder[None, :] == server[:, None]
     goes = tl.max(wants.to(tl.int32), 1)
     to = tl.sum(goes << server)
-    tl.store(sent + row, to)
 
-    topk_offsets = tl.broadcast_to((row * TOP_K + pick)[None, :], (SERVERS, PICKS))
-    there = used[:, None] & mine[None, :]
-    tl.store(
-        (inboxes + ids_at).to(tl.pointer_type(tl.int32))[:, None] + topk_offsets,
-        tl.where(wants, tl.broadcast_to(expert[None, :], (SERVERS, PICKS)), -1),
-        mask=there,
-    )
-    tl.store(
-        (inboxes + weights_at).to(tl.pointer_type(tl.float32))[:, None] + topk_offsets,
-        tl.broadcast_to(weight[None, :], (SERVERS, PICKS)),
-        mask=there,
-    )
-    homeless = tl.max(tl.where((expert >= 0) & (count == 0), 1, 0))
-    if homeless > 0:
-        tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
+    if part == 0:
+        tl.store(sent + row, to)
+        topk_offsets = tl.broadcast_to((row * TOP_K + pick)[None, :], (SERVERS, PICKS))
+        there = used[:, None] & mine[None, :]
+        tl.store(
+            (inboxes + ids_at).to(tl.pointer_type(tl.int32))[:, None] + topk_offsets,
+            tl.where(wants, tl.broadcast_to(expert[None, :], (SERVERS, PICKS)), -1),
+            mask=there,
+        )
+        tl.store(
+            (inboxes + weights_at).to(tl.pointer_type(tl.float32))[:, None] + topk_offsets,
+            tl.broadcast_to(weight[None, :], (SERVERS, PICKS)),
+            mask=there,
+        )
+        homeless = tl.max(tl.where((expert >= 0) & (count == 0), 1, 0))
+        if homeless > 0:
+            tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
 
-    scale_blocks = 0
-    scale_columns = 0
     scales = values
     if QUANT:
-        scale_blocks = tl.arange(0, SIZE // 128)
-        scale_columns = (columns + 127) // 128
         values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
         values = tl.reshape(values, (SIZE,))
     for step in range(SERVERS):
-        peer = (row + step) % SERVERS  # blocks begin with different servers
+        peer = (row + step) % SERVERS  # rows begin with different servers
         if ((to >> peer) & 1) > 0:
-            base = tl.load(table + peer)
-            data = (base + data_at).to(tl.pointer_type(values.dtype))
+            data = (tl.load(table + peer) + data_at).to(tl.pointer_type(values.dtype))
             data = tl.multiple_of(data, 16) + row.to(tl.int64) * columns
             tl.store(data + offsets, values, mask=inside)
-            if QUANT:
-                factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + row * scale_columns
-                tl.store(factors + scale_blocks, scales, mask=scale_blocks < scale_columns)
-    tl.debug_barrier()  # every thread's stores come before the flags
-    flags = inboxes.to(tl.pointer_type(tl.int32))
-    tl.atomic_add(flags, tl.full([SERVERS], 1, tl.int32), mask=used, sem="release", scope="sys")
-    if row == 0:
-        homes = tl.load(table + SERVERS + server)
-        due = (homes + 4).to(tl.pointer_type(tl.int32))
-        tl.store(due, tl.load(due, mask=used, other=0) + rows, mask=used)
+    if QUANT:
+        block = part * (SIZE // 128) + tl.arange(0, SIZE // 128)
+        blocks = (columns + 127) // 128
+        factors = (inboxes + scales_at).to(tl.pointer_type(tl.float32)) + row * blocks
+        tl.store(
+            factors[:, None] + block[None, :],
+            tl.broadcast_to(scales[None, :], (SERVERS, SIZE // 128)),
+            mask=(goes > 0)[:, None] & (block < blocks)[None, :],
+        )
+    _set_flags(done, inboxes.to(tl.pointer_type(tl.int32)), used, rows, COUNTED)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -200,18 +239,18 @@ def _arrival_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One block. Later kernels are let in only when all is there: they may keep lines of memory
+    """One program. Later kernels are let in only when all is there: they may keep lines of memory
     that change while this one waits. They take their places while ids are looked up."""
+    inbox = tl.load(table)  # no kernel writes it
     if DEPENDENT:
         gdc_wait()
-    inbox = tl.load(table)
     one = tl.arange(0, 1)
     due = (inbox + 4).to(tl.pointer_type(tl.int32))
     least = tl.load(due) + rows
-    await_flags(table, inbox.to(tl.pointer_type(tl.int32)), one, one < 1, least, 2)
+    await_flags(table, inbox.to(tl.pointer_type(tl.int32)), one, one < 1, least, 2, LOADS=True)
     if DEPENDENT:
         gdc_launch_dependents()
-    ids = at(table, 0, ids_at, tl.int32)
+    ids = tl.multiple_of((inbox + ids_at).to(tl.pointer_type(tl.int32)), 16)
     total = rows * TOP_K
     missed = tl.full([CHUNK], 0, tl.int32)
     for start in range(0, total, CHUNK):
@@ -225,36 +264,42 @@ def _arrival_kernel(
     tl.store((inbox + 8).to(tl.pointer_type(tl.int32)), tl.max(missed))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _send_home_kernel(
     table,
     local,
     y,
+    done,
+    rows,
     columns,
     sums_at,
     TOP_K: tl.constexpr,
     PICKS: tl.constexpr,
     SIZE: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends row i home, if anything was computed of it."""
+    """Program (i, j) sends part j of row i home, if anything was computed of it."""
+    inbox = tl.load(table)  # no kernel writes it
+    home = tl.load(table + 1)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
+    part = tl.program_id(1)
+    first = (row == 0) & (part == 0)
     pick = tl.arange(0, PICKS)
-    offsets = tl.arange(0, SIZE)
+    offsets = part * SIZE + tl.arange(0, SIZE)
     kind: tl.constexpr = y.dtype.element_ty
     start = row.to(tl.int64) * columns
-    values = tl.load(y + start + offsets, mask=offsets < columns)  # on its way meanwhile
+    # on their way together
     slot = tl.load(local + row * TOP_K + pick, mask=pick < TOP_K, other=-1)
-    home = tl.load(table + 1)
+    missed = tl.load((inbox + 8).to(tl.pointer_type(tl.int32)), mask=first, other=0)
+    values = tl.load(y + start + offsets, mask=offsets < columns)
     if tl.max(slot) >= 0:
-        target = at(table, 1, sums_at, kind) + start
+        target = tl.multiple_of((home + sums_at).to(tl.pointer_type(kind)), 16) + start
         tl.store(target + offsets, values, mask=offsets < columns)
-    if row == 0:
-        missed = tl.load((tl.load(table) + 8).to(tl.pointer_type(tl.int32)))
-        tl.store((home + 8).to(tl.pointer_type(tl.int32)), missed)
-    tl.debug_barrier()
-    tl.atomic_add(home.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+    tl.store((home + 8).to(tl.pointer_type(tl.int32)), missed, mask=first)
+    flags = home.to(tl.pointer_type(tl.int32)) + tl.arange(0, 1)
+    _set_flags(done, flags, tl.full([1], 1, tl.int1), rows, COUNTED)
 
 
 @triton.jit
@@ -268,30 +313,37 @@ def _combine_kernel(
     SERVERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[i] = the sum of what came back for row i, in fp32 and in the order of servers."""
+    """Part j of out[i] = the sum of what came back for row i, in fp32 and in the order of
+    servers."""
+    server = tl.arange(0, SERVERS)
+    homes = tl.load(table + SERVERS + server)  # no kernel writes it
+    bases = ()  # before the wait: afterwards they are read for sums at once
+    for peer in tl.static_range(SERVERS):
+        base = tl.load(table + SERVERS + peer)
+        bases = bases + (base,)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
-    server = tl.arange(0, SERVERS)
-    offsets = tl.arange(0, SIZE)
-    homes = tl.load(table + SERVERS + server)
+    part = tl.program_id(1)
+    offsets = part * SIZE + tl.arange(0, SIZE)
     used = homes != 0
     due = tl.load((homes + 4).to(tl.pointer_type(tl.int32)), mask=used, other=0)
     flags = homes.to(tl.pointer_type(tl.int32))
     to = tl.load(sent + row)
-    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS)
+    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS, LOADS=True)
     kind: tl.constexpr = out.dtype.element_ty
     start = row.to(tl.int64) * columns
     total = tl.zeros([SIZE], tl.float32)
     for peer in tl.static_range(SERVERS):
-        part = tl.load(
-            at(table, SERVERS + peer, sums_at, kind) + start + offsets,
+        sums = tl.multiple_of((bases[peer] + sums_at).to(tl.pointer_type(kind)), 16)
+        found = tl.load(
+            sums + start + offsets,
             mask=(offsets < columns) & (((to >> peer) & 1) > 0),
             other=0.0,
             cache_modifier=".cg",
         )
-        total += part.to(tl.float32)
+        total += found.to(tl.float32)
     tl.store(out + start + offsets, total.to(kind), mask=offsets < columns)
-    if row == 0:
+    if (row == 0) & (part == 0):
         missed = tl.load(
             (homes + 8).to(tl.pointer_type(tl.int32)), mask=used, other=0, cache_modifier=".cg"
         )
@@ -302,22 +354,24 @@ def _combine_kernel(
 @dataclass(frozen=True, eq=False)
 class CallerLane:
     """table [2 * SERVERS + 2] int64; sent [areas.rows] int32: the servers that each row of the call
-    under way went to, a bit each."""
+    under way went to, a bit each; done [1] int32, 0 between kernels."""
 
     areas: LaneAreas
     table: Tensor
     sent: Tensor
+    done: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ServerLane:
     """table [3] int64: addresses of the inbox, of home, and of the stop word; inbox: [inbox_size]
-    uint8; local [rows, top_k] int32."""
+    uint8; local [rows, top_k] int32; done [1] int32, 0 between kernels."""
 
     areas: LaneAreas
     table: Tensor
     inbox: Tensor
     local: Tensor
+    done: Tensor
 
 
 def pack_holders(numbers: list[int]) -> int:
@@ -346,14 +400,16 @@ def dispatch(
     assert (columns, ids.shape[1]) == (areas.columns, areas.top_k), (x.shape, ids.shape, areas)
     assert x.stride(1) == 1
     assert x.element_size() == areas.itemsize
-    size = max(128, next_power(columns))
-    _dispatch_kernel[rows,](
+    counted = fp8 or rows > FEW_ROWS
+    size = _columns_at_once(rows, columns, counted)
+    _dispatch_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         holders,
         x,
         ids.contiguous(),
         weights.contiguous(),
         lane.sent,
+        lane.done,
         rows,
         columns,
         x.stride(0),
@@ -365,6 +421,7 @@ def dispatch(
         SERVERS,
         NUMBER_BITS,
         fp8,
+        counted,
         num_warps=_warps(size),
         **dependent(x.device),
     )
@@ -374,6 +431,8 @@ def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
     """A call of so many rows is there for the kernels behind this one, and its ids looked up in
     `places` [>= E]: the slot of each expert or -1."""
     areas = lane.areas
+    (few, many) = IDS_AT_ONCE
+    at_once = few if rows * areas.top_k <= few else many
     _arrival_kernel[1,](
         lane.table,
         places,
@@ -382,8 +441,8 @@ def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
         places.shape[0],
         areas.inbox[2],
         areas.top_k,
-        min(IDS_AT_ONCE, next_power(areas.rows * areas.top_k)),
-        num_warps=4,
+        at_once,
+        num_warps=at_once // 128,
         **dependent(lane.table.device),
     )
 
@@ -415,16 +474,20 @@ def send_home(lane: ServerLane, y: Tensor) -> None:
     assert columns == areas.columns, (y.shape, areas)
     assert y.element_size() == areas.itemsize
     assert y.is_contiguous()
-    size = next_power(columns)
-    _send_home_kernel[rows,](
+    counted = rows > FEW_ROWS
+    size = _columns_at_once(rows, columns, counted)
+    _send_home_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         lane.local,
         y,
+        lane.done,
+        rows,
         columns,
         HEAD,
         areas.top_k,
         next_power(areas.top_k),
         size,
+        counted,
         num_warps=_warps(size),
         **dependent(y.device),
     )
@@ -435,8 +498,8 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
     were dispatched."""
     (rows, columns) = like.shape
     out = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
-    size = next_power(columns)
-    _combine_kernel[rows,](
+    size = _columns_at_once(rows, columns, True)
+    _combine_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         lane.sent,
         out,
@@ -450,5 +513,11 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
     return out
 
 
+def _columns_at_once(rows: int, columns: int, parts: bool) -> int:
+    """Of a program: a power of 2 from 128. parts: whether a row may be several programs'."""
+    whole = max(128, next_power(columns))
+    return min(whole, COLUMNS_AT_ONCE[rows > SOME_ROWS]) if parts else whole
+
+
 def _warps(size: int) -> int:
-    return min(8, max(1, size // 512))
+    return min(8, max(1, size // 256))

@@ -27,7 +27,11 @@ def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
     peak = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4)
     if EXACT:
         scale = tl.div_rn(peak, 448.0)
-        data = tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (BLOCKS, 128)))
+        divisor = tl.broadcast_to(scale[:, None], (BLOCKS, 128))
+        # 0 / x would leave the fast path of a division; a zero keeps its sign
+        data = tl.where(
+            blocks == 0, blocks, tl.div_rn(tl.where(blocks == 0, divisor, blocks), divisor)
+        )
     else:
         scale = peak / 448.0
         data = blocks / scale[:, None]

@@ -45,15 +45,17 @@ class Pairs:
             table[count + number] = home.data_ptr()
         table[2 * count :] = torch.tensor([stop, report])
         sent = torch.full((ROWS,), -1, dtype=torch.int32, device=DEVICE)
-        self.caller = kernels.CallerLane(self.areas, table.to(DEVICE), sent)
+        counts = torch.zeros(len(self.held) + 1, 1, dtype=torch.int32, device=DEVICE)
+        self.caller = kernels.CallerLane(self.areas, table.to(DEVICE), sent, counts[-1])
         self.servers = [
             kernels.ServerLane(
                 self.areas,
                 torch.tensor([inbox.data_ptr(), home.data_ptr(), stop], device=DEVICE),
                 inbox,
                 torch.full((ROWS, TOP_K), 77, dtype=torch.int32, device=DEVICE),
+                count,
             )
-            for inbox, home in zip(self.inboxes, self.homes, strict=True)
+            for inbox, home, count in zip(self.inboxes, self.homes, counts[:-1], strict=True)
         ]
         self.places = []
         for experts in self.held:
@@ -112,8 +114,18 @@ SPREADS = [
 ]
 
 
+@pytest.fixture(params=[(8, (256, 256)), (1, (128, 128))], ids=["whole", "parts"])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program a row, which sets flags by itself; or, from two rows on, two programs of 128
+    columns, which count themselves."""
+    (few, columns) = request.param
+    monkeypatch.setattr(kernels, "FEW_ROWS", few)
+    monkeypatch.setattr(kernels, "COLUMNS_AT_ONCE", columns)
+
+
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.usefixtures("programs")
 def test_rows_meet_their_experts_and_come_back(spread: list[list[int]], fp8: bool) -> None:
     pairs = Pairs(spread)
     for number, rows in enumerate((ROWS, 1, 3, ROWS)):
@@ -124,6 +136,25 @@ def test_rows_meet_their_experts_and_come_back(spread: list[list[int]], fp8: boo
     heads = [memory[:8].view(torch.int32).tolist() for memory in (*pairs.inboxes, *pairs.homes)]
     assert heads == [[2 * ROWS + 4] * 2] * len(heads)
     assert pairs.words.tolist() == [0, 0]
+    assert not any(int(lane.done) for lane in (pairs.caller, *pairs.servers))
+
+
+@pytest.mark.usefixtures("programs")
+def test_rows_in_fp8_are_the_definition_s_to_the_bit() -> None:
+    """Zeros of both signs, blocks of nothing else, and values far apart among them."""
+    pairs = Pairs([list(range(EXPERTS))])
+    x, ids, weights = given(ROWS, 0, torch.float32)
+    x[0] = 0.0
+    x[1, :128] = -0.0
+    x[2, ::3] = 0.0
+    x[3, ::5] = -0.0
+    x[4, ::2] *= 1e-30
+    x[5] *= 1e30
+    kernels.dispatch(pairs.caller, pairs.holders, x, ids, weights, 0, True)
+    parts, _, _ = kernels.arrived(pairs.servers[0], ROWS, torch.float32, True)
+    wanted = reference.quantize_activation(x)
+    assert torch.equal(parts[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(parts[1], wanted[1])
 
 
 def test_a_row_goes_to_one_of_two_servers_that_hold_the_same() -> None:
@@ -161,6 +192,7 @@ def test_a_server_reports_what_it_does_not_hold(expert: int) -> None:
     assert pairs.words.tolist() == [0, 1]
 
 
+@pytest.mark.usefixtures("programs")
 def test_a_wait_ends_by_the_stop_word_and_counts_go_on() -> None:
     pairs = Pairs([list(range(EXPERTS))])
     x, ids, weights = given(2, 0, torch.float32)
