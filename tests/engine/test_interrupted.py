@@ -278,7 +278,7 @@ class TornGraphs(DecodeGraphs):
 def test_a_recorded_step_takes_the_slots_asked_for() -> None:
     """Slots that the step before left on the device are sent again unless that is sure."""
     platform = CpuPlatform(torch.device("cpu"))
-    platform.capture = lambda work: work  # type: ignore[method-assign]
+    platform.capture = lambda work, warm=True: work  # type: ignore[method-assign]
     graphs = TornGraphs(
         lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4
     )
