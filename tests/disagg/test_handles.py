@@ -176,8 +176,8 @@ def test_pages_come_to_the_cache_at_once(keeper: HandingKeeper, reader: HandedRe
     assert not reader.ranges.held
 
 
-def test_a_little_memory_is_enough_for_that(keeper: HandingKeeper, driver: MemfdDriver) -> None:
-    reader = HandedReader(keeper.memory.size)
+def test_that_takes_no_memory_of_the_reader_s(keeper: HandingKeeper, driver: MemfdDriver) -> None:
+    reader = HandedReader(0)
     found = placing(keeper, reader)
     run(reader, found)
     assert (found.found, found.error) == (4, "")
