@@ -26,6 +26,10 @@ class PageMover(Protocol):
 
     def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None: ...
 
+    def warm(self, pages: Tensor) -> None:
+        """Before the first `scatter` from afar to some of these pages."""
+        ...
+
 
 class PlaneMover:
     """A PageMover of torch's calls, one for each plane ([pages, page_size, ...])."""
@@ -50,6 +54,9 @@ class PlaneMover:
         for plane, columns in self._parts(rows):
             came = columns.clone().view(plane.dtype)
             plane.index_copy_(0, pages, came.view(len(pages), *plane.shape[1:]))
+
+    def warm(self, pages: Tensor) -> None:
+        """Nothing is compiled."""
 
 
 class PageMemory:
@@ -154,6 +161,7 @@ class PageMemory:
         that is mapped here, to n of these pages from number `first` on."""
         where = self.platform.to_device(torch.tensor(pages))
         mover = self._mover(part)
+        mover.warm(where)
 
         def place(first: int, rows: Tensor) -> None:
             mover.scatter(rows, where[first : first + len(rows)], far=True)

@@ -153,11 +153,13 @@ class HandedLink:
         leases = self.pages.leases
         while self.filling:  # they need not wait for these
             self._tell(sock)
-        while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
-            send(sock, PageMessage.COMING)
-        if found is not Found.HERE:
-            return False
         self.places = leases.places(lease, keys)
+        if not self.places:
+            while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
+                send(sock, PageMessage.COMING)
+            if found is not Found.HERE:
+                return False
+            self.places = leases.places(lease, keys)
         if self.places:
             self.numbers = self.pages.memory.numbers(self.places)
         return bool(self.places)

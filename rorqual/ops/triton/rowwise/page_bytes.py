@@ -74,7 +74,7 @@ def _copy_piece(
         tl.store(own, tl.load(row, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _page_bytes_kernel(
     pages,
     planes,
@@ -105,7 +105,8 @@ def _page_bytes_kernel(
     )
 
 
-@triton.jit
+# one kernel for any number of pages, and wherever among others their numbers begin
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["pages"])
 def _far_rows_kernel(
     pages,
     planes,
@@ -194,11 +195,17 @@ class PlaneTable:
         another GPU's, mapped here."""
         self._launch(pages, rows, False, far)
 
+    def warm(self, pages: Tensor) -> None:
+        """Launches a `scatter` of no pages from afar: what is done once for a kernel is done, and
+        the next launch finds what it needs in the processor's caches."""
+        rows = pages.view(torch.uint8)[:0]  # any address that is one
+        self._launch(pages[:0], rows, False, True)
+
     def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool, far: bool) -> None:
-        assert rows.shape[1] == self.size
+        assert not len(rows) or rows.shape[1] == self.size
         assert rows.is_contiguous()
         assert pages.shape[0] <= rows.shape[0]
-        if not pages.shape[0]:
+        if not pages.shape[0] and not far:
             return
         # rows may begin anywhere, and then fewer bytes go at once than planes would allow
         assert rows.data_ptr() % self.unit == 0, f"rows begin at a multiple of {self.unit} bytes"
@@ -212,7 +219,7 @@ class PlaneTable:
             triton.cdiv(self.tokens * self.width, SIZE),
         )
         if far:
-            _far_rows_kernel[(min(FAR_PROGRAMS, grid[0] * grid[1] * grid[2]),)](
+            _far_rows_kernel[(max(1, min(FAR_PROGRAMS, grid[0] * grid[1] * grid[2])),)](
                 pages,
                 self.planes,
                 rows.view(kind),

@@ -108,3 +108,7 @@ def test_no_pages() -> None:
     rows = torch.zeros(1, table.size, dtype=torch.uint8, device=DEVICE)
     table.gather(torch.empty(0, dtype=torch.int64, device=DEVICE), rows)
     assert not rows.any()
+    planes = planes_of("heads")
+    before = [one.clone() for one in planes]
+    PlaneTable.of(planes).warm(torch.tensor([1, 2], device=DEVICE))
+    assert all(same_bytes(one, was) for one, was in zip(planes, before, strict=True))
