@@ -19,11 +19,16 @@ MOST_PARTS = 256  # whose planes are remembered
 
 
 class PageMover(Protocol):
-    """Pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device."""
+    """Pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device. far:
+    the rows are another's, mapped here."""
 
     def gather(self, pages: Tensor, rows: Tensor) -> None: ...
 
-    def scatter(self, rows: Tensor, pages: Tensor) -> None: ...
+    def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None: ...
+
+    def warm(self, pages: Tensor) -> None:
+        """Before the first `scatter` from afar to some of these pages."""
+        ...
 
 
 class PlaneMover:
@@ -45,10 +50,13 @@ class PlaneMover:
             found = plane.index_select(0, pages).view(len(pages), -1)
             columns.copy_(found.view(torch.uint8))
 
-    def scatter(self, rows: Tensor, pages: Tensor) -> None:
+    def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None:
         for plane, columns in self._parts(rows):
             came = columns.clone().view(plane.dtype)
             plane.index_copy_(0, pages, came.view(len(pages), *plane.shape[1:]))
+
+    def warm(self, pages: Tensor) -> None:
+        """Nothing is compiled."""
 
 
 class PageMemory:
@@ -58,6 +66,7 @@ class PageMemory:
         self.pool = pool
         self.platform = platform
         self.held = held or whole_part(pool.spec)
+        self.sizes: dict[PagePart, int] = {}  # a quarter of a millisecond to work out
         self.size = self.part_size(self.held)  # bytes of a page
         self.movers: dict[PagePart, PageMover] = {}
         self.lock = threading.Lock()
@@ -78,7 +87,12 @@ class PageMemory:
 
     def part_size(self, part: PagePart, page_size: int | None = None) -> int:
         """Bytes of `part` of a page of `page_size` tokens, the pool's own if left out."""
-        own = sum(plane[0].numel() * plane.element_size() for plane in self._planes(part))
+        own = self.sizes.get(part)
+        if own is None:
+            if len(self.sizes) >= MOST_PARTS:
+                self.sizes.clear()
+            own = sum(plane[0].numel() * plane.element_size() for plane in self._planes(part))
+            self.sizes[part] = own
         return own // self.pool.spec.page_size * (page_size or self.pool.spec.page_size)
 
     def rows(self, count: int, size: int | None = None) -> Tensor:
@@ -117,25 +131,42 @@ class PageMemory:
 
         return PlaneTable.of(planes)
 
+    def numbers(self, pages: Sequence[tuple[int, Mark | None]]) -> Tensor:
+        """For calls of `gather` with some of these each: [n] int64 on the device."""
+        with self.platform.background():
+            return self.platform.to_device(torch.tensor([page for page, _ in pages]))
+
     def gather(
-        self, pages: Sequence[tuple[int, Mark | None]], rows: Tensor, part: PagePart
+        self,
+        pages: Sequence[tuple[int, Mark | None]],
+        rows: Tensor,
+        part: PagePart,
+        where: Tensor | None = None,
     ) -> Callable[[], None]:
         """Start to copy `part` of pages to rows [n, size] of the device's memory, beside the steps:
         on any thread. The result waits for that, on any thread. Each page behind its mark, if it
-        has one (WrittenLayers)."""
+        has one (WrittenLayers). where: their `numbers`."""
         with self.platform.background():
             for _, after in pages:
                 if after is not None:
                     after()
-            where = self.platform.to_device(torch.tensor([page for page, _ in pages]))
+            if where is None:
+                where = self.platform.to_device(torch.tensor([page for page, _ in pages]))
             self._mover(part).gather(where, rows)
             return self.platform.reached()
 
-    def place(self, pages: Sequence[int], rows: Tensor, part: PagePart) -> None:
-        """Launch, in the present context, the copy of rows [n, size] of the device's memory to
-        `part` of these pages."""
+    def placing(self, pages: Sequence[int], part: PagePart) -> Callable[[int, Tensor], None]:
+        """Prepares, in the present context, that `part` of pages be filled. The result, called in
+        the same context, launches the copy of rows [n, size], of this device's memory or another's
+        that is mapped here, to n of these pages from number `first` on."""
         where = self.platform.to_device(torch.tensor(pages))
-        self._mover(part).scatter(rows, where)
+        mover = self._mover(part)
+        mover.warm(where)
+
+        def place(first: int, rows: Tensor) -> None:
+            mover.scatter(rows, where[first : first + len(rows)], far=True)
+
+        return place
 
     def write(
         self,

@@ -34,7 +34,9 @@ from rorqual.parallel.remote.link import LinkError, send
 
 ROOM_SECONDS = 1.0  # that a prompt waits for room on the device, others' being placed
 WINDOW_SECONDS = 20.0  # that a window's pages wait for it on their way to host memory
-LOOK_SECONDS = 0.0001  # between two looks at the link while a read runs
+SPIN_SECONDS = 0.003  # since something came, that the link is looked at without a pause
+LOOK_MILLISECONDS = 1  # between two looks at a read then
+WAIT_SECONDS = 0.001  # for a read's end, where nothing else can be done
 
 
 @dataclass
@@ -57,16 +59,8 @@ class HandedReads:
         self.running = 0  # prompts, in `read`
         self.lock = threading.Lock()
 
-    def rows(
-        self,
-        memory: PageMemory,
-        count: int,
-        size: int,
-        place: Callable[[int, Tensor], None] | None = None,
-    ) -> RowsOfPages:
-        """For so many pages; `release` gives them back. place: as of RowsOfPages."""
-        if place is not None:
-            return RowsOfPages(size, None, None, place)
+    def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
+        """For so many pages; `release` gives them back."""
         held = self.ranges.take(count * size, ROOM_SECONDS)
         if held is None:
             return RowsOfPages(size, memory.rows(count, size))
@@ -100,6 +94,8 @@ class HandedReads:
             for start in range(0, len(keys), MOST_KEYS):
                 some = list(keys[start : start + MOST_KEYS])
                 send(sock, PageMessage.STAGE, pack_read(lease, part, some))
+                if into.prepare is not None and not start:
+                    into.prepare()
                 reading = PagesInFlight(self, sock, into, start, start + len(some))
                 try:
                     yield from reading.counts(coming)
@@ -135,11 +131,28 @@ class PagesInFlight:
         self.confirming: deque[int] = deque()  # pages of windows that were asked about
         self.given_up = False
         self.error = ""  # what is wrong with the pages behind those that came
+        self.incoming = select.poll()
+        self.incoming.register(sock, select.POLLIN)
+        self.busy_until = time.monotonic() + SPIN_SECONDS
+
+    def _is_told(self) -> bool:
+        """Whether a message is to be taken; reads are looked at meanwhile."""
+        if self.incoming.poll(0):
+            self.busy_until = time.monotonic() + SPIN_SECONDS
+            return True
+        if self.running and self._look_at_oldest():
+            self.busy_until = time.monotonic() + SPIN_SECONDS
+            return False
+        if time.monotonic() < self.busy_until:
+            return False
+        if not self.running:
+            return True
+        self.incoming.poll(LOOK_MILLISECONDS)
+        return False
 
     def counts(self, coming: Callable[[], bool]) -> Iterator[int]:
         while self.asked < self.stop or self.running or self.confirming:
-            if self.running and not select.select([self.sock], [], [], 0)[0]:
-                self._look_at_oldest()
+            if not self._is_told():
                 continue
             kind, data = receive(self.sock, STAGED.size + MOST_DESCRIPTION)
             if kind is PageMessage.COMING:
@@ -172,16 +185,16 @@ class PagesInFlight:
             return
         size = count * self.size
         held = self.into.held
+        place = self._placing(self.asked, count)
         passing = None
-        if held is None:
+        local = 0
+        if held is not None:
+            local = held.offset + self.asked * self.size
+        elif place is None:
             passing = self._passing(size)
             local = passing.offset
-        else:
-            local = held.offset + self.asked * self.size
         try:
-            ticket = self.reads.transport.read(
-                data[STAGED.size :], offset, local, size, self._placing(self.asked, count)
-            )
+            ticket = self.reads.transport.read(data[STAGED.size :], offset, local, size, place)
         except BaseException:
             if passing is not None:
                 self.reads.ranges.release(passing)
@@ -199,7 +212,7 @@ class PagesInFlight:
     def _passing(self, size: int) -> HeldRange:
         found = self.reads.ranges.take(size, 0)
         while found is None and self.running:  # which may hold what is wanted
-            self._look_at_oldest()
+            self._look_at_oldest(WAIT_SECONDS)
             found = self.reads.ranges.take(size, 0)
         found = found or self.reads.ranges.take(size, WINDOW_SECONDS)
         if found is None:
@@ -207,13 +220,14 @@ class PagesInFlight:
         self.reads._behind(found)
         return found
 
-    def _look_at_oldest(self) -> None:
+    def _look_at_oldest(self, seconds: float = 0.0) -> bool:
+        """Whether it is over, and the keeper asked about it."""
         read = self.running[0]
-        state = self.reads.transport.poll(read.ticket, LOOK_SECONDS)
+        state = self.reads.transport.poll(read.ticket, seconds)
         if state is ReadState.RUNNING:
             if time.monotonic() > read.deadline:
                 raise LinkError(f"the pages did not come within {READ_SECONDS:g} s")
-            return
+            return False
         self.running.popleft()
         try:
             if state is not ReadState.DONE:
@@ -225,6 +239,7 @@ class PagesInFlight:
                 self.reads.ranges.release(read.passing)
         send(self.sock, PageMessage.CONFIRM, CONFIRM.pack(read.generation))
         self.confirming.append(read.count)
+        return True
 
     def _to_host(self, first: int, count: int, passing: HeldRange, rows: Tensor) -> None:
         rows = rows[first : first + count]
@@ -245,10 +260,10 @@ class PagesInFlight:
             read = self.running.popleft()
             left = max(0.0, read.deadline - time.monotonic())
             held = read.passing or self.into.held
-            assert held is not None
             if self.reads.transport.poll(read.ticket, left) is ReadState.RUNNING:
                 self.reads.transport.cancel(read.ticket)
-                self.reads.ranges.set_aside(held)
+                if held is not None:  # the steps wait for what is written to the cache
+                    self.reads.ranges.set_aside(held)
             elif read.passing is not None:
                 self.reads.ranges.release(read.passing)
 

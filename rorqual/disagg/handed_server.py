@@ -8,14 +8,19 @@ A page's lease is looked at before and after: while it is open nobody writes to 
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
+from torch import Tensor
+
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
+from rorqual.cache.written_layers import Mark
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage, receive
 from rorqual.disagg.staged_server import StagedPages, check_confirm, nothing
@@ -28,6 +33,7 @@ from rorqual.parallel.remote.link import LinkError, send
 WINDOW_SECONDS = 5.0  # that a reader waits for a window
 RAMP = (2,)  # the first windows of a prompt are filled to such a part: the link begins sooner
 AHEAD = 2  # windows of which the copies are launched before the first is waited for
+SPIN_SECONDS = 0.003  # since a window went out, that its reader is listened for without a pause
 
 
 class HandedPages:
@@ -67,8 +73,13 @@ class HandedLink:
         self.filling: deque[FilledWindow] = deque()
         self.size = 0  # bytes of a page's part
         self.lease = b""
+        self.description = b""
+        self.told = 0  # pages, of those asked for last
+        self.places: list[tuple[int, Mark | None]] = []  # of the next pages, as far as known
+        self.numbers: Tensor | None = None  # the same, on the device
         self.confirmed = 0  # pages, since `confirm` last told how many
         self.refusal = ""
+        self.busy_until = 0.0
 
     def stage(
         self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
@@ -80,8 +91,10 @@ class HandedLink:
         self.lease = lease
         self.size = self.pages.memory.part_size(part)
         most = self.pages.windows.size // self.size
+        self.told = 0
+        self.places = []
         try:
-            description = self.pages.transport.describe()
+            self.description = self.pages.transport.describe()
         except TransportError as error:
             send(sock, PageMessage.UNSTAGED, str(error).encode())
             return
@@ -89,75 +102,114 @@ class HandedLink:
             reason = f"{self.size} bytes of a page do not fit into a window of its staging memory"
             send(sock, PageMessage.UNSTAGED, reason.encode())
             return
-        begun = told = 0
+        begun = 0
         parts = chain(RAMP, repeat(1))
         while begun < len(keys):
-            some = keys[begun:][: max(1, most // next(parts))]
-            if not self._begin(sock, lease, part, some):
+            count = max(1, most // next(parts))
+            if not self._begin(sock, lease, part, keys[begun:], count):
                 break
             begun += self.filling[-1].count
-            if len(self.filling) == AHEAD or not told:  # the reader waits for the first
-                told += self._tell(sock, description)
+            if len(self.filling) == AHEAD or not self.told:  # the reader waits for the first
+                self._tell(sock)
         while self.filling:
-            told += self._tell(sock, description)
+            self._tell(sock)
         if self.refusal:
             send(sock, PageMessage.UNSTAGED, self.refusal.encode())
-        elif told < len(keys) or not keys:
-            send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + description)
+        elif self.told < len(keys) or not keys:
+            send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + self.description)
+        self.busy_until = time.monotonic() + SPIN_SECONDS
 
     def _begin(
-        self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
+        self,
+        sock: socket.socket,
+        lease: bytes,
+        part: PagePart,
+        keys: Sequence[bytes],
+        most: int,
     ) -> bool:
-        """Whether at least one of these pages is there: the first ones that are, are being copied
-        into a window."""
-        leases = self.pages.leases
-        while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
-            send(sock, PageMessage.COMING)
-        if found is not Found.HERE:
-            return False
-        places = leases.places(lease, keys)
-        if not places:
+        """Whether at least one of these pages is there: the first ones that are, `most` of them at
+        most, are being copied into a window."""
+        if not self.places and not self._look_up(sock, lease, keys):
             return False
         window = self._take(sock)
         if window is None:
             self.refusal = "its staging memory is in use by others"
             return False
+        places = self.places[:most]
+        if not places or self.numbers is None:  # the lease ended meanwhile
+            self.pages.windows.release(window)
+            return False
+        numbers = self.numbers[: len(places)]
         rows = window.bytes[: len(places) * self.size].view(-1, self.size)
-        wait = self.pages.memory.gather(places, rows, part)
+        wait = self.pages.memory.gather(places, rows, part, numbers)
         self.filling.append(FilledWindow(window, len(places), wait))
+        self.places = self.places[len(places) :]
+        self.numbers = self.numbers[len(places) :]
         return True
 
+    def _look_up(self, sock: socket.socket, lease: bytes, keys: Sequence[bytes]) -> bool:
+        """Where all of these pages are that are there, up to the first one that is not: whether
+        there is any. One that is still to come is waited for."""
+        leases = self.pages.leases
+        while self.filling:  # they need not wait for these
+            self._tell(sock)
+        self.places = leases.places(lease, keys)
+        if not self.places:
+            while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
+                send(sock, PageMessage.COMING)
+            if found is not Found.HERE:
+                return False
+            self.places = leases.places(lease, keys)
+        if self.places:
+            self.numbers = self.pages.memory.numbers(self.places)
+        return bool(self.places)
+
     def _take(self, sock: socket.socket) -> HeldWindow | None:
-        """Windows that the reader has read are free once it says so."""
+        """Windows that the reader has read are free once it says so; it hears of all before."""
         windows = self.pages.windows
         window = windows.take(0)
-        while window is None and self.held:
+        while window is None and (self.filling or self.held):
+            if self.filling:
+                self._tell(sock)
+                window = windows.take(0)
+                continue
+            self.busy_until = time.monotonic() + SPIN_SECONDS
+            self.await_message(sock)
             kind, message = receive(sock, CONFIRM.size)
             if kind is not PageMessage.CONFIRM:
                 raise LinkError(f"{kind.name} came where a window was to be confirmed")
             self._confirm(sock, message)
             window = windows.take(0)
-        return window or windows.take(0.0 if self.filling else WINDOW_SECONDS)
+        return window or windows.take(WINDOW_SECONDS)
 
-    def _tell(self, sock: socket.socket, description: bytes) -> int:
-        """Of the oldest window, once it is filled and if the pages were kept until then: how many
-        it holds."""
+    def _tell(self, sock: socket.socket) -> None:
+        """Of the oldest window, once it is filled and if the pages were kept until then."""
         filled = self.filling.popleft()
         filled.wait()
         window = filled.window
         if not self.pages.leases.is_open(self.lease):
             self.pages.windows.release(window)
-            return 0
+            self.places = []
+            return
         self.pages.windows.offer(window)
         self.held[window.generation] = filled
         head = STAGED.pack(window.generation, window.offset, filled.count, 0)
-        send(sock, PageMessage.STAGED, head + description)
-        return filled.count
+        send(sock, PageMessage.STAGED, head + self.description)
+        self.told += filled.count
+
+    def await_message(self, sock: socket.socket) -> None:
+        """Looks for the reader's next message without a pause for as long as one can be expected
+        at any moment: a thread that sleeps wakes up to a tenth of a millisecond late."""
+        incoming = select.poll()
+        incoming.register(sock, select.POLLIN)
+        while self.held and time.monotonic() < self.busy_until and not incoming.poll(0):
+            pass
 
     def confirm(self, sock: socket.socket, message: bytes) -> int:
         """Whether a window holds to this moment what it was filled with; pages of all that were
         confirmed since the last call."""
         self._confirm(sock, message)
+        self.busy_until = time.monotonic() + SPIN_SECONDS
         count, self.confirmed = self.confirmed, 0
         return count
 

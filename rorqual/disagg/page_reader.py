@@ -28,7 +28,8 @@ from rorqual.disagg.page_link import (
     pack_read,
     receive_head,
 )
-from rorqual.disagg.staged_reader import StagedReads
+from rorqual.disagg.staged_reader import RowsOfPages, StagedReads
+from rorqual.disagg.transports.handles import HandleTransport
 from rorqual.disagg.transports.interface import TransportError
 from rorqual.parallel.remote.link import (
     Fingerprint,
@@ -232,10 +233,8 @@ class PageReader:
     ) -> None:
         fetch.size = size
         if isinstance(staged, HandedReads) and fetch.pages is not None:
-            if fetch.before is not None:
-                staged.transport.place_behind(fetch.before)
-            place = partial(self._place, fetch)
-            rows = staged.rows(self.memory, len(fetch.keys), size, place)
+            placing = Placing(fetch, self.memory, staged.transport)
+            rows = RowsOfPages(size, None, None, placing.place, placing.prepare)
         else:
             rows = staged.rows(self.memory, len(fetch.keys), size)
         fetch.rows = rows.rows
@@ -252,13 +251,6 @@ class PageReader:
                 return
             if fetch.found < len(fetch.keys):
                 patience.check()
-
-    def _place(self, fetch: PageFetch, first: int, data: Tensor) -> None:
-        """Pages that are another's meanwhile are not written to."""
-        with fetch.lock:
-            if fetch.placing and fetch.pages is not None:
-                pages = fetch.pages[first : first + len(data)]
-                self.memory.place(pages, data, fetch.part)
 
     @property
     def places(self) -> bool:
@@ -306,6 +298,31 @@ class PageReader:
             while fetch.found < first + count and filled[fetch.found - first] == size:
                 fetch.found += 1
         return True
+
+
+class Placing:
+    """Puts the pages of a fetch into the cache."""
+
+    def __init__(self, fetch: PageFetch, memory: PageMemory, transport: HandleTransport):
+        self.fetch = fetch
+        self.memory = memory
+        self.transport = transport
+        self.launch: Callable[[int, Tensor], None] | None = None
+
+    def prepare(self) -> None:
+        fetch = self.fetch
+        assert fetch.pages is not None
+        with self.transport.where_placed():
+            if fetch.before is not None:
+                fetch.before()
+            self.launch = self.memory.placing(fetch.pages, fetch.part)
+
+    def place(self, first: int, data: Tensor) -> None:
+        """Pages that are another's meanwhile are not written to."""
+        assert self.launch is not None
+        with self.fetch.lock:
+            if self.fetch.placing:
+                self.launch(first, data)
 
 
 class Patience:

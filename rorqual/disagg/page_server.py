@@ -14,7 +14,7 @@ from torch import Tensor
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
-from rorqual.disagg.handed_server import HandedPages
+from rorqual.disagg.handed_server import HandedLink, HandedPages
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
@@ -106,6 +106,8 @@ class PageServer:
         link = staged.link()
         try:
             while True:
+                if isinstance(link, HandedLink):
+                    link.await_message(sock)
                 kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
                 name = message[:LEASE]
                 if kind is PageMessage.DONE:

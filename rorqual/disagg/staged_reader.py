@@ -37,12 +37,14 @@ WINDOW_SECONDS = 20.0  # that a fetch waits for a window of our own
 class RowsOfPages:
     """rows: [pages, size] uint8; held: the staging memory that they lie in, None where they are the
     host's. place: where there are no rows, launches what puts pages into the cache: the number of
-    the first of them, and its bytes and those of following ones [n, size]."""
+    the first of them, and its bytes and those of following ones [n, size]. prepare: called once
+    before, while the other engine gets its pages ready."""
 
     size: int
     rows: Tensor | None
     held: HeldRange | None = None
     place: Callable[[int, Tensor], None] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 class StagedReads:

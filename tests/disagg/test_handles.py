@@ -176,14 +176,57 @@ def test_pages_come_to_the_cache_at_once(keeper: HandingKeeper, reader: HandedRe
     assert not reader.ranges.held
 
 
-def test_a_little_memory_is_enough_for_that(keeper: HandingKeeper, driver: MemfdDriver) -> None:
-    reader = HandedReader(keeper.memory.size)
+def test_that_takes_no_memory_of_the_reader_s(keeper: HandingKeeper, driver: MemfdDriver) -> None:
+    reader = HandedReader(0)
     found = placing(keeper, reader)
     run(reader, found)
     assert (found.found, found.error) == (4, "")
     want = page_bytes(keeper.memory, keeper.pages)
     assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
     reader.close()
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_nobody_looks_without_a_pause(
+    keeper: HandingKeeper, reader: HandedReader, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with sleeps in place of looks; where windows are few, the reader hears of all that
+    are filled before the keeper waits for one to become free."""
+    monkeypatch.setattr(handed_reader, "SPIN_SECONDS", 0.0)
+    monkeypatch.setattr(handed_server, "SPIN_SECONDS", 0.0)
+    monkeypatch.setattr(handed_server, "AHEAD", 3)
+    taken = [keeper.windows.take(0) for _ in range(WINDOWS - windows)]
+    assert None not in taken
+    for pages in ([7, 3, 11, 5], None):
+        found = fetch_of((keeper.server.host, keeper.server.port), keeper.offer(), keeper.keys)
+        found.pages = pages
+        start = time.monotonic()
+        run(reader, found)
+        assert (found.found, found.error) == (4, "")
+        assert time.monotonic() - start < min(handed_server.WINDOW_SECONDS, 3.0)
+        found.release()
+    want = page_bytes(keeper.memory, keeper.pages)
+    assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
+
+
+def test_pages_that_are_there_are_told_before_others_are_waited_for(
+    keeper: HandingKeeper, reader: HandedReader
+) -> None:
+    name, held = keeper.make()
+    first = dict(list(held.items())[:2])
+    rest = dict(list(held.items())[2:])
+    keeper.table.open(name, first, complete=False)()
+    found = fetch_of((keeper.server.host, keeper.server.port), name, keeper.keys)
+    found.pages = [7, 3, 11, 5]
+    done = threading.Event()
+    reader.reader.start(found, done.set)
+    want = page_bytes(keeper.memory, keeper.pages)
+    wait_for(lambda: page_bytes(reader.memory, [7, 3]).equal(want[:2]))
+    assert not done.is_set()
+    keeper.table.add(name, rest, True)()
+    assert done.wait(20)
+    assert (found.found, found.error) == (4, "")
+    assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
 
 
 def test_pages_that_are_another_s_are_not_written_to(

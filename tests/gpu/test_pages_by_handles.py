@@ -100,10 +100,18 @@ def test_bytes_come_and_a_kill_is_no_fault(there: str) -> None:
         assert mapped.device == torch.device(HERE), "as this GPU sees it"
         assert mapped.equal(pattern(HERE)), "read by a kernel"
         tickets = [transport.read(description, 0, 0, SIZE) for _ in range(8)]
+        into = torch.empty_like(mapped)
+        torch.cuda.synchronize()
+
+        def by_kernel(data: Tensor) -> None:
+            torch.bitwise_xor(data, 0, out=into)
+
+        tickets += [transport.read(description, 0, 0, SIZE, by_kernel) for _ in range(8)]
         other.send_signal(signal.SIGKILL)
         other.wait()
         states = {transport.poll(ticket, 10.0) for ticket in tickets}
         assert states <= {ReadState.DONE, ReadState.ENDED}
+        assert into.equal(pattern(HERE))
         wait_until_gone(transport)
         for _ in range(3):
             assert mapped.equal(pattern(HERE))
@@ -134,8 +142,9 @@ def test_a_prompt_s_pages_between_two_processes(
         assert len(times.whole) == 1
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("some", [False, True])
-def test_pages_to_rows_and_back(some: bool) -> None:
+def test_pages_to_rows_and_back(some: bool, far: bool) -> None:
     torch.manual_seed(1)
     planes = [torch.randn(300, 64, 4, 128, device=HERE).to(torch.bfloat16) for _ in range(6)]
     if some:
@@ -149,7 +158,7 @@ def test_pages_to_rows_and_back(some: bool) -> None:
     assert rows.equal(want)
     for plane in planes:
         plane.zero_()
-    table.scatter(want, pages)
+    table.scatter(want, pages, far)
     rows.zero_()
     PlaneMover(planes).gather(pages, rows)
     assert rows.equal(want)

@@ -38,8 +38,13 @@ from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.disagg.transports.installed import HANDLES, TCP
 from rorqual.disagg.transports.interface import ReadState, Transport
 from rorqual.disagg.transports.ranges import HeldRange
-from rorqual.disagg.transports.staging import WINDOW_BYTES, HeldWindow
-from rorqual.disagg.transports.start import PageStaging, start_handles, start_staging
+from rorqual.disagg.transports.staging import HeldWindow
+from rorqual.disagg.transports.start import (
+    HANDLES_WINDOW,
+    PageStaging,
+    start_handles,
+    start_staging,
+)
 from rorqual.errors import TargetError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.remote.link import receive_into
@@ -311,7 +316,7 @@ class ReaderSide:
             return
         peer = self.ask("serve 1").encode()
         if staging.ranges is not None:
-            held = staging.ranges.take(min(WINDOW_BYTES, self.size), 0)
+            held = staging.ranges.take(min(HANDLES_WINDOW, staging.ranges.size, self.size), 0)
             assert held is not None
             self.times.library.append(self._read(staging.transport, peer, held))
             staging.ranges.release(held)

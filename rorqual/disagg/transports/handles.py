@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,10 @@ class HandleTransport:
         self.closed = False
         self.server: DescriptorServer | None = None
         self.description = b""
-        # the lowest priority there is, that of the steps: copy engines do the work
+        # the lowest priority there is, that of the steps; copy engines do the work of this one
         cuda = platform.device.type == "cuda"
         self.stream: Any = torch.cuda.Stream(platform.device) if cuda else None
-        # what places pages, while later ones are copied
+        # what brings pages to the cache at once is a kernel, in few programs
         self.placing: Any = torch.cuda.Stream(platform.device) if cuda else None
         if serves:
             try:
@@ -159,10 +159,9 @@ class HandleTransport:
         event.record(self.placing)
         return lambda: torch.cuda.current_stream(self.platform.device).wait_event(event)
 
-    def place_behind(self, mark: Mark) -> None:
-        """What is placed from now on comes behind it."""
-        with _OnStream(self.platform, self.placing):
-            mark()
+    def where_placed(self) -> AbstractContextManager[None]:
+        """The context in which `place` of `read` is called, for what has to come before."""
+        return _OnStream(self.platform, self.placing)
 
     def _launching(self) -> Any:
         """The context in which copies are launched: no other thread captures meanwhile."""
@@ -176,34 +175,26 @@ class HandleTransport:
         size: int,
         place: Callable[[Tensor], None] | None = None,
     ) -> int:
-        """place: called to launch what is to be done with the bytes, here; the read is over once
-        that is."""
+        """place: where there is one, nothing comes to `local`: it is called to launch what reads
+        the bytes where they lie, at the peer's; the read is over once that is."""
         with self.lock:
             found = self._peer(peer)
             if min(remote, local, size) < 0 or remote + size > found.memory.numel():
                 raise TransportError(f"{size} bytes at {remote} are not the peer's to read")
-            if local + size > self.memory.size:
+            if place is None and local + size > self.memory.size:
                 raise TransportError(f"{size} bytes at {local} have no room here")
             there = found.memory[remote : remote + size]
-            here = self.memory.bytes[local : local + size]
-            with self._launching():
+            stream = self.stream if place is None else self.placing
+            with _OnStream(self.platform, stream):
                 self.cancelled = [one for one in self.cancelled if not one.done()]
-                here.copy_(there, non_blocking=True)
-                done = self._placed(here, place)
+                if place is None:
+                    self.memory.bytes[local : local + size].copy_(there, non_blocking=True)
+                else:
+                    place(there)
+                done = _launched(stream)
             self.tickets += 1
             self.copies[self.tickets] = Copying(done, found, there)
             return self.tickets
-
-    def _placed(self, here: Tensor, place: Callable[[Tensor], None] | None) -> Callable[[], bool]:
-        if place is None:
-            return _launched(self.stream)
-        if self.placing is None:
-            place(here)
-            return _launched(None)
-        self.placing.wait_stream(self.stream)
-        with torch.cuda.stream(self.placing):
-            place(here)
-        return _launched(self.placing)
 
     def poll(self, ticket: int, seconds: float) -> ReadState:
         """ENDED also where the peer has ended meanwhile, though the bytes came: nobody is left to

@@ -18,7 +18,7 @@ from rorqual.disagg.transports.staging import (
 from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
 
-HANDLES_WINDOW = 64 * 2**20  # bytes: a fifth of a millisecond on the link, several times a message
+HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond on the link, thrice the host's work
 LEAST_WINDOWS = 4  # where a page leaves room for so many
 
 

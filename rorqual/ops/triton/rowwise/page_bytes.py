@@ -1,7 +1,9 @@
 """Pages of a cache from its planes to rows of bytes, and back: one launch for all planes, where the
 copies of torch would be one for each plane and page.
 
-A row holds one page, or a part of it: plane after plane, of each its tokens in order.
+A row holds one page, or a part of it: plane after plane, of each its tokens in order. Rows may be
+another GPU's memory that is mapped here: pages are then filled over the link between the two, by
+few programs, which leave the multiprocessors to the steps while they wait for it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,63 @@ import triton.language as tl
 from torch import Tensor
 
 SIZE = 2048  # units that a program copies
+FAR_PROGRAMS = 256  # of 16 kB on their way each: 4 MB, twice what the link has within a round trip
+FAR_WARPS = 4
 FIELDS = 5
 UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 VECTOR = 16  # bytes that a thread may load at once
 
 
 @triton.jit
+def _copy_piece(
+    pages,
+    planes,
+    rows,
+    row_units,
+    tokens,
+    place,
+    number,
+    piece,
+    TO_ROWS: tl.constexpr,
+    FAR: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Of page number `place`, plane `number`: the units from piece * SIZE on. Planes are five
+    numbers each (`PlaneTable`). FAR: rows lie on another GPU. ALIGNED: units that all of them, but
+    the address, are multiples of. WHOLE: tokens of a page lie one behind the other in every
+    plane."""
+    place = place.to(tl.int64)
+    page = tl.load(pages + place)
+    plane = planes + number * 5
+    address = tl.load(plane)
+    page_units = tl.load(plane + 1)
+    token_units = tl.multiple_of(tl.load(plane + 2), ALIGNED)
+    width = tl.multiple_of(tl.load(plane + 3).to(tl.int32), ALIGNED)
+    start = tl.multiple_of(tl.load(plane + 4), ALIGNED)
+    BYTES: tl.constexpr = UNIT.primitive_bitwidth // 8
+    # what is known of a number is not known of the pointer that it becomes
+    own = (address + page * page_units * BYTES).to(tl.pointer_type(UNIT))
+    own = tl.multiple_of(own, ALIGNED * BYTES)
+    offsets = piece * SIZE + tl.arange(0, SIZE)
+    inside = offsets < tokens * width
+    if WHOLE:
+        own += offsets
+    else:
+        token = offsets // width
+        own += token * token_units + (offsets - token * width)
+    row = rows + place * tl.multiple_of(row_units, ALIGNED) + start + offsets
+    if TO_ROWS:
+        tl.store(row, tl.load(own, mask=inside), mask=inside)
+    elif FAR:  # nothing of it is read twice
+        tl.store(own, tl.load(row, mask=inside, cache_modifier=".cg"), mask=inside)
+    else:
+        tl.store(own, tl.load(row, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _page_bytes_kernel(
     pages,
     planes,
@@ -34,32 +87,60 @@ def _page_bytes_kernel(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Planes are five numbers each (`PlaneTable`). ALIGNED: units that all of them, but the
-    address, are multiples of. WHOLE: tokens of a page lie one behind the other in every plane."""
-    place = tl.program_id(0).to(tl.int64)
-    page = tl.load(pages + place)
-    plane = planes + tl.program_id(1) * 5
-    address = tl.load(plane)
-    page_units = tl.load(plane + 1)
-    token_units = tl.multiple_of(tl.load(plane + 2), ALIGNED)
-    width = tl.multiple_of(tl.load(plane + 3).to(tl.int32), ALIGNED)
-    start = tl.multiple_of(tl.load(plane + 4), ALIGNED)
-    BYTES: tl.constexpr = UNIT.primitive_bitwidth // 8
-    # what is known of a number is not known of the pointer that it becomes
-    own = (address + page * page_units * BYTES).to(tl.pointer_type(UNIT))
-    own = tl.multiple_of(own, ALIGNED * BYTES)
-    offsets = tl.program_id(2) * SIZE + tl.arange(0, SIZE)
-    inside = offsets < tokens * width
-    if WHOLE:
-        own += offsets
-    else:
-        token = offsets // width
-        own += token * token_units + (offsets - token * width)
-    row = rows + place * tl.multiple_of(row_units, ALIGNED) + start + offsets
-    if TO_ROWS:
-        tl.store(row, tl.load(own, mask=inside), mask=inside)
-    else:
-        tl.store(own, tl.load(row, mask=inside), mask=inside)
+    _copy_piece(
+        pages,
+        planes,
+        rows,
+        row_units,
+        tokens,
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        TO_ROWS,
+        False,
+        UNIT,
+        ALIGNED,
+        WHOLE,
+        SIZE,
+    )
+
+
+# one kernel for any number of pages, and wherever among others their numbers begin
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["pages"])
+def _far_rows_kernel(
+    pages,
+    planes,
+    rows,
+    row_units,
+    tokens,
+    count,
+    plane_count,
+    pieces,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Fills `count` pages of `plane_count` planes in so many pieces each. Programs take turns, so
+    that what is under way at once lies together."""
+    for item in range(tl.program_id(0), count * plane_count * pieces, tl.num_programs(0)):
+        row = item // pieces
+        _copy_piece(
+            pages,
+            planes,
+            rows,
+            row_units,
+            tokens,
+            row // plane_count,
+            row % plane_count,
+            item % pieces,
+            False,
+            True,
+            UNIT,
+            ALIGNED,
+            WHOLE,
+            SIZE,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,17 +188,24 @@ class PlaneTable:
 
     def gather(self, pages: Tensor, rows: Tensor) -> None:
         """Copies pages [n] int64 to the first n of rows [rows, size] uint8, both on the device."""
-        self._launch(pages, rows, True)
+        self._launch(pages, rows, True, False)
 
-    def scatter(self, rows: Tensor, pages: Tensor) -> None:
-        """Copies the first n of rows [rows, size] uint8 to pages [n] int64."""
-        self._launch(pages, rows, False)
+    def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None:
+        """Copies the first n of rows [rows, size] uint8 to pages [n] int64. far: the rows are
+        another GPU's, mapped here."""
+        self._launch(pages, rows, False, far)
 
-    def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool) -> None:
-        assert rows.shape[1] == self.size
+    def warm(self, pages: Tensor) -> None:
+        """Launches a `scatter` of no pages from afar: what is done once for a kernel is done, and
+        the next launch finds what it needs in the processor's caches."""
+        rows = pages.view(torch.uint8)[:0]  # any address that is one
+        self._launch(pages[:0], rows, False, True)
+
+    def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool, far: bool) -> None:
+        assert not len(rows) or rows.shape[1] == self.size
         assert rows.is_contiguous()
         assert pages.shape[0] <= rows.shape[0]
-        if not pages.shape[0]:
+        if not pages.shape[0] and not far:
             return
         # rows may begin anywhere, and then fewer bytes go at once than planes would allow
         assert rows.data_ptr() % self.unit == 0, f"rows begin at a multiple of {self.unit} bytes"
@@ -130,6 +218,21 @@ class PlaneTable:
             self.planes.shape[0],
             triton.cdiv(self.tokens * self.width, SIZE),
         )
+        if far:
+            _far_rows_kernel[(max(1, min(FAR_PROGRAMS, grid[0] * grid[1] * grid[2])),)](
+                pages,
+                self.planes,
+                rows.view(kind),
+                self.size // self.unit,
+                self.tokens,
+                *grid,
+                UNIT=UNITS[self.unit],
+                ALIGNED=aligned,
+                WHOLE=self.whole,
+                SIZE=SIZE,
+                num_warps=FAR_WARPS,
+            )
+            return
         _page_bytes_kernel[grid](
             pages,
             self.planes,

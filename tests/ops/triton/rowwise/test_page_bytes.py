@@ -65,8 +65,11 @@ def test_rows_are_torch_s(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[3].eq(99).all(), "beside the rows"
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_are_torch_s(kind: str) -> None:
+def test_pages_are_torch_s(kind: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_bytes, "SIZE", 256)
+    monkeypatch.setattr(page_bytes, "FAR_PROGRAMS", 5)  # several pieces each
     torch.manual_seed(2)
     planes = planes_of(kind)
     owners = [one._base if one._base is not None else one for one in planes]
@@ -75,7 +78,7 @@ def test_pages_are_torch_s(kind: str) -> None:
     size = table.size
     rows = torch.randint(0, 256, (3, size), dtype=torch.uint8).to(DEVICE)
     pages = torch.tensor([2, 0, 4], device=DEVICE)
-    table.scatter(rows, pages)
+    table.scatter(rows, pages, far)
     found = torch.empty_like(rows)
     table.gather(pages, found)
     assert found.equal(rows)
@@ -105,3 +108,7 @@ def test_no_pages() -> None:
     rows = torch.zeros(1, table.size, dtype=torch.uint8, device=DEVICE)
     table.gather(torch.empty(0, dtype=torch.int64, device=DEVICE), rows)
     assert not rows.any()
+    planes = planes_of("heads")
+    before = [one.clone() for one in planes]
+    PlaneTable.of(planes).warm(torch.tensor([1, 2], device=DEVICE))
+    assert all(same_bytes(one, was) for one, was in zip(planes, before, strict=True))

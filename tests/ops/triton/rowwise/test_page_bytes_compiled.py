@@ -37,9 +37,11 @@ def compiled() -> list[dict[str, object]]:
         with compiling(90) as kernels:
             table.gather(pages, rows)
             table.scatter(rows, pages)
+            table.scatter(rows, pages, far=True)
         for kernel in kernels:
             moves = set(re.findall(r"(?:ld|st)\.global[.\w]*", kernel.ptx))
-            found.append({**kernel.resources(), "moves": sorted(moves)})
+            far = kernel.name == "_far_rows_kernel"
+            found.append({**kernel.resources(), "moves": sorted(moves), "far": far})
     return found
 
 
@@ -53,10 +55,12 @@ def test_bytes_go_sixteen_at_once() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 6
+    assert len(found) == 9
     for kernel in found:
         # numbers of pages and planes are read one by one
-        assert kernel["moves"] == ["ld.global.b64", "ld.global.v2.b64", "st.global.v2.b64"]
+        far = ".cg" * kernel["far"]
+        moves = ["ld.global.b64", f"ld.global{far}.v2.b64", "st.global.v2.b64"]
+        assert kernel["moves"] == sorted(moves)
         assert (kernel["stack"], kernel["shared"]) == (0, 0)
 
 
