@@ -82,7 +82,7 @@ def test_every_plan_agrees(kind: str) -> None:
         assert bench.difference(got, expected) < (1e-3 if kind == "fp8" else 1e-4)
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(128, 6), (128, 4), (256, 4), (256, 2)])
+@pytest.mark.parametrize(("rows", "stages"), [(128, 6), (128, 2), (256, 4)])
 @pytest.mark.parametrize("tokens", [700, *rarely(60, 3000)])
 def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     """Skewed routing, experts without rows, absent picks: as the reference, and the same in

