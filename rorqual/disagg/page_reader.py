@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
@@ -34,6 +33,7 @@ from rorqual.disagg.transports.interface import TransportError
 from rorqual.parallel.remote.link import (
     Fingerprint,
     LinkError,
+    readable,
     receive_exactly,
     receive_into,
     send,
@@ -136,7 +136,7 @@ class IdleLinks:
 
 def _ended(sock: socket.socket) -> bool:
     """Or something came that nobody asked for."""
-    return bool(select.select([sock], [], [], 0)[0])
+    return readable(sock, 0.0)
 
 
 class PageReader:

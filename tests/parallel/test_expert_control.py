@@ -3,7 +3,9 @@ that nobody sends, and silence."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import resource
 import socket
 import struct
 import threading
@@ -13,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from rorqual.parallel.remote.control import ControlLink, ServerLink
-from rorqual.parallel.remote.link import HEAD
+from rorqual.parallel.remote.link import HEAD, readable
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
     MOST_ERROR,
@@ -139,3 +141,20 @@ def test_an_answer_to_an_order_has_a_bound() -> None:
     assert answered == ["its link ended"]
     near.close()
     far.close()
+
+
+def test_a_link_of_a_high_number_is_looked_at() -> None:
+    """Above what select takes: a server may have so many files open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most <= 1100:
+        pytest.skip("this process may not open so many files")
+    near, far = socket.socketpair()
+    number = fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 1050)
+    with near, far, socket.socket(fileno=number) as high:
+        assert high.fileno() > 1024
+        assert not readable(high, 0.001)
+        far.sendall(b"x")
+        assert readable(high, 5.0)
+        assert high.recv(1) == b"x"
+        far.close()
+        assert readable(high, 5.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 from collections import OrderedDict
@@ -26,7 +25,7 @@ from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.errors import RorqualError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
-from rorqual.parallel.remote.link import LinkError, receive, send, shut
+from rorqual.parallel.remote.link import LinkError, readable, receive, send, shut
 from rorqual.parallel.remote.wire import (
     MOST_LANES_BYTES,
     MOST_STEP,
@@ -197,7 +196,7 @@ class CallerLanes:
 
     def _await_message(self, sock: socket.socket) -> None:
         """While steps are under way, with looks at whether they are done."""
-        while self.running and not select.select([sock], [], [], LOOK_SECONDS)[0]:
+        while self.running and not readable(sock, LOOK_SECONDS):
             self._leave_done()
         self._leave_done()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -71,6 +72,14 @@ def receive_into(sock: socket.socket, into: memoryview) -> None:
         if not count:
             raise LinkError("the link ended in the midst of a message")
         into = into[count:]
+
+
+def readable(sock: socket.socket, seconds: float) -> bool:
+    """Whether something has come within so many seconds, or the link has ended. For sockets of any
+    number, where select takes those below 1,024."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1e3 * seconds))
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
