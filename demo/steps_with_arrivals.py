@@ -44,6 +44,7 @@ from rorqual.models.hub import model_folder
 from rorqual.request import Request, SamplingParams
 
 LEASE_SECONDS = 3600.0
+STARTED_SECONDS = 60.0  # after a turn, for all requests of it to have begun
 MOST_RATIO = 1.1  # of medians, as it is wanted
 PERCENTILES = (50, 90, 99)
 
@@ -266,10 +267,12 @@ class Answerer:
             else:
                 (times.others if where else times.without).append(now - before)
             before = now
-        while self.transfers.arrivals.waiting:
+        deadline = before + STARTED_SECONDS
+        while self.transfers.arrivals.waiting or self.newest:
             self._take_arrived()
             self._step()
-        self._check_cached(all_of_them=True)
+            if time.perf_counter() > deadline:
+                raise SystemExit(f"after {STARTED_SECONDS:g} s a new request had not begun")
 
     def _comes(self, prompt: list[int], where: dict[str, Any] | None) -> None:
         request = self.request(prompt, where)
@@ -309,9 +312,9 @@ class Answerer:
         self._check_cached()
         return self.launched.popleft()
 
-    def _check_cached(self, all_of_them: bool = False) -> None:
+    def _check_cached(self) -> None:
         """Nobody computes a prompt here."""
-        while self.newest and (all_of_them or self.newest[0].num_cached_prompt is not None):
+        while self.newest and self.newest[0].num_cached_prompt is not None:
             found = self.newest.popleft().num_cached_prompt
             if found != self.setting.prompt_tokens - 1:
                 raise SystemExit(f"of {self.setting.prompt_tokens} tokens {found} were cached")
