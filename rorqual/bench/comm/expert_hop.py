@@ -9,12 +9,10 @@ import json
 import secrets
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rorqual.bench.comm.expert_reads import Reads
+from rorqual.bench.comm.server_processes import server_processes
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
@@ -99,42 +98,23 @@ def serve_nothing() -> None:
     server.close()
 
 
-@contextmanager
-def _servers(setup: HopSetup, secret: str) -> Iterator[list[int]]:
-    processes = []
-    try:
-        for number in range(setup.servers):
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            processes.append(process)
-            told = {
-                "hidden": setup.hidden,
-                "experts": list(range(number, setup.experts, setup.servers)),
-                "secret": secret,
-                "max_rows": max(setup.rows),
-            }
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(told) + "\n")
-            process.stdin.flush()
-        ports = []
-        for process in processes:
-            assert process.stdout is not None
-            ports.append(int(process.stdout.readline()))
-        yield ports
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def _told(setup: HopSetup, secret: str) -> list[dict[str, Any]]:
+    """To each server."""
+    return [
+        {
+            "hidden": setup.hidden,
+            "experts": list(range(number, setup.experts, setup.servers)),
+            "secret": secret,
+            "max_rows": max(setup.rows),
+        }
+        for number in range(setup.servers)
+    ]
 
 
 def bench(setup: HopSetup) -> list[Hop]:
     secret = secrets.token_hex(16)
     device = device_of(setup.device)
-    with _servers(setup, secret) as ports:
+    with server_processes(__name__, _told(setup, secret)) as ports:
         config = RemoteConfig(tuple(("127.0.0.1", port) for port in ports), secret.encode())
         servers = ExpertServers(config, FINGERPRINT, [0], setup.experts, 1, max(setup.rows))
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from rorqual.bench.comm.server_processes import server_processes
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quantize_activation
 from rorqual.parallel.mesh import SINGLE_LAYOUT
@@ -140,42 +140,20 @@ def serve_echo() -> None:
     server.close()
 
 
-@contextmanager
-def _servers(setup: HandleHopSetup, secret: str, module: str) -> Iterator[list[int]]:
-    processes = []
-    try:
-        for number in range(setup.servers):
-            process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            processes.append(process)
-            told = {
-                "device": setup.server_device,
-                "hidden": setup.hidden,
-                "experts": setup.experts,
-                "held": list(range(number, setup.experts, setup.servers)),
-                "top_k": setup.top_k,
-                "secret": secret,
-                "max_rows": max(setup.rows),
-            }
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(told) + "\n")
-            process.stdin.flush()
-        ports = []
-        for process in processes:
-            assert process.stdout is not None
-            port = process.stdout.readline()
-            if not port:
-                raise RuntimeError(f"an expert server ended at its start, with {process.wait()}")
-            ports.append(int(port))
-        yield ports
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def _told(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
+    """To each server."""
+    return [
+        {
+            "device": setup.server_device,
+            "hidden": setup.hidden,
+            "experts": setup.experts,
+            "held": list(range(number, setup.experts, setup.servers)),
+            "top_k": setup.top_k,
+            "secret": secret,
+            "max_rows": max(setup.rows),
+        }
+        for number in range(setup.servers)
+    ]
 
 
 def bench(
@@ -184,7 +162,8 @@ def bench(
     """forms: rows in fp8 or not. module: the servers' main."""
     secret = secrets.token_hex(16)
     platform = make_platform(setup.device)
-    with _servers(setup, secret, module) as ports, torch.inference_mode(), platform.stream():
+    servers = server_processes(module, _told(setup, secret))
+    with servers as ports, torch.inference_mode(), platform.stream():
         found = []
         for fp8 in forms:
             with _exchanges(setup, ports, secret, platform, fp8) as layers:

@@ -1,0 +1,41 @@
+"""Expert servers of a benchmark, each in a process of this host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def server_processes(module: str, told: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """Their ports. Each runs `module`, which reads one of `told` as a line of JSON, prints its port
+    and serves until its input ends. Raises RuntimeError where one ends instead."""
+    processes = []
+    try:
+        for one in told:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(one) + "\n")
+            process.stdin.flush()
+        ports = []
+        for process in processes:
+            assert process.stdout is not None
+            port = process.stdout.readline()
+            if not port:
+                raise RuntimeError(f"an expert server ended at its start, with {process.wait()}")
+            ports.append(int(port))
+        yield ports
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
