@@ -626,6 +626,7 @@ def test_pages_on_their_way_into_a_cache_that_begins_anew() -> None:
         ids = prompt(1)
         given = keeper.ask("prefill", ids)
         os.kill(keeper.process.pid, signal.SIGSTOP)
+        os.waitpid(keeper.process.pid, os.WUNTRACED)  # until all its threads have stopped
         try:
             kept, error = reader.ask("fetch_through_restart", ids, given)
         finally:

@@ -200,6 +200,7 @@ def test_a_server_that_is_gone_or_stopped() -> None:
             assert other.stdout is not None
             name = other.stdout.readline().strip()
             other.send_signal(signal.SIGSTOP)
+            os.waitpid(other.pid, os.WUNTRACED)  # until it has stopped, all its threads with it
             started = time.monotonic()
             with pytest.raises(HandleError, match="no descriptors"):
                 fetch_descriptors(name, secrets.token_bytes(16), 1, seconds=0.3)
