@@ -17,6 +17,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -41,6 +42,7 @@ from rorqual.models.hub import BUNDLED
 from rorqual.planner.costs.catalog import shape_of
 from rorqual.planner.validation.questions import QUESTIONS
 from tests.bench.kernel_times.fake_engine import RATES, FakeEngine
+from tests.demo_script import load_demo
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -168,6 +170,16 @@ def commands() -> Iterator[Command]:
             if BEGINNING.match(text):
                 text = f"rorqual {text}" if text.startswith("bench ") else text
                 yield Command(f"{name_of(path)}:{line}", text, inline=True)
+
+
+def jobs() -> Iterator[Command]:
+    """Commands of demo/gpu_jobs.toml, where results and files have names of their own."""
+    runner = load_demo("gpu_jobs")
+    for plan in tomllib.loads(runner.JOBS.read_text()):
+        for job in runner.read_jobs(plan):
+            for number, text in enumerate((*job.beside, *job.run)):
+                filled = text.format(out="out", files=".")
+                yield Command(f"demo/gpu_jobs.toml:{plan}/{job.name}/{number}", filled)
 
 
 def snippets() -> Iterator[tuple[str, str]]:
@@ -405,6 +417,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"rorqual serve\b", only_parse),  # the server of all other commands is started so
     (r"rorqual route\b", only_parse),  # tests/route/test_real_servers.py starts it
     (r"rorqual .*--launcher ", only_parse),  # hosts or a cluster
+    (r"rorqual .*--fixed-experts", only_parse),  # the small model's dense layer cannot be cut so
     (r"rorqual .*--device cuda", needs_a_card),
     (r"rorqual .*--compare vllm", needs_a_card),
     (r"rorqual .*--compare transformers-compiled", only_parse),  # minutes of compiling
@@ -489,11 +502,12 @@ def place(
 
 
 COMMANDS = list(commands())
+JOBS = list(jobs())
 SNIPPETS = list(snippets())
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
+@pytest.mark.parametrize("command", [*COMMANDS, *JOBS], ids=lambda command: command.where)
 def test_a_documented_command_works(command: Command, place: Place) -> None:
     rule_of(command)(command, place)
 
@@ -514,6 +528,7 @@ def test_there_is_something_to_check() -> None:
     without = {"architecture.md", "glossary.md"}
     assert ours >= {name_of(path) for path in how_to if path.name not in without}
     assert len(COMMANDS) > 70
+    assert len(JOBS) > 20
     assert len(SNIPPETS) > 2
     every = [b for path in DOCS for b in blocks(path)]
     lines = sum(len(re.findall("^rorqual ", b.text, flags=re.M)) for b in every if b.language == "")
