@@ -21,6 +21,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import CorsConfig
+from rorqual.serve.engines.begin import EarlyEngines
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -44,7 +45,6 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """Serve a model through the OpenAI API."""
-    launch = _server()
     named, options = engine_options(config, settings, engine)
     become_rank(model or named, options)
     server = ServeConfig(
@@ -55,8 +55,11 @@ def serve(
         limits=ServerLimits(**limits, grammar=GrammarLimits(**grammar)),
         **serving,
     )
-    logging.getLogger("rorqual").setLevel(logging.INFO)
-    sys.exit(launch.run(server, __version__))
+    with EarlyEngines() as early:
+        early.begin(server.replicas)  # they import torch while this process imports what it needs
+        launch = _server()
+        logging.getLogger("rorqual").setLevel(logging.INFO)
+        sys.exit(launch.run(server, __version__, early))
 
 
 def _server() -> Any:

@@ -28,6 +28,7 @@ from rorqual.models.hub import BUNDLED, loaded_as, model_folder
 from rorqual.registry.address import SCHEME, etcd_address
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import with_cors
+from rorqual.serve.engines.begin import EarlyEngines
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
 from rorqual.serve.errors import drained
 from rorqual.serve.http.app import Api, create_app
@@ -60,8 +61,8 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def run(config: ServeConfig, version: str) -> int:
-    """Serve until told to stop; returns the exit status."""
+def run(config: ServeConfig, version: str, early: EarlyEngines | None = None) -> int:
+    """Serve until told to stop; returns the exit status. early: engine processes begun before."""
     tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     folder = model_folder(config.model)
     served = read_served(config, folder)
@@ -77,7 +78,7 @@ def run(config: ServeConfig, version: str) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config, options, served, sock, version, tracer))
+        return runner.run(serve(config, options, served, sock, version, tracer, early))
 
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
@@ -189,6 +190,7 @@ async def serve(
     sock: socket.socket,
     version: str,
     tracer: RequestTracer,
+    early: EarlyEngines | None = None,
 ) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
@@ -202,6 +204,7 @@ async def serve(
         where,
         config.transfer(),
         config.events(),
+        early,
     )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)

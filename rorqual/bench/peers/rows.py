@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rorqual.bench.serving.load import ArrivalLoad
-from rorqual.bench.serving.measure import Data
-from rorqual.bench.serving.prompts import PrefixGroups, PromptLengths
 from rorqual.errors import ConfigError
+
+if TYPE_CHECKING:  # every command line imports this module, and few need numpy
+    from rorqual.bench.serving.load import ArrivalLoad
+    from rorqual.bench.serving.measure import Data
 
 DEFAULT_ROWS = "1000/1000@1,8,64,256 8000/1000@1,8,64 prefix@64 poisson@70"
 ACCEPTED = (
@@ -70,11 +72,16 @@ class Row:
         return self.count * (waves or least)
 
     def load(self, rate: float | None, seconds: float) -> ArrivalLoad:
+        from rorqual.bench.serving.load import ArrivalLoad
+
         if rate is not None:
             return ArrivalLoad(rate=rate)
         return ArrivalLoad(self.concurrency, send_seconds=seconds)
 
     def data(self, requests: int, output_len: int | None = None) -> Data:
+        from rorqual.bench.serving.measure import Data
+        from rorqual.bench.serving.prompts import PrefixGroups, PromptLengths
+
         lengths = PromptLengths(self.input_len, output_len or self.output_len)
         if self.kind != "prefix":
             return Data(lengths=lengths, num_prompts=requests)

@@ -1,8 +1,8 @@
 """The engine process: an Engine, and the loop that feeds it from one socket and tells another what
 each step brought.
 
-Started as `python -m rorqual.serve.engines.engine_process` with a EngineProcessConfig as one line
-of JSON on its standard input.
+Started as `python -m rorqual.serve.engines.engine_process` (begin.py) with a EngineProcessConfig as
+one line of JSON on its standard input, which may come later than its imports.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
 from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
+from rorqual.serve.engines.begin import SIGNALS
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.kv_events import KVEventPublisher
 from rorqual.serve.engines.phase_teller import PhaseTeller
@@ -458,14 +459,17 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
 
 
 def main() -> int:
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # the server ended before it had said anything
+    config = msgspec.json.decode(line, type=EngineProcessConfig)
     die_with_parent(config.parent)
     log_to_stderr("rorqual engine: %(message)s", logging.INFO)
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C and SIGTERM reach the whole group; the API process drains, then says when to leave
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C and SIGTERM reach the whole group; the API process drains, then says when to leave
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     link = EngineSockets(config.inbox, config.outbox)
     try:
         worker = _start(config, link)

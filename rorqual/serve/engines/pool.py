@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -23,10 +22,10 @@ from typing import Any
 import msgspec
 
 from rorqual.cache.prefix import next_key, root_key
-from rorqual.config.process import process_age
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import RorqualError
 from rorqual.request import Request
+from rorqual.serve.engines.begin import EarlyEngines
 from rorqual.serve.engines.client import ClientUsage, EngineClient
 from rorqual.serve.engines.job import EngineJob, Nowhere
 from rorqual.serve.engines.socket_folder import SocketFolder
@@ -87,9 +86,12 @@ class EnginePool:
         tokenizer: Path | None = None,
         transfer: TransferConfig | None = None,
         events: KVEventsConfig | None = None,
+        early: EarlyEngines | None = None,
     ):
         """tokenizer: the folder of the one whose tokens grammars are about; the model's if None.
-        transfer, events: of the first engine; each further one has the next port."""
+        transfer, events: of the first engine; each further one has the next port. early: processes
+        that have been begun."""
+        self.early = early or EarlyEngines()
         self.transfer = transfer
         self.events = events
         self.options = options
@@ -107,12 +109,15 @@ class EnginePool:
         self.known: dict[bytes, int] = {}
         self.stopping = False
         self.restarts = 0
-        self.began = 0.0  # seconds of this process before it started its first engine
+
+    @property
+    def began(self) -> float:
+        """Seconds of this process before it began its first engine."""
+        return self.early.began or 0.0
 
     # ---- life
 
     async def run(self) -> None:
-        self.began = process_age()
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 group.create_task(self._keep(engine))
@@ -152,9 +157,7 @@ class EnginePool:
         return engine.child.returncode
 
     def _spawn(self, engine: EngineSlot, client: EngineClient) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE
-        )
+        child = self.early.take()
         config = {
             "parent": os.getpid(),
             "inbox": client.inbox,

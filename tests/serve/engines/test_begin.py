@@ -1,0 +1,81 @@
+"""Engine processes that are begun before anybody knows what they are to be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rorqual.serve.engines.begin import EarlyEngines, begin_engine
+
+pytest.importorskip("zmq")
+
+
+def test_who_is_told_nothing_ends_quietly() -> None:
+    """An interrupt of the whole group while it imports is not its to answer."""
+    process = begin_engine()
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_who_is_not_taken_ends_with_its_server() -> None:
+    with EarlyEngines() as early:
+        early.begin(2)
+        assert early.began is not None
+        first, second = early.waiting
+        taken = early.take()
+        assert taken is first
+        another = EarlyEngines()
+        assert another.began is None
+    try:
+        assert second.poll() is not None
+        assert taken.poll() is None
+    finally:
+        taken.kill()
+        taken.communicate()
+
+
+def test_signals_are_this_process_s_own_again() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    process = begin_engine()
+    process.kill()
+    process.communicate()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def engines_of(group: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(path.name)) == group:
+                found.append(int(path.name))
+        except (ProcessLookupError, ValueError):
+            continue
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.5, 0.8, 1.2, 2.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_the_group_at_any_moment(number: signal.Signals, seconds: float) -> None:
+    """As Ctrl-C at a terminal: nothing is left, and at most the server itself says that it ends."""
+    words = [sys.executable, "-m", "rorqual", "serve", "--port", "0", "--threads", "1"]
+    words += ["--num-pages", "64"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    assert "engine_process" not in said, said
+    deadline = time.monotonic() + 10
+    while engines_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engines_of(process.pid) == []
