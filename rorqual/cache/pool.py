@@ -3,6 +3,10 @@ writes of padded rows."""
 
 from __future__ import annotations
 
+import mmap
+import sys
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -24,12 +28,22 @@ class KVPool:
                 {plane.name: self._plane(plane.dtype, plane.shape, device) for plane in layer}
                 for layer in spec.layers
             ]
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             raise CapacityError(
                 f"no memory for {num_pages} cache pages of {spec.bytes_per_page} bytes"
             ) from error
 
     def _plane(self, dtype: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        return torch.zeros(
-            self.num_pages, self.spec.page_size, *shape, dtype=getattr(torch, dtype), device=device
-        )
+        sizes = (self.num_pages, self.spec.page_size, *shape)
+        kind: torch.dtype = getattr(torch, dtype)
+        if device.type == "cpu" and sys.platform.startswith("linux"):
+            return _mapped_zeros(sizes, kind)
+        return torch.zeros(sizes, dtype=kind, device=device)
+
+
+def _mapped_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that Linux gives, zeroed, as it is first written: writing zeros to gigabytes that few
+    requests will use took seconds of a start. Raises OSError where there is no such room."""
+    size = prod(sizes) * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(dtype).view(sizes)
