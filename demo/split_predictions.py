@@ -3,15 +3,20 @@ these two: written down before anybody has run it.
 
     python demo/split_predictions.py                      # a table for docs
     python demo/split_predictions.py --json FILE          # every cell, milliseconds and tokens/s
+    python demo/split_predictions.py --gpu h100 --measured FOLDER --json FILE    # and what ran
 
 The split is the one over driver handles in a captured step, with the link's own latency and
-bandwidth: no such transport is there yet. Contexts are those of every request; decoding alone."""
+bandwidth. Contexts are those of every request; decoding alone. FOLDER has files of `rorqual bench
+offline --json`, called LAYOUT-MODEL-CONTEXT.json: split1, split2, split3, dp2ep2, tp2 or replica
+(one of two); qwen3-30b, v2-lite or v3; 1k, 8k or 32k. With --json and --measured FILE is read, so
+that what is judged is what was written down before."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +40,9 @@ CONTEXTS = (1024, 8192, 32768)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHOWN = (1, 8, 64, 256)
 PARTS = (1, 2, 3)
+FILES = re.compile(r"(split[123]|dp2ep2|tp2|replica)-(qwen3-30b|v2-lite|v3)-(1|8|32)k")
+FILE_MODELS = dict(zip(("qwen3-30b", "v2-lite", "v3"), MODELS, strict=True))
+FILE_LAYOUTS = {"dp2ep2": "dp 2 ep 2", "tp2": "tp 2", "replica": "two replicas"}
 LAYOUTS = {
     "dp 2 ep 2": ParallelConfig(dp=2, ep=2),
     "tp 2": ParallelConfig(tp=2),
@@ -133,16 +141,63 @@ def _busy(cell: Cell | None) -> str:
     return ", ".join(f"{share:.0%}" for share in cell.busy)
 
 
+Measured = tuple[str, int, int, str, float]
+
+
+def measured(folder: Path) -> Iterator[Measured]:
+    """(model, context, requests, layout, ms a step) of each row in the folder's files. Raises
+    SystemExit where there is none."""
+    files = [(path, FILES.fullmatch(path.stem)) for path in sorted(folder.glob("*.json"))]
+    if not any(match for _, match in files):
+        raise SystemExit(f"split_predictions: no file in {folder} is called LAYOUT-MODEL-CONTEXT")
+    for path, match in files:
+        if match is None:
+            continue
+        layout = FILE_LAYOUTS.get(match[1], f"split, {match[1][-1]} at once")
+        for row in json.loads(path.read_text())["rows"]:
+            requests = row["concurrency"] * (2 if match[1] == "replica" else 1)
+            context = 1024 * int(match[3])
+            yield FILE_MODELS[match[2]], context, requests, layout, row["step_ms"]
+
+
+def errors(found: list[Cell], rows: Iterable[Measured]) -> Iterator[str]:
+    """What ran beside what was predicted, in Markdown, and the errors' mean and worst."""
+    predicted = {(one.model, one.context, one.requests, one.layout): one.ms for one in found}
+    off = []
+    yield "| model | context | layout | requests | step ms | predicted | off |"
+    yield "|---" * 7 + "|"
+    for model, context, requests, layout, ms in sorted(rows, key=lambda row: (row[:2], row[3])):
+        said = predicted.get((model, context, requests, layout))
+        start = f"| {model} | {context:,} | {layout} | {requests} | {ms:.2f} | "
+        if said is None:
+            yield start + "- | |"
+            continue
+        off.append(said / ms - 1)
+        yield start + f"{said:.2f} | {off[-1]:+.0%} |"
+    if off:
+        sizes = [abs(one) for one in off]
+        mean = sum(sizes) / len(sizes)
+        yield f"\nmean error {mean:.1%}, worst {max(sizes):.1%}, {len(off)} cells"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--measured", type=Path, help="a folder of measured steps")
     given = parser.parse_args()
+    if given.measured and given.json:
+        kept = [Cell(**one) for one in json.loads(given.json.read_text())]
+        print(*errors(kept, measured(given.measured)), sep="\n")
+        return
     try:
         device = load_device(given.gpu)
     except ConfigError as error:
         parser.error(str(error))
     found = list(cells(device, profile_for(device)))
+    if given.measured:
+        print(*errors(found, measured(given.measured)), sep="\n")
+        return
     print(*table(found), sep="\n")
     if given.json:
         lines = ",\n".join(json.dumps(_rounded(one)) for one in found)
