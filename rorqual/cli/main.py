@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +31,7 @@ from rorqual.cli.serve import serve
 from rorqual.cli.simulate import simulate
 from rorqual.config.log import log_to_stderr
 from rorqual.config.option import options_of
+from rorqual.config.process import end_process
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import RorqualError
 from rorqual.request import SamplingParams
@@ -64,17 +67,40 @@ def _sampling(max_tokens: int) -> Flags:
 
 
 def main() -> None:
-    """Entry point: a user's mistake becomes one sentence and exit status 2, an interruption 130."""
+    """Entry point: a user's mistake becomes one sentence and exit status 2, an interruption 130,
+    SIGTERM 143."""
     log_to_stderr("rorqual: %(message)s", logging.WARNING)
+    signal.signal(signal.SIGTERM, _terminate)
+    status = _run()
+    if "torch" in sys.modules:  # this may be a rank, or have been one
+        end_process(status)
+    sys.exit(status)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Like an interruption: what was begun is ended in order. A second one ends at once, also
+    where a library does not come back to Python."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(128 + number)
+
+
+def _run() -> int:
+    """The exit status."""
     try:
         app()
+    except SystemExit as end:  # typer's way to return
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     except RorqualError as error:
         print(f"rorqual: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(141)
+        return 141
+    return 0
 
 
 @app.command()

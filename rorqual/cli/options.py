@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -206,6 +207,8 @@ def become_rank(model: str | None, options: dict[str, Any]) -> None:
     from rorqual.engine.config import EngineConfig
     from rorqual.engine.distributed.launchers.torchrun import take_part
 
+    # it waits for rank 0 in a library: a handler of ours would not run before that returns
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     status = take_part(EngineConfig.from_dict({"model": "", **options}), model)
     if status is not None:
         sys.exit(status)

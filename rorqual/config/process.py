@@ -1,10 +1,15 @@
-"""The clock of a process. No torch."""
+"""The age of a process, and its end. No torch."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
+
+FLUSH_FAILED = 120  # the interpreter's own exit status where its output cannot be written
 
 
 def process_age() -> float:
@@ -14,3 +19,24 @@ def process_age() -> float:
         "SC_CLK_TCK"
     )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process as `sys.exit(status)` in its main thread would, exit handlers and all, but
+    without taking the interpreter and the libraries apart, and without waiting for threads.
+
+    For processes that had process groups. Where a thread comes back from a collective while the
+    interpreter is taken apart, Python ends that thread with C++ frames on its stack, and the
+    whole process aborts ("terminate called without an active exception"), whatever its status was
+    to be. Groups outlive `destroy_process_group` wherever something holds them. Call it last: what
+    only `__del__` or a library's own destructor would release must have been closed.
+    """
+    # logging, tempfile, multiprocessing and whoever else registered
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # nobody reads any more, or it was closed
+            status = status or FLUSH_FAILED
+    os._exit(status)

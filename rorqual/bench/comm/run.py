@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rorqual.bench.comm.exchanges import Call, ExchangeCase, Share, Sizes, exchanges, share_cards
 from rorqual.config.parallel import ParallelConfig
+from rorqual.config.process import end_process
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
 from rorqual.parallel.collectives import Axis
@@ -121,6 +122,7 @@ def _rank(setup: CommSetup, rank: int, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "rows").write_text(json.dumps([asdict(row) for row in rows]))
     dist.destroy_process_group()
+    end_process(0)
 
 
 def _joined(setup: CommSetup) -> list[CommRow]:

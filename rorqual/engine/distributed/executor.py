@@ -396,7 +396,10 @@ class DistributedExecutor:
                 handle.end()
         deadline = time.monotonic() + CLOSE_SECONDS
         for handle in self.handles:
-            handle.leave(deadline)
+            bad_end = handle.leave(deadline)
+            # of an engine that served: one that failed has said why, and ended its ranks
+            if bad_end and handle.ready.is_set() and not self.failed:
+                log.warning("%s", bad_end)
         if self.mesh is not None:
             self.mesh.let_go()
         if hasattr(self, "trace"):

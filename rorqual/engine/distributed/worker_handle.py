@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import subprocess
 import threading
 import time
@@ -49,6 +50,7 @@ class WorkerHandle:
         self.ended = threading.Event()
         self.heard = time.monotonic()
         self.failure: str | None = None
+        self.killed = False  # by this process
 
     def send_config(self, hello: dict[str, Any]) -> None:
         """Tell it what to be. It starts loading."""
@@ -106,18 +108,36 @@ class WorkerHandle:
 
     def end(self) -> None:
         """At once: a child is killed; a process elsewhere ends itself because its link does."""
-        if self.process is not None:
+        if self.process is not None and self.process.poll() is None:
+            self.killed = True
             self.process.kill()
         self.channel.shut()
 
-    def leave(self, deadline: float) -> None:
-        """It was asked to stop: wait until it has, or end it."""
+    def leave(self, deadline: float) -> str | None:
+        """It was asked to stop: wait until it has, or end it. Returns what a child's end had of a
+        failure, in words, or None; how a process ends that another one started is not known."""
         if not self.ended.wait(max(0.1, deadline - time.monotonic())):
             self.end()
         if self.process is not None:
             try:
                 self.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                self.end()
                 self.process.wait()
         self.channel.close()
+        if self.killed:
+            return f"{self.name} did not end in time when it was told to stop, and was killed"
+        status = self.process.returncode if self.process else 0
+        if not status:
+            return None
+        cause = f"by {signal_name(-status)}" if status < 0 else f"with status {status}"
+        why = f" ({self.failure})" if self.failure else ""
+        return f"{self.name} ended {cause} when it was told to stop{why}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL, say; a real-time signal has no name of its own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

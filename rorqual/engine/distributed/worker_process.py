@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on, die_with_parent
+from rorqual.config.process import end_process
 from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
@@ -268,4 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -22,7 +22,7 @@ import msgspec
 
 from rorqual.cache.events import CacheCleared
 from rorqual.config.log import log_to_stderr
-from rorqual.config.process import process_age
+from rorqual.config.process import end_process, process_age
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import AUTO, OFF, EngineConfig
@@ -497,4 +497,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())  # which ends the other ranks: an exit handler of the executor's

@@ -1,0 +1,138 @@
+"""How rank processes end: in order and with status 0; with an interrupted command; and when they
+are killed while they are told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+import pytest
+
+from rorqual import LLM, SamplingParams
+from rorqual.engine.distributed.channel import Channel, FrameKind
+from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from tests.engine.distributed.starting import TEXT, finished, generating, gone, start
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "page_size": 4,
+    "threads": 1,
+    "num_pages": 22,
+    "weights": "random",
+    "num_layers": 2,
+}
+STARTS = 30
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2, "enable_eplb": True}])
+def test_ranks_end_with_status_0_however_often_they_are_started(
+    sizes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(STARTS // len(sizes)):
+        llm = LLM(**OPTIONS, **sizes)
+        llm.generate([TEXT] * 2, SamplingParams(temperature=0, max_tokens=3))
+        (handle,) = llm.engine.executor.handles
+        llm.engine.close()
+        assert handle.process.returncode == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to_all", [False, True], ids=["rank-0", "all-ranks"])
+def test_an_interrupted_command_leaves_nothing(
+    tmp_path: Path, blow: signal.Signals, to_all: bool
+) -> None:
+    """A terminal's Ctrl-C reaches every process of the command; `kill` reaches rank 0 alone."""
+    shared = set(SHARED_MEMORY.iterdir())
+    command = start(
+        generating("local", tokens=100_000, tp=2, max_model_len=2048, num_pages=300),
+        TMPDIR=str(tmp_path),
+    )
+    assert command.stdout is not None
+    assert command.stdout.read(len(TEXT)) == TEXT
+    ranks = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    assert len(ranks) == 1
+    (os.killpg if to_all else os.kill)(command.pid, blow)
+    status, _, err = finished(command)
+    assert status == 128 + blow, err
+    assert gone(int(ranks[0]))
+    assert not list(tmp_path.iterdir())
+    assert set(SHARED_MEMORY.iterdir()) <= shared
+
+
+@pytest.mark.exhaustive
+def test_a_rank_killed_while_it_stops_is_reported_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(**OPTIONS, tp=2)
+    (found,) = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=3))
+    assert found.outputs[0].token_ids
+    (handle,) = llm.engine.executor.handles
+    stop_then_kill(monkeypatch, handle)
+    llm.engine.close()
+    assert handle.process.returncode == -signal.SIGKILL
+    assert "rank 1 (pp 0, dp 0, tp 1) ended by SIGKILL when it was told to stop" in caplog.text
+
+
+def stop_then_kill(monkeypatch: pytest.MonkeyPatch, handle: WorkerHandle) -> None:
+    """The rank stands still from now on, and is killed as soon as it was told to stop."""
+    os.kill(handle.pid, signal.SIGSTOP)
+    os.waitpid(handle.pid, os.WUNTRACED)
+    send = handle.channel.send
+
+    def send_and_kill(kind: FrameKind, data: bytes = b"") -> None:
+        send(kind, data)
+        if kind is FrameKind.STOP:
+            os.kill(handle.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(handle.channel, "send", send_and_kill)
+
+
+# ---- a child of a few lines in a rank's place
+
+
+def child(code: str) -> WorkerHandle:
+    """A process that has `sock`, the other end of the link."""
+    mine, theirs = socketpair()
+    number = theirs.fileno()
+    head = f"import os, signal, socket, sys; sock = socket.socket(fileno={number})\n"
+    process = subprocess.Popen([sys.executable, "-c", head + code], pass_fds=[number])
+    theirs.close()
+    return WorkerHandle(1, "rank 1", JoinedWorker(Channel(mine), process.pid, process=process))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sys.exit(0)", None),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV when it was told to stop"),
+        ("os.abort()", "ended by SIGABRT when it was told to stop"),
+        ("sys.exit(3)", "ended with status 3 when it was told to stop"),
+    ],
+)
+def test_what_a_rank_ended_with_is_said(code: str, words: str | None) -> None:
+    handle = child(f"sock.recv(1)\n{code}")
+    handle.channel.send(FrameKind.STOP)
+    handle.listen()
+    assert handle.leave(time.monotonic() + 60) == (words and f"rank 1 {words}")
+
+
+def test_a_rank_that_does_not_stop_is_killed_and_that_is_said() -> None:
+    handle = child("signal.pause()")
+    handle.channel.send(FrameKind.STOP)
+    said = handle.leave(time.monotonic())
+    assert said == "rank 1 did not end in time when it was told to stop, and was killed"
+    assert handle.process is not None
+    assert handle.process.returncode == -signal.SIGKILL
