@@ -180,7 +180,9 @@ class DistributedExecutor:
         for handle in self.handles:
             handle.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
         platform = make_platform(rank_device(config, launcher.device_index()))
-        groups = launcher.rendezvous.join(platform, 0, self.sizes.world, config.watchdog_seconds)
+        groups = launcher.rendezvous.join(
+            platform, 0, self.sizes.world, config.watchdog_seconds, self._check
+        )
         self.mesh = Mesh.of(self.sizes, groups=groups)
         self.worker = Worker(config, platform, self.mesh)
         self.doing = "waiting for all ranks to load"

@@ -3,6 +3,8 @@ TCPStore that rank 0 keeps on one address."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ from rorqual.parallel.mesh import ProcessGroups
 from rorqual.platforms.base import Platform
 
 START_SECONDS = 1800.0  # until a rank can compute: imports and loading may keep it silent for long
+LOOK_SECONDS = 0.05  # between two looks at who has come
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,30 @@ class Rendezvous:
     host: str = ""
     port: int = 0
 
-    def join(self, platform: Platform, rank: int, world: int, watchdog: float) -> ProcessGroups:
+    def join(
+        self,
+        platform: Platform,
+        rank: int,
+        world: int,
+        watchdog: float,
+        check: Callable[[], None] | None = None,
+    ) -> ProcessGroups:
         """Join the other ranks; returns the maker of groups whose collectives may take
-        `watchdog` seconds. The group of all waits for those that are still loading."""
+        `watchdog` seconds. The group of all waits for those that are still loading.
+
+        check: called while this rank waits for others to come, and raises when one of them will
+        not. Joining itself waits in torch, where neither that nor Ctrl-C is noticed."""
         patience = timedelta(seconds=START_SECONDS)
         if self.file is not None:
             store: dist.Store = dist.FileStore(self.file, world)
         else:
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=patience)
+        store.set(f"came/{rank}", "1")
+        if check is not None:
+            keys = [f"came/{other}" for other in range(world)]
+            while not store.check(keys):
+                check()
+                time.sleep(LOOK_SECONDS)
         dist.init_process_group(
             platform.collectives, store=store, rank=rank, world_size=world, timeout=patience
         )

@@ -101,3 +101,10 @@ def gone(pid: int, seconds: float = 10) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def pids_below(pid: int) -> list[int]:
+    """Children, their children and so on."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    below = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return below + [deeper for child in below for deeper in pids_below(child)]

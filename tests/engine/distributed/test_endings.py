@@ -17,8 +17,21 @@ import pytest
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.distributed.channel import Channel, FrameKind
+from rorqual.engine.distributed.launchers.local import LocalLauncher
+from rorqual.engine.distributed.rendezvous import Rendezvous
 from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
-from tests.engine.distributed.starting import TEXT, finished, generating, gone, start
+from rorqual.errors import EngineError
+from rorqual.parallel.mesh import ProcessGroups
+from tests.engine.distributed.starting import (
+    ENGINE,
+    TEXT,
+    finished,
+    free_port,
+    generating,
+    gone,
+    pids_below,
+    start,
+)
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -30,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "weights": "random",
     "num_layers": 2,
 }
-STARTS = 30
+STARTS = 20
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -39,7 +52,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def test_ranks_end_with_status_0_however_often_they_are_started(
     sizes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(STARTS // len(sizes)):
+    for _ in range(STARTS):
         llm = LLM(**OPTIONS, **sizes)
         llm.generate([TEXT] * 2, SamplingParams(temperature=0, max_tokens=3))
         (handle,) = llm.engine.executor.handles
@@ -62,14 +75,62 @@ def test_an_interrupted_command_leaves_nothing(
     )
     assert command.stdout is not None
     assert command.stdout.read(len(TEXT)) == TEXT
-    ranks = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    ranks = pids_below(command.pid)
     assert len(ranks) == 1
     (os.killpg if to_all else os.kill)(command.pid, blow)
     status, _, err = finished(command)
     assert status == 128 + blow, err
-    assert gone(int(ranks[0]))
-    assert not list(tmp_path.iterdir())
-    assert set(SHARED_MEMORY.iterdir()) <= shared
+    check_nothing_left(ranks, tmp_path, shared)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_of_two_ranks_leaves_nothing(tmp_path: Path, blow: signal.Signals) -> None:
+    shared = set(SHARED_MEMORY.iterdir())
+    settings = [f"--set={name}={value}" for name, value in {**ENGINE, "tp": 2}.items()]
+    port = str(free_port())
+    arguments = ["-m", "rorqual", "serve", "--port", port, "--no-structured-output", *settings]
+    server = start(arguments, TMPDIR=str(tmp_path))
+    assert server.stderr is not None
+    assert any("serving" in line for line in server.stderr)
+    processes = pids_below(server.pid)
+    assert len(processes) == 2, "the engine, and rank 1"
+    os.killpg(server.pid, blow)
+    status, _, err = finished(server)
+    assert (status, err) == (0, "")
+    check_nothing_left(processes, tmp_path, shared)
+
+
+def check_nothing_left(pids: list[int], folder: Path, shared: set[Path]) -> None:
+    assert all(gone(pid) for pid in pids)
+    assert not list(folder.iterdir())
+    # those of processes beside these are of other tests
+    new = set(SHARED_MEMORY.iterdir()) - shared
+    assert not [path for path in new if any(str(pid) in path.name for pid in pids)]
+
+
+def test_a_rank_that_dies_before_it_has_come_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 does not wait for it in torch, where nothing could tell it."""
+    start_ranks = LocalLauncher.start
+    join = Rendezvous.join
+    pids = []
+
+    def start_and_halt(self: LocalLauncher) -> list[JoinedWorker]:
+        (joined,) = start_ranks(self)
+        halt(joined.pid)
+        pids.append(joined.pid)
+        return [joined]
+
+    def kill_and_join(self: Rendezvous, *arguments: Any) -> ProcessGroups:
+        os.kill(*pids, signal.SIGKILL)
+        return join(self, *arguments)
+
+    monkeypatch.setattr(LocalLauncher, "start", start_and_halt)
+    monkeypatch.setattr(Rendezvous, "join", kill_and_join)
+    with pytest.raises(EngineError, match=r"rank 1 .* ended with status -9; rank 0 was loading"):
+        LLM(**OPTIONS, tp=2)
 
 
 @pytest.mark.exhaustive
@@ -86,10 +147,15 @@ def test_a_rank_killed_while_it_stops_is_reported_and_fails_nothing(
     assert "rank 1 (pp 0, dp 0, tp 1) ended by SIGKILL when it was told to stop" in caplog.text
 
 
+def halt(child: int) -> None:
+    """It stands still when this returns."""
+    os.kill(child, signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+
+
 def stop_then_kill(monkeypatch: pytest.MonkeyPatch, handle: WorkerHandle) -> None:
     """The rank stands still from now on, and is killed as soon as it was told to stop."""
-    os.kill(handle.pid, signal.SIGSTOP)
-    os.waitpid(handle.pid, os.WUNTRACED)
+    halt(handle.pid)
     send = handle.channel.send
 
     def send_and_kill(kind: FrameKind, data: bytes = b"") -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.engine.distributed.starting import (
     free_port,
     generating,
     gone,
+    pids_below,
     start,
     torchrun,
     variables,
@@ -127,12 +127,6 @@ def test_a_server_under_torchrun_drains_and_all_end_with_it() -> None:
     agent.send_signal(signal.SIGTERM)
     finished(agent, 40)
     assert all(gone(pid, 1) for pid in children)
-
-
-def pids_below(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    below = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return below + [deeper for child in below for deeper in pids_below(child)]
 
 
 # ---- rank 0 in this process, rank 1 in another, started by hand
