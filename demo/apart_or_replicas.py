@@ -34,6 +34,7 @@ import numpy as np
 
 from rorqual import LLM
 from rorqual.bench.comm import page_transfers
+from rorqual.bench.comm.transfer_setup import TransferSetup
 from rorqual.bench.serving.client import Client, RequestRecord, ServerTarget
 from rorqual.bench.serving.launched_server import launched_server
 from rorqual.bench.serving.load import ArrivalLoad, drive
@@ -318,7 +319,7 @@ def page_times(length: int) -> tuple[PageTimes, float]:
     """As `rorqual bench pages` has them, and bytes of a page."""
     points = []
     for tokens in (max(PAGE, length // 8), length):
-        setup = page_transfers.TransferSetup(str(model_folder(None)), tokens, PAGE, repeats=15)
+        setup = TransferSetup(str(model_folder(None)), tokens, PAGE, repeats=15)
         found = page_transfers.bench(setup)
         points.append((float(found.bytes), median(found.transports[0].pages)))
     return PageTimes.fit(points), points[-1][0] / (length // PAGE)

@@ -149,6 +149,7 @@ def bench_pages(
 ) -> None:
     """Time a prompt's pages between two processes of this host, by each transport."""
     from rorqual.bench.comm import page_transfers
+    from rorqual.bench.comm.transfer_setup import TransferSetup
 
     names = tuple(transports.split(","))
     for name in names:
@@ -161,9 +162,7 @@ def bench_pages(
     for length in numbers(tokens):
         if length < page_size:
             raise typer.BadParameter(f"{length} tokens are less than a page of {page_size}")
-        setup = page_transfers.TransferSetup(
-            model, length, page_size, names, repeats, staging_mb, (there, here)
-        )
+        setup = TransferSetup(model, length, page_size, names, repeats, staging_mb, (there, here))
         found = page_transfers.bench(setup)
         page_transfers.print_table(found, setup)
         runs.append((setup, found))

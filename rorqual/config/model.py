@@ -7,11 +7,9 @@ whoever started this process says of it.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shutil
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -247,12 +245,6 @@ def shared_secret(file: str | None) -> bytes | None:
             f"the secret has {len(secret)} bytes; accepted: at least {SHORTEST_SECRET}"
         )
     return secret or None
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends (Linux)."""
-    signal_on_parent_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
-    ctypes.CDLL(None).prctl(signal_on_parent_death, signal.SIGKILL)
 
 
 @contextmanager

@@ -1,14 +1,17 @@
-"""The age of a process, and its end. No torch."""
+"""The age of a process, what it dies with, and its end. No torch."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 FLUSH_FAILED = 120  # the interpreter's own exit status where its output cannot be written
 
 
@@ -19,6 +22,15 @@ def process_age() -> float:
         "SC_CLK_TCK"
     )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for SIGKILL when the parent ends; where `parent` has ended already, end now.
+    Linux; elsewhere the end of the link to the parent has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        sys.exit(1)
 
 
 def end_process(status: int) -> NoReturn:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +21,13 @@ from rorqual.disagg.page_link import (
     MOST_KEYS,
     STAGED,
     PageMessage,
+    StagedAnswer,
+    check_confirmed,
     pack_read,
     receive,
+    unpack_staged,
 )
-from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, StagedReads
+from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, RunningReads, StagedReads
 from rorqual.disagg.transports.handles import HandleTransport
 from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState
 from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
@@ -52,12 +54,13 @@ class RunningRead:
     deadline: float
 
 
-class HandedReads:
+class HandedReads(RunningReads):
+    """running: prompts, in `read`."""
+
     def __init__(self, transport: HandleTransport, ranges: StagingRanges):
+        super().__init__()
         self.transport = transport
         self.ranges = ranges
-        self.running = 0  # prompts, in `read`
-        self.lock = threading.Lock()
 
     def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
         """For so many pages; `release` gives them back."""
@@ -88,9 +91,7 @@ class HandedReads:
         """As StagedReads.read; a window's pages count once the keeper has confirmed it, and the
         next ones come meanwhile."""
         self.recover()
-        with self.lock:
-            self.running += 1
-        try:
+        with self.one_more():
             for start in range(0, len(keys), MOST_KEYS):
                 some = list(keys[start : start + MOST_KEYS])
                 send(sock, PageMessage.STAGE, pack_read(lease, part, some))
@@ -103,9 +104,6 @@ class HandedReads:
                     reading.end()
                 if reading.given_up:
                     return
-        finally:
-            with self.lock:
-                self.running -= 1
 
     def recover(self) -> None:
         """Ranges that a read may write into yet are used again once it is over."""
@@ -164,10 +162,8 @@ class PagesInFlight:
             elif kind is PageMessage.UNSTAGED:
                 reason = data.decode(errors="replace")
                 self._stop(f"the other engine cannot offer its pages: {reason}")
-            elif kind is PageMessage.STAGED and len(data) >= STAGED.size:
-                self._begin(data)
             else:
-                raise LinkError(f"{kind.name} of {len(data)} bytes came where pages were to be")
+                self._begin(unpack_staged(kind, data, self.stop - self.asked))
         if self.error:
             raise LinkError(self.error)
 
@@ -176,10 +172,8 @@ class PagesInFlight:
         self.stop = self.asked
         self.error = error
 
-    def _begin(self, data: bytes) -> None:
-        generation, offset, count, _ = STAGED.unpack(data[: STAGED.size])
-        if count > self.stop - self.asked:
-            raise LinkError(f"{count} pages were staged where {self.stop - self.asked} were to be")
+    def _begin(self, staged: StagedAnswer) -> None:
+        count = staged.count
         if not count:
             self._stop("the pages are kept no more")
             return
@@ -194,13 +188,15 @@ class PagesInFlight:
             passing = self._passing(size)
             local = passing.offset
         try:
-            ticket = self.reads.transport.read(data[STAGED.size :], offset, local, size, place)
+            ticket = self.reads.transport.read(staged.peer, staged.offset, local, size, place)
         except BaseException:
             if passing is not None:
                 self.reads.ranges.release(passing)
             raise
         deadline = time.monotonic() + READ_SECONDS
-        self.running.append(RunningRead(generation, self.asked, count, ticket, passing, deadline))
+        self.running.append(
+            RunningRead(staged.generation, self.asked, count, ticket, passing, deadline)
+        )
         self.asked += count
 
     def _placing(self, first: int, count: int) -> Callable[[Tensor], None] | None:
@@ -248,10 +244,9 @@ class PagesInFlight:
             wait()
 
     def _confirmed(self, answer: bytes) -> int:
-        if not self.confirming or answer not in (b"\0", b"\1"):
+        if not self.confirming:
             raise LinkError("an answer came where nothing was asked")
-        if answer == b"\0":
-            raise LinkError("the pages were given up while they were read")
+        check_confirmed(answer)
         return self.confirming.popleft()
 
     def end(self) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+from dataclasses import dataclass
 from enum import IntEnum
 
 from rorqual.cache.page_parts import PagePart
@@ -77,6 +78,36 @@ def unpack_read(message: bytes) -> tuple[PagePart, list[bytes]]:
         raise LinkError("READ has half a key")
     part = PagePart(*PART.unpack_from(message))
     return part, [message[i : i + KEY] for i in range(PART.size, len(message), KEY)]
+
+
+@dataclass(frozen=True)
+class StagedAnswer:
+    """`count` pages, at `offset` of the keeper's staging memory for as long as `generation` holds.
+    check: their CRC-32; peer: how the keeper's library is reached."""
+
+    generation: int
+    offset: int
+    count: int
+    check: int
+    peer: bytes
+
+
+def unpack_staged(kind: PageMessage, message: bytes, asked: int) -> StagedAnswer:
+    """Of a STAGED that answers for at most `asked` pages. Raises LinkError."""
+    if kind is not PageMessage.STAGED or len(message) < STAGED.size:
+        raise LinkError(f"{kind.name} of {len(message)} bytes came where pages were to be staged")
+    generation, offset, count, check = STAGED.unpack_from(message)
+    if count > asked:
+        raise LinkError(f"{count} pages were staged where {asked} were asked for")
+    return StagedAnswer(generation, offset, count, check, message[STAGED.size :])
+
+
+def check_confirmed(answer: bytes) -> None:
+    """Raises LinkError where pages that were read may not be what was asked for."""
+    if answer not in (b"\0", b"\1"):
+        raise LinkError(f"CONFIRMED of {len(answer)} bytes came; accepted: 0 or 1 in one byte")
+    if answer == b"\0":
+        raise LinkError("the pages were given up while they were read")
 
 
 def receive_head(sock: socket.socket, most: int) -> tuple[PageMessage, int]:

@@ -21,8 +21,11 @@ from rorqual.disagg.page_link import (
     MOST_KEYS,
     STAGED,
     PageMessage,
+    StagedAnswer,
+    check_confirmed,
     pack_read,
     receive,
+    unpack_staged,
 )
 from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, Transport
 from rorqual.disagg.transports.ranges import HeldRange
@@ -47,12 +50,31 @@ class RowsOfPages:
     prepare: Callable[[], None] | None = None
 
 
-class StagedReads:
-    def __init__(self, transport: Transport, windows: StagingWindows):
-        self.transport = transport
-        self.windows = windows
+class RunningReads:
+    """How many reads are under way, whose memory is not to be taken away."""
+
+    def __init__(self) -> None:
         self.running = 0
         self.lock = threading.Lock()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        with self.lock:
+            self.running += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+class StagedReads(RunningReads):
+    """running: windows that are read into."""
+
+    def __init__(self, transport: Transport, windows: StagingWindows):
+        super().__init__()
+        self.transport = transport
+        self.windows = windows
 
     def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
         return RowsOfPages(size, memory.rows(count, size))
@@ -88,15 +110,15 @@ class StagedReads:
             staged = self._staged(sock, min(len(keys) - came, most), coming)
             if staged is None:
                 return
-            generation, offset, count, check, peer = staged
+            count = staged.count
             with self._window() as window:
                 data = window.bytes[: count * size]
-                self._read(window, peer, offset, data.numel())
-                send(sock, PageMessage.CONFIRM, CONFIRM.pack(generation))
+                self._read(window, staged.peer, staged.offset, data.numel())
+                send(sock, PageMessage.CONFIRM, CONFIRM.pack(staged.generation))
                 if came + count < len(keys):
                     self._ask(sock, lease, part, keys[came + count :][:most])
                 self._confirmed(sock)
-                if zlib.crc32(data.numpy().data) != check:
+                if zlib.crc32(data.numpy().data) != staged.check:
                     raise LinkError("the pages came damaged: their checksum differs")
                 rows[came : came + count].view(-1).copy_(data)
             came += count
@@ -109,7 +131,7 @@ class StagedReads:
 
     def _staged(
         self, sock: socket.socket, asked: int, coming: Callable[[], bool]
-    ) -> tuple[int, int, int, int, bytes] | None:
+    ) -> StagedAnswer | None:
         while True:
             kind, data = receive(sock, STAGED.size + MOST_DESCRIPTION)
             if kind is not PageMessage.COMING:
@@ -119,21 +141,16 @@ class StagedReads:
         if kind is PageMessage.UNSTAGED:
             reason = data.decode(errors="replace")
             raise LinkError(f"the other engine cannot offer its pages: {reason}")
-        if kind is not PageMessage.STAGED or len(data) < STAGED.size:
-            raise LinkError(f"{kind.name} of {len(data)} bytes came where pages were to be staged")
-        generation, offset, count, check = STAGED.unpack(data[: STAGED.size])
-        if count > asked:
-            raise LinkError(f"{count} pages were staged where {asked} were asked for")
-        if not count:
+        staged = unpack_staged(kind, data, asked)
+        if not staged.count:
             raise LinkError("the pages are kept no more")
-        return generation, offset, count, check, data[STAGED.size :]
+        return staged
 
     def _confirmed(self, sock: socket.socket) -> None:
         kind, answer = receive(sock, 1)
-        if kind is not PageMessage.CONFIRMED or answer not in (b"\0", b"\1"):
+        if kind is not PageMessage.CONFIRMED:
             raise LinkError(f"{kind.name} came where pages were to be confirmed")
-        if answer == b"\0":
-            raise LinkError("the pages were given up while they were read")
+        check_confirmed(answer)
 
     @contextmanager
     def _window(self) -> Iterator[HeldWindow]:
@@ -166,13 +183,8 @@ class StagedReads:
     def _read(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:
         """The window of a read that did not finish is set aside. Whether the request was cancelled
         meanwhile is not asked: the bytes are here sooner than a library that began anew."""
-        with self.lock:
-            self.running += 1
-        try:
+        with self.one_more():
             self._wait(window, peer, offset, size)
-        finally:
-            with self.lock:
-                self.running -= 1
 
     def _wait(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:
         ticket = self.transport.read(peer, offset, window.offset, size)

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from rorqual.config.log import log_to_stderr
+from rorqual.config.process import die_with_parent
 from rorqual.errors import escaped
-from rorqual.text.child_process import die_with_parent
 from rorqual.text.grammar import tokenizer_info
 from rorqual.text.grammar_limits import GrammarLimits
 

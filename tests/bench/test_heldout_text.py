@@ -3,7 +3,6 @@ says, on a short text."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.child_process import environment
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.exhaustive
 
 
 def printed(script: str, *arguments: str) -> str:
     """What a script of demo/ prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [sys.executable, f"demo/{script}", *arguments],
         cwd=ROOT,
-        env=environment,
+        env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,

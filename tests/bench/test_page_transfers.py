@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from rorqual.bench.comm.page_transfers import TransferSetup, as_json, bench, print_table
+from rorqual.bench.comm.page_transfers import as_json, bench, print_table
+from rorqual.bench.comm.transfer_setup import TransferSetup
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -71,6 +71,10 @@ class Compiled:
             "stack": int(found["STACK"]),
             "shared": self.kernel.metadata.shared,
         }
+
+    def figures(self, words: Iterable[str]) -> dict[str, int]:
+        """Its resources, and how often each word stands in its PTX."""
+        return {**self.resources(), **{word: self.ptx.count(word) for word in words}}
 
 
 @contextlib.contextmanager

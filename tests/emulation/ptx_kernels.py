@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import triton
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 BEFORE = """
 import json
@@ -46,15 +45,10 @@ class Kernel:
 def compiled(launches: str, folder: Path, checks: str = "") -> list[Kernel]:
     """launches: Python whose launches are compiled; checks: Python that may look at `launched`
     afterwards."""
-    environment = compiler_environment(TRITON_CACHE_DIR=str(folder))
     inside = "\n".join("    " + line for line in launches.strip().splitlines())
-    command = [
-        sys.executable,
-        "-c",
-        BEFORE + inside + "\n" + checks + AFTER.replace("{folder!r}", repr(str(folder))),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    after = AFTER.replace("{folder!r}", repr(str(folder)))
+    code = BEFORE + inside + "\n" + checks + after
+    output_of_compiler("-c", code, TRITON_CACHE_DIR=str(folder))
     return [Kernel(*found) for found in json.loads((folder / "kernels.json").read_text())]
 
 

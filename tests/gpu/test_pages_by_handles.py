@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from rorqual.bench.comm.page_transfers import TransferSetup, bench
+from rorqual.bench.comm.page_transfers import bench
+from rorqual.bench.comm.transfer_setup import TransferSetup
 from rorqual.cache.page_memory import PlaneMover
 from rorqual.disagg.page_reader import PageReader
 from rorqual.disagg.transports.handles import DeviceStaging, HandleTransport
@@ -29,6 +30,7 @@ from rorqual.disagg.transports.interface import ReadState, TransportError
 from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
 from rorqual.parallel.shared.shared_block import SharedBlock
 from rorqual.platforms import make_platform
+from tests.child_process import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (32 << 20) + 4096
@@ -48,7 +50,7 @@ def offering(device: str) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
         [sys.executable, __file__, device],
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
     ) as other:
         try:
             assert other.stdout is not None

@@ -31,6 +31,7 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.ops import reference
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.mesh import Mesh
+from tests.child_process import environment
 from tests.engine.distributed.test_executor import (
     COMMON,
     TEXTS,
@@ -172,9 +173,8 @@ def test_sums_over_shared_memory_are_those_of_all_parts_in_order(tmp_path: Path)
 def test_a_rank_that_dies_or_freezes_ends_the_engine(blow: str, named: str, shared: bool) -> None:
     """In a process of its own, which must come to its end as well."""
     command = [sys.executable, __file__, blow, json.dumps(shared)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])

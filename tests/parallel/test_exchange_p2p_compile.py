@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -53,23 +51,12 @@ def compiled(capability: int) -> list[dict[str, object]]:
             kernels.combine(buffer, x)
         for kernel in found:
             about = {"name": kernel.name, "world": world, "fp8": fp8}
-            rows.append(
-                {**about, **kernel.resources(), **{word: kernel.ptx.count(word) for word in WORDS}}
-            )
+            rows.append({**about, **kernel.figures(WORDS)})
     return rows
 
 
 def test_the_kernels_compile_for_hopper() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=compiler_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = json.loads(output_of_compiler(__file__))
     assert len(rows) == 12
     for row in rows:
         assert row["stack"] == 0, row

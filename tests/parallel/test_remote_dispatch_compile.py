@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -82,8 +80,7 @@ def compiled(capability: int) -> list[dict[str, Any]]:
             kernels.combine(caller, x)
         for kernel in found:
             about = {"name": kernel.name, "columns": columns, "fp8": fp8, "rows": count}
-            found_words = {word: kernel.ptx.count(word) for word in WORDS}
-            about |= kernel.resources() | found_words
+            about |= kernel.figures(WORDS)
             about["early"] = kernel.ptx.partition("griddepcontrol.wait")[0].count("ld.global")
             # warps leave the loop of a wait one by one: nothing in it waits for all of them
             about["in_wait"] = kernel.ptx.partition("ld.acquire.sys")[2].partition("bar.sync")[0]
@@ -92,16 +89,7 @@ def compiled(capability: int) -> list[dict[str, Any]]:
 
 
 def test_the_kernels_compile_for_hopper() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=compiler_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = json.loads(output_of_compiler(__file__))
     assert len(rows) == 28
     for row in rows:
         assert row["stack"] == 0, row

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.child_process import environment as child_environment
 from tests.serve.running import ROOT, Running
 
 
@@ -19,7 +20,7 @@ def start_router(*options: str, environment: dict[str, str] | None = None) -> Ru
         [sys.executable, "-m", "rorqual", "route", "--port", "0", *options],
         stdout=handle,
         stderr=handle,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+        env=child_environment(**(environment or {})),
         cwd=ROOT,
     )
     os.close(handle)

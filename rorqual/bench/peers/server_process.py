@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rorqual.config.process import die_with_parent
 from rorqual.errors import TargetError
-from rorqual.text.child_process import die_with_parent
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20.0  # from the polite signal to the other one

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rorqual.config.model import collectives_on, die_with_parent
-from rorqual.config.process import end_process
+from rorqual.config.model import collectives_on
+from rorqual.config.process import die_with_parent, end_process
 from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind

@@ -22,7 +22,7 @@ import msgspec
 
 from rorqual.cache.events import CacheCleared
 from rorqual.config.log import log_to_stderr
-from rorqual.config.process import end_process, process_age
+from rorqual.config.process import die_with_parent, end_process, process_age
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import AUTO, OFF, EngineConfig
@@ -39,7 +39,6 @@ from rorqual.serve.engines.kv_events import KVEventPublisher
 from rorqual.serve.engines.phase_teller import PhaseTeller
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.serve.kv_events_config import KVEventsConfig
-from rorqual.text.child_process import die_with_parent
 from rorqual.text.generation_config import read_generation
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.child_process import python_path
+
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The captain of the ship"
 ENGINE = {
@@ -33,7 +35,7 @@ def environment(**changes: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("TORCHELASTIC", "GLOO_SOCKET", "NCCL_SOCKET", "RORQUAL_SECRET"))
     }
-    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **changes}
 
 
 def variables(rank: int, world: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:

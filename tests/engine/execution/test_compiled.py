@@ -4,7 +4,6 @@ so that little is compiled twice."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from rorqual.engine.execution.compiled import CompiledForward, code_folder
 from rorqual.errors import ConfigError
 from rorqual.ops.custom_ops import TracedOps
 from rorqual.ops.interface import Ops
+from tests.child_process import environment
 from tests.engine.execution.test_cuda_graphs import ReplayingPlatform
 from tests.models.checkpoints import QWEN, V3, VOCAB
 
@@ -162,14 +162,13 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
 def run_script(script: str, folder: Path, home: Path, temporary: Path) -> dict[str, Any]:
     """What a process of its own prints last."""
     names = {
-        "PYTHONPATH": str(ROOT),
         "RORQUAL_CACHE": str(home),
         "TMPDIR": str(temporary),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)],
-        env={**os.environ, **names},
+        env=environment(**names),
         capture_output=True,
         text=True,
         timeout=300,

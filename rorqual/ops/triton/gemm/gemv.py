@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
@@ -102,7 +103,7 @@ def _small_kernel(
         out += tl.load(bias + inside).to(tl.float32)[None, :]
     if GATED:  # rounded where the separate ops round
         gate = out.to(kind).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        silu = silu_exp(gate).to(kind).to(tl.float32)
         out = silu * tl.reshape(tl.sum(up, 1 if M == 1 else 2), (M, N)).to(kind).to(tl.float32)
     valid = (token < tokens)[:, None] & (row < ROWS)[None, :]
     tl.store(y + token[:, None] * ROWS + row[None, :], out.to(kind), mask=valid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from rorqual.bench.kernels.attention import attend, exact_entries
 from rorqual.ops import reference
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention import mla_decode_sm90_fp8
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import caught, changes
@@ -319,10 +318,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """PTX of three forms of the kernel, with files of machine code and of shared memory's size
     beside it."""
     folder = tmp_path_factory.mktemp("compiled")
-    environment = compiler_environment(TRITON_CACHE_DIR=str(folder))
-    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(folder))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    code = COMPILE.replace("{folder}", str(folder))
+    output_of_compiler("-c", code, TRITON_CACHE_DIR=str(folder))
     found = sorted(folder.glob("*.ptx"))
     assert len(found) == 3
     return found

@@ -7,8 +7,6 @@ poisoned.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.interface import AttentionMetadata, Ops, PartialAttention, shares_of
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
@@ -409,15 +407,7 @@ print(len(launched), sum("wgmma" in k.ptx for k in launched))
 def test_every_kernel_compiles(capability: int, tmp_path: object) -> None:
     if DEVICE == "cuda" and capability != 90:
         pytest.skip("the card itself compiles")
-    environment = compiler_environment(TRITON_CACHE_DIR=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    launched, wgmma = map(int, done.stdout.split()[-2:])
+    said = output_of_compiler("-c", COMPILE, str(capability), TRITON_CACHE_DIR=str(tmp_path))
+    launched, wgmma = map(int, said.split()[-2:])
     assert launched >= 12
     assert (wgmma >= 4) == (capability == 90)

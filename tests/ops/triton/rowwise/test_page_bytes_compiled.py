@@ -6,12 +6,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -46,15 +44,7 @@ def compiled() -> list[dict[str, object]]:
 
 
 def test_bytes_go_sixteen_at_once() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=compiler_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of_compiler(__file__))
     assert len(found) == 9
     for kernel in found:
         # numbers of pages and planes are read one by one

@@ -3,13 +3,11 @@ would be written is zero."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 pytestmark = pytest.mark.exhaustive
 
@@ -80,9 +78,4 @@ print("compiled")
 
 
 def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
-    environment = compiler_environment(TRITON_CACHE_DIR=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "compiled"
+    assert output_of_compiler("-c", SCRIPT, TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"

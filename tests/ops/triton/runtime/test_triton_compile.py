@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.child_process import compiler_environment
+from tests.child_process import output_of_compiler
 
 INSTRUCTIONS = (
     "wgmma.mma_async",
@@ -434,17 +433,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 def test_kernels_compile(capability: int) -> None:
     from tests.emulation.cross_compile import SHARED
 
-    command = [sys.executable, __file__, str(capability), "--json"]
-    done = subprocess.run(
-        command,
-        env=compiler_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = json.loads(output_of_compiler(__file__, str(capability), "--json"))
     for row in rows:
         assert row["shared"] <= SHARED[capability], row
         whole = row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
