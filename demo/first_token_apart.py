@@ -13,24 +13,20 @@ the time to the first token less such a step. Wanted: at most a tenth of the pro
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import secrets
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prompt_process import PromptProcess, options_of_both
 
-import rorqual
 from rorqual.disagg.kv_transfers import KVTransfers
-from rorqual.disagg.transfer_config import TRANSPORTS, TransferConfig
+from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.models.hub import model_folder
@@ -141,40 +137,9 @@ def keep() -> None:
     side.close()
 
 
-class Computing:
-    """That process, from here."""
-
-    def __init__(self, trial: Trial, secret: str):
-        path = os.pathsep.join(
-            filter(None, [str(Path(rorqual.__file__).parents[1]), os.environ.get("PYTHONPATH")])
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--keep"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-        )
-        self.tell({"trial": asdict(trial), "secret": secret})
-
-    def tell(self, what: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the engine that computes prompts has ended ({self.process.wait()})")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def one_apart(side: Side, computing: Computing, prompt: list[int], found: Measured) -> list[int]:
+def one_apart(
+    side: Side, computing: PromptProcess, prompt: list[int], found: Measured
+) -> list[int]:
     """Its tokens."""
     computing.tell(prompt)
     where, seconds = computing.hear()
@@ -217,7 +182,7 @@ def one_alone(side: Side, prompt: list[int], found: Measured) -> list[int]:
 def measure(trial: Trial) -> Measured:
     """Raises SystemExit where pages do not arrive."""
     secret = secrets.token_hex(16)
-    computing = Computing(trial, secret)
+    computing = PromptProcess(__file__, {"trial": asdict(trial), "secret": secret})
     try:
         side = Side(trial, "decode", secret)
         computing.hear()
@@ -262,19 +227,11 @@ def main() -> None:
         keep()
         return
     known = Trial()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", nargs="?", help="the bundled checkpoint if left out")
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default=known.weights)
-    parser.add_argument("--layers", type=int, help="with random weights: of so many alone")
+    parser = options_of_both(__doc__.split("\n\n")[0], known)
     parser.add_argument("--prompt", type=int, default=known.prompt, help="tokens")
     parser.add_argument("--repeats", type=int, default=known.repeats)
-    parser.add_argument("--page-size", type=int, default=known.page_size)
-    parser.add_argument("--threads", type=int, help="of each engine on a CPU")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=known.transport)
     parser.add_argument("--staging-mb", type=int, default=known.staging_mb)
     parser.add_argument("--devices", default="auto,auto", help="who computes, and who answers")
-    parser.add_argument("--seed", type=int, default=known.seed)
-    parser.add_argument("--json", type=Path, help="file for the times")
     given = vars(parser.parse_args())
     file = given.pop("json")
     first, _, second = given.pop("devices").partition(",")

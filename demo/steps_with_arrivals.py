@@ -17,26 +17,23 @@ threads that fetch take away. What a server adds to send tokens on is not in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from prompt_process import PromptProcess, options_of_both
 
-import rorqual
 from rorqual.disagg.kv_transfers import KVTransfers
-from rorqual.disagg.transfer_config import TRANSPORTS, TransferConfig
+from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
@@ -146,45 +143,24 @@ def keep() -> None:
     engine.close()
 
 
-class Keeper:
-    """That process, from here."""
+class Keeper(PromptProcess):
+    """That process, from here, once it can be asked."""
 
     def __init__(self, setting: Setting, secret: str):
-        here = str(Path(rorqual.__file__).parents[1])  # both run the same code
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--keep"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-        )
+        super().__init__(__file__, {"setting": asdict(setting), "secret": secret})
         try:
-            self.ask({"setting": asdict(setting), "secret": secret})
+            self.hear()
         except BaseException:
             self.close()
             raise
 
-    def ask(self, what: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the engine that computes prompts has ended ({self.process.wait()})")
-        return json.loads(line)
-
     def computed(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Where the pages of each are."""
-        found = self.ask(prompts)
+        self.tell(prompts)
+        found = self.hear()
         if None in found:
             raise SystemExit("pages of a prompt were not offered")
         return list(found)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 # ---- who answers
@@ -444,20 +420,12 @@ def main() -> None:
         keep()
         return
     known = Setting()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", nargs="?", help="the bundled checkpoint if left out")
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default=known.weights)
-    parser.add_argument("--layers", type=int, help="with random weights: of so many alone")
+    parser = options_of_both(__doc__.split("\n\n")[0], known)
     parser.add_argument("--streams", type=int, default=known.streams)
     parser.add_argument("--prompt", type=int, default=known.prompt, help="tokens of a prompt")
     parser.add_argument("--every", type=int, default=known.every, help="steps between arrivals")
     parser.add_argument("--steps", type=int, default=known.steps, help="of a turn")
     parser.add_argument("--turns", type=int, default=known.turns, help="of each kind")
-    parser.add_argument("--page-size", type=int, default=known.page_size)
-    parser.add_argument("--threads", type=int, help="of each engine on a CPU")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=known.transport)
-    parser.add_argument("--seed", type=int, default=known.seed)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     given = vars(parser.parse_args())
     file = given.pop("json")
     setting = Setting(**given)

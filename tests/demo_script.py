@@ -15,6 +15,8 @@ def load_demo(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if str(DEMO) not in sys.path:
+        sys.path.append(str(DEMO))  # scripts import what lies beside them
     sys.modules[name] = module  # dataclasses look there for what annotations name
     spec.loader.exec_module(module)
     return module
