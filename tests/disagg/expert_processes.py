@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.child_process import stand_still
 from tests.engine.distributed.starting import ROOT, environment, free_port
 
 READY_SECONDS = 60
@@ -70,7 +71,8 @@ class ExpertProcess:
         self.wait()
 
     def pause(self, seconds: float) -> None:
-        self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        stand_still(self.process.pid)
         time.sleep(seconds)
         self.signal(signal.SIGCONT)
 

@@ -35,6 +35,7 @@ from rorqual.disagg.transports.start import start_handles
 from rorqual.errors import ConfigError
 from rorqual.parallel import cuda_ipc
 from rorqual.serve.config import ServeConfig
+from tests.child_process import stand_still
 from tests.disagg.apart import Apart
 from tests.disagg.staged_keeper import is_right
 from tests.disagg.test_page_leases import CPU, LINKS, MINE, SECRET, Keeper, fetch_of, memory
@@ -224,7 +225,7 @@ def test_pages_that_are_there_are_told_before_others_are_waited_for(
     wait_for(lambda: page_bytes(reader.memory, [7, 3]).equal(want[:2]))
     assert not done.is_set()
     keeper.table.add(name, rest, True)()
-    assert done.wait(20)
+    assert done.wait(60)
     assert (found.found, found.error) == (4, "")
     assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
 
@@ -371,7 +372,7 @@ def test_a_cancelled_request_ends_with_its_window(
     monkeypatch.setattr(reader.transport, "read", cancelling)
     done = threading.Event()
     reader.reader.start(found, done.set)
-    assert done.wait(20)
+    assert done.wait(60)
     assert 0 < found.found < 4
     found.release()
     assert not reader.ranges.held
@@ -625,8 +626,7 @@ def test_pages_on_their_way_into_a_cache_that_begins_anew() -> None:
         reader.end()
         ids = prompt(1)
         given = keeper.ask("prefill", ids)
-        os.kill(keeper.process.pid, signal.SIGSTOP)
-        os.waitpid(keeper.process.pid, os.WUNTRACED)  # until all its threads have stopped
+        stand_still(keeper.process.pid)
         try:
             kept, error = reader.ask("fetch_through_restart", ids, given)
         finally:

@@ -113,7 +113,7 @@ class Keeper:
         found = fetch_of(address, name, keys or self.keys, given["secret"], given["part"])
         done = threading.Event()
         reader.start(found, done.set)
-        assert done.wait(20)
+        assert done.wait(60)
         if not found.error:
             reader.finish(address, LINKS, name)
         reader.pool.shutdown()
@@ -190,20 +190,20 @@ def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
 
     def copy(page: int) -> None:
         copying.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         held.append(keeper.prefix.allocator.holders[page])
 
     reader = threading.Thread(target=keeper.table.read, args=(name, keeper.keys[1], copy))
     reader.start()
-    assert copying.wait(10)
+    assert copying.wait(60)
     keeper.leases.open[name].deadline = 0.0
     settling = threading.Thread(target=keeper.settle)
     settling.start()
     time.sleep(0.05)
     assert settling.is_alive(), "it waits for the copy"
     go_on.set()
-    reader.join(10)
-    settling.join(10)
+    reader.join(60)
+    settling.join(60)
     assert held == [2]
     assert keeper.held() == []
 
@@ -236,7 +236,7 @@ def test_a_rank_that_has_yet_to_hear_of_a_lease_is_waited_for(
     time.sleep(0.05)
     assert not found, "its device has yet to write the pages"
     ready()
-    reader.join(20)
+    reader.join(60)
     assert found[0].found == 4
     # a lease of another data-parallel rank, or one that is over, is not waited for
     monkeypatch.setattr(lease_module, "OPENING_SECONDS", 60.0)
@@ -270,7 +270,7 @@ def test_pages_that_are_still_computed(keeper: Keeper, monkeypatch: pytest.Monke
     assert not found
     keeper.leases.add(name, rest, True)
     keeper.table.add(name, rest, True)()
-    reader.join(20)
+    reader.join(60)
     assert (found[0].found, found[0].error) == (4, "")
     # no more of it will come
     other = keeper.leases.make(keeper.prefix, 1, {}, 4)
@@ -329,7 +329,7 @@ def test_a_keeper_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         found = fetch_of(silent.getsockname(), bytes(32), [bytes(32)])
         done = threading.Event()
         reader.start(found, done.set)
-        assert done.wait(10)
+        assert done.wait(60)
         assert found.error == "the other engine has gone silent"
         reader.close()
 

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from rorqual.disagg.leases import Found
+from tests.child_process import stand_still
 from tests.disagg.apart import LEASE, Apart, Engine
 from tests.models.checkpoints import save
 
@@ -136,7 +137,7 @@ def test_a_keepers_rank_that_is_stopped_and_continued(cut: Pair) -> None:
     ids = prompt(20)
     given = cut.first.ask("prefill", ids)
     (rank,) = cut.first.ask("ranks")
-    os.kill(rank, signal.SIGSTOP)
+    stand_still(rank)
     try:
         cut.second.begin("answer", ids, given)
         cut.first.wait_for(lambda state: state["held"] > 0)
@@ -155,7 +156,7 @@ def test_a_lease_that_runs_out_on_a_stopped_rank(cut: Pair) -> None:
     before = cut.first.ask("state")["expired"]
     given = cut.first.ask("prefill", ids)
     (rank,) = cut.first.ask("ranks")
-    os.kill(rank, signal.SIGSTOP)
+    stand_still(rank)
     try:
         cut.first.wait_for(lambda state: state["expired"] > before, 10 * LEASE)
         assert cut.first.ask("state")["held"] == 0
@@ -173,7 +174,7 @@ def test_a_readers_rank_that_is_stopped_and_continued(cut: Pair) -> None:
     ids = prompt(40)
     given = cut.second.ask("prefill", ids)
     (rank,) = cut.first.ask("ranks")
-    os.kill(rank, signal.SIGSTOP)
+    stand_still(rank)
     try:
         cut.first.begin("answer", ids, given)
         time.sleep(0.3)
@@ -283,7 +284,7 @@ def test_a_keepers_rank_that_is_killed(cut: Pair) -> None:
     ids = prompt(70)
     given = cut.first.ask("prefill", ids)
     (rank,) = cut.first.ask("ranks")
-    os.kill(rank, signal.SIGSTOP)
+    stand_still(rank)
     cut.second.begin("answer", ids, given)
     time.sleep(0.3)
     os.kill(rank, signal.SIGKILL)
@@ -302,7 +303,7 @@ def test_a_readers_rank_that_is_killed(heads: dict[str, Any]) -> None:
         ids = prompt(80)
         given = pair.second.ask("prefill", ids)
         (rank,) = pair.first.ask("ranks")
-        os.kill(rank, signal.SIGSTOP)
+        stand_still(rank)
         pair.first.begin("answer", ids, given)
         time.sleep(0.3)
         os.kill(rank, signal.SIGKILL)

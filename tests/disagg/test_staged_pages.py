@@ -143,7 +143,7 @@ def test_a_cancelled_request_ends_with_its_window(
     found, done = reader.fetch_until_read(keeper)
     found.cancelled.set()
     reader.go_on.set()
-    assert done.wait(20)
+    assert done.wait(60)
     assert (found.found, found.error, reader.transport.restarts) == (WINDOW_PAGES, "", 0)
     assert all_free(reader)
 
@@ -191,10 +191,10 @@ def test_a_keeper_that_stops_before_it_confirms(
         def hold() -> None:
             with lock:
                 held.set()
-                release.wait(20)
+                release.wait(60)
 
         threading.Thread(target=hold, daemon=True).start()
-        assert held.wait(10)
+        assert held.wait(60)
 
     reader.transport.before_read = stop
     found = reader.fetch(keeper)

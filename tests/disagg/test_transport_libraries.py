@@ -23,6 +23,7 @@ from rorqual.disagg.transports.installed import package_of
 from rorqual.disagg.transports.isolated import IsolatedTransport
 from rorqual.disagg.transports.start import PageStaging, start_staging
 from rorqual.errors import ConfigError
+from tests.child_process import stand_still
 from tests.disagg.staged_keeper import StagedKeeper, StagedReader, is_right
 from tests.disagg.test_page_leases import MINE
 from tests.disagg.test_staged_pages import wait_for
@@ -159,7 +160,7 @@ def test_the_peer_stops_and_goes_on(over_tcp: Sides, monkeypatch: pytest.MonkeyP
     assert over_tcp.come()
     _, before = over_tcp.restarts()
     pid = library_pid(over_tcp.theirs)
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     try:
         found = over_tcp.reader.fetch(over_tcp.keeper)
     finally:
@@ -175,13 +176,13 @@ def test_a_process_that_stops_for_good(over_tcp: Sides, monkeypatch: pytest.Monk
     monkeypatch.setattr(staged_reader, "READ_SECONDS", 0.5)
     monkeypatch.setattr(isolated, "SILENT_SECONDS", 0.2)
     assert over_tcp.come()
-    os.kill(library_pid(over_tcp.theirs), signal.SIGSTOP)
+    stand_still(library_pid(over_tcp.theirs))
     assert not over_tcp.come()
     wait_for(over_tcp.come)
     transport = over_tcp.ours.transport
     assert isinstance(transport, IsolatedTransport)
     pid = library_pid(over_tcp.ours)
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     for _ in range(2000):  # more than the socket holds: nobody waits for it
         transport.serve(1)
         transport.serve(-1)
@@ -193,7 +194,7 @@ def test_the_peer_dies_while_it_is_read(over_tcp: Sides) -> None:
     pid = library_pid(over_tcp.theirs)
     name = over_tcp.keeper.offer()
     assert over_tcp.come()
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     found, done = over_tcp.reader.start(over_tcp.keeper, name)
     time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)

@@ -416,7 +416,7 @@ def test_an_error_while_others_may_have_the_step_ends_the_group(
     raised = KeyboardInterrupt if error is KeyboardInterrupt else EngineError
     with struck(group, spot, error), pytest.raises(raised):
         group.launch(step_of(1))
-    assert all(ended.wait(5) for ended in group.others.ended)
+    assert all(ended.wait(60) for ended in group.others.ended)
     for call in (
         lambda: group.launch(step_of(2)),
         lambda: group.collect(LaunchedStep(1, PendingStep())),
@@ -434,7 +434,7 @@ def test_an_error_in_the_midst_of_ending_the_group_ends_it_with_the_next_call(gr
         group.launch(step_of(0))
     with pytest.raises(EngineError, match="rank 0 failed while launching step 1: interrupted"):
         group.launch(step_of(1))
-    assert all(ended.wait(5) for ended in group.others.ended)
+    assert all(ended.wait(60) for ended in group.others.ended)
 
 
 def test_a_step_that_cannot_be_sent_has_not_been(group: Any) -> None:
@@ -500,8 +500,8 @@ def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list
         start = time.monotonic()
         with pytest.raises(EngineError, match="rank 0 failed while launching step"):
             tokens_of(llm)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30  # the watchdog's
     finally:
         engine.close()
     assert group.handles[0].process is not None
-    assert group.handles[0].process.wait(5) is not None
+    assert group.handles[0].process.wait(60) is not None

@@ -81,6 +81,7 @@ def linked(answer: Callable[[socket.socket], None], timeout: float = 2.0) -> tup
     thread = threading.Thread(target=serve)
     thread.start()
     reason = ControlLink(link, timeout, EXPERTS, renew).watch()
+    near.shutdown(socket.SHUT_RDWR)
     thread.join()
     near.close()
     return reason, link
@@ -112,7 +113,8 @@ def test_silence_ends_the_link_and_slowness_does_not() -> None:
         for byte in struct.iter_unpack("c", pong(number)):
             sock.sendall(byte[0])
         read(sock)
-        threading.Event().wait(0.6)  # and says nothing
+        while sock.recv(64):  # and says nothing, until the link has ended
+            pass
 
     assert linked(answer, 0.2)[0] == "silent for 0.2 s"
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.child_process import stand_still
+
 
 def free_port() -> int:
     with socket.socket() as found:
@@ -76,7 +78,7 @@ class RealEtcd:
 
     def sleep(self) -> None:
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stand_still(self.process.pid)
 
     def wake(self) -> None:
         assert self.process is not None

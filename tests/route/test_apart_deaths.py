@@ -8,7 +8,6 @@ import http.client
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("fastapi")
 
+from tests.child_process import stand_still
 from tests.disagg.test_pages_travel import figure
 from tests.route.running import start_router
 from tests.route.test_real_servers import Read, body, stream
@@ -53,7 +53,7 @@ class Apart:
         """To their engines."""
         for server in servers:
             for pid in server.engine_pids():
-                os.kill(pid, sign)
+                stand_still(pid) if sign == signal.SIGSTOP else os.kill(pid, sign)
 
     def rest(self) -> None:
         """Until all are ready again and hold nothing."""
@@ -63,7 +63,8 @@ class Apart:
             server.wait_until(lambda server=server: figure(server, COMING) == 0, 120)
         self.prefill.wait_until(lambda: figure(self.prefill, HELD) == 0, LEASE + 60)
         self.router.wait_until(self.router.healthy, 60)
-        time.sleep(0.3)  # the router has seen them
+        wanted = [f'server_ready{{server="{server.url}"}} 1.0' for server in self.servers]
+        self.router.wait_until(lambda: all(one in self.router.get("/metrics") for one in wanted))
 
     def with_work(self) -> Running:
         """The decode server to which the router has sent a request."""
@@ -174,7 +175,7 @@ def streaming(apart: Apart, number: int, salt: str) -> Client:
     def stop(count: int) -> None:
         if count == 5:
             for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+                stand_still(pid)
             stopped.set()
 
     client = Client(apart, number, salt, stop, max_tokens=MANY)

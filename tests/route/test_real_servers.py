@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("fastapi")
 
+from tests.child_process import stand_still
 from tests.route.running import start_router
 from tests.serve.running import Running, start_server
 
@@ -101,6 +102,11 @@ class Cluster:
     router: Running
     servers: list[Running]
 
+    def seen(self) -> None:
+        """Until the router knows that all are ready."""
+        wanted = [f'server_ready{{server="{server.url}"}} 1.0' for server in self.servers]
+        self.router.wait_until(lambda: all(line in self.router.get("/metrics") for line in wanted))
+
     def stop_one_with_work(self) -> Running:
         """A server that has a request."""
         deadline = time.monotonic() + 30
@@ -152,7 +158,7 @@ def test_an_engine_is_killed_in_the_midst(
     """Few times: a server whose engine dies again and again ends."""
     for server in cluster.servers:
         server.wait_until(server.healthy)
-    time.sleep(0.3)  # the router has seen it
+    cluster.seen()
 
     def kill(count: int) -> None:
         if count == after:
@@ -166,13 +172,13 @@ def test_a_server_is_stopped_and_continued(cluster: Cluster, undisturbed: dict[i
     """What it sends when it is awake again reaches nobody."""
     for server in cluster.servers:
         server.wait_until(server.healthy)
-    time.sleep(0.3)
+    cluster.seen()
     stopped: list[int] = []
 
     def stop(count: int) -> None:
         if count == 5:
             stopped.append(cluster.stop_one_with_work().pid)
-            os.kill(stopped[0], signal.SIGSTOP)
+            stand_still(stopped[0])
 
     try:
         assert stream(cluster.router.url, body(1), stop) == undisturbed[1]

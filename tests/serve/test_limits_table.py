@@ -211,7 +211,6 @@ NO_LIMITS = {
     "LOWEST",
     "PERCENTILES",
     "POLL_MS",
-    "PR_SET_PDEATHSIG",
     "RESERVED",  # of a published tokenizer
     "RATE_SECONDS",
     "ROW_SECONDS",

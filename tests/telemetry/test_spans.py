@@ -189,5 +189,5 @@ class TestWithTheSdk:
         assert slow <= 1
         before = time.monotonic()
         tracer.close()
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 15
         assert len(caplog.records) < 5

@@ -80,12 +80,11 @@ def test_a_token_that_eats_spaces_promises_nothing() -> None:
     assert longest_token(raw) is None
 
 
-def test_others_run_while_a_long_text_is_tokenized(bundled: OurTokenizer) -> None:
-    """The longest pause of another thread, and how long the whole took; it was all of it."""
-    text = "word " * 200_000
+def longest_pause(bundled: OurTokenizer, texts: list[str]) -> tuple[float, list[list[int]]]:
+    """Of a thread beside one that tokenizes, as a share of what that takes; and the ids."""
     found: list[list[int]] = []
     start = time.monotonic()
-    working = threading.Thread(target=lambda: found.extend(bundled.encode_all([text, "a"])))
+    working = threading.Thread(target=lambda: found.extend(bundled.encode_all(texts)))
     working.start()
     pause = 0.0
     last = start
@@ -94,5 +93,16 @@ def test_others_run_while_a_long_text_is_tokenized(bundled: OurTokenizer) -> Non
         now = time.monotonic()
         pause = max(pause, now - last)
         last = now
-    assert pause < (last - start) / 2
-    assert found == [bundled.encode(text), bundled.encode("a")]
+    return pause / (last - start), found
+
+
+def test_others_run_while_a_long_text_is_tokenized(bundled: OurTokenizer) -> None:
+    """Another thread's pause was all of it. On a loaded machine one may be long for other reasons,
+    but not each time."""
+    text = "word " * 200_000
+    pauses = []
+    while not pauses or (pauses[-1] >= 0.5 and len(pauses) < 5):
+        pause, found = longest_pause(bundled, [text, "a"])
+        assert found == [bundled.encode(text), bundled.encode("a")]
+        pauses.append(pause)
+    assert min(pauses) < 0.5, pauses

@@ -92,7 +92,7 @@ def finished(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, 
     return process.returncode, out, err
 
 
-def gone(pid: int, seconds: float = 10) -> bool:
+def gone(pid: int, seconds: float = 60) -> bool:
     """Whether the process ends in time; one that nobody has waited for has ended too."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

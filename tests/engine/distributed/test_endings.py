@@ -22,6 +22,7 @@ from rorqual.engine.distributed.rendezvous import Rendezvous
 from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
 from rorqual.errors import EngineError
 from rorqual.parallel.mesh import ProcessGroups
+from tests.child_process import stand_still
 from tests.engine.distributed.starting import (
     ENGINE,
     TEXT,
@@ -119,7 +120,7 @@ def test_a_rank_that_dies_before_it_has_come_ends_the_start(
 
     def start_and_halt(self: LocalLauncher) -> list[JoinedWorker]:
         (joined,) = start_ranks(self)
-        halt(joined.pid)
+        stand_still(joined.pid)
         pids.append(joined.pid)
         return [joined]
 
@@ -147,15 +148,9 @@ def test_a_rank_killed_while_it_stops_is_reported_and_fails_nothing(
     assert "rank 1 (pp 0, dp 0, tp 1) ended by SIGKILL when it was told to stop" in caplog.text
 
 
-def halt(child: int) -> None:
-    """It stands still when this returns."""
-    os.kill(child, signal.SIGSTOP)
-    os.waitpid(child, os.WUNTRACED)
-
-
 def stop_then_kill(monkeypatch: pytest.MonkeyPatch, handle: WorkerHandle) -> None:
     """The rank stands still from now on, and is killed as soon as it was told to stop."""
-    halt(handle.pid)
+    stand_still(handle.pid)
     send = handle.channel.send
 
     def send_and_kill(kind: FrameKind, data: bytes = b"") -> None:

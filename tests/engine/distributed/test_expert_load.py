@@ -47,7 +47,7 @@ def counted(llm: LLM) -> tuple[Counts, list[Counts]]:
             seen.append(engine.expert_load())
         tokens = sum(map(len, prompts)) + sum(NEW) - len(NEW)  # nothing follows the last of each
         picks = tokens * engine.model_config.moe.top_k
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (found := engine.expert_load()) or sum(found[0]) != picks:
             assert time.monotonic() < deadline, f"{sum(found[0])} picks were counted, not {picks}"
             time.sleep(0.02)

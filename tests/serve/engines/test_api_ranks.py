@@ -75,8 +75,8 @@ def test_every_request_ends_the_log_names_the_rank_and_no_process_stays(
         assert all("engine_dead" in text for _, text in ends)
         assert re.search(rf"engine 0 ended: .*rank 1 \(pp 0, dp 0, tp 1\).* {words}", server.text())
         assert server.request("GET", "/health")[0] == 503
-        assert server.process.wait(10) == 1
-        deadline = time.monotonic() + 5
+        assert server.process.wait(60) == 1
+        deadline = time.monotonic() + 60
         while not (gone(victim) and gone(engine)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

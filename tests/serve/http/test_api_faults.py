@@ -33,6 +33,8 @@ SMALL = (
 )
 KEY = "sesame"
 LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
+SOONER = 5.0  # than the deadline of `small` would end a request
+KILLED_SECONDS = 20.0  # until every request has heard of it, on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +95,13 @@ def test_a_disconnect_frees_the_pages(small: Running):
         sock.recv(100)
         small.wait_until(lambda: small.held_pages() > 0)
         sock.close()
-        start = time.monotonic()
-        small.wait_until(lambda: idle(small), 2)
-        assert time.monotonic() - start < 1.0
+        small.wait_until(lambda: idle(small), SOONER)
 
 
 def test_a_client_that_waits_for_the_whole_answer_and_leaves(small: Running):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(small.url + "/v1/completions", json=LONG, timeout=0.3)
-    small.wait_until(lambda: idle(small), 2)
+    small.wait_until(lambda: idle(small), SOONER)
 
 
 def test_deadline(small: Running):
@@ -110,19 +110,19 @@ def test_deadline(small: Running):
         pytest.skip("this machine makes 4,000 tokens in 6 seconds")
     assert status == 504
     assert body["error"]["code"] == "request_timeout"
-    small.wait_until(lambda: idle(small), 2)
+    small.wait_until(lambda: idle(small))
 
 
 def test_a_full_queue_is_429_with_retry_after(small: Running):
     socks = [open_stream(small, LONG) for _ in range(6)]
-    small.wait_until(lambda: small.get("/stats")["engines"][0]["open"] == 6, 5)
+    small.wait_until(lambda: small.get("/stats")["engines"][0]["open"] == 6)
     answer = httpx.post(small.url + "/v1/completions", json={"prompt": "a"}, timeout=10)
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["type"] == "rate_limit_error"
     for sock in socks:
         sock.close()
-    small.wait_until(lambda: idle(small), 3)
+    small.wait_until(lambda: idle(small), SOONER)
     assert small.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
@@ -212,16 +212,15 @@ def _check_drain(server: Running, engine: int, headers: dict[str, str]) -> None:
         2, lambda: done.append(server.request("POST", "/v1/completions", body, **headers)[0])
     )
     server.wait_until(
-        lambda: server.request("GET", "/stats", **headers)[1]["engines"][0]["open"] == 2, 5
+        lambda: server.request("GET", "/stats", **headers)[1]["engines"][0]["open"] == 2
     )
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.15)
-    assert server.request("GET", "/health")[0] == 503
+    server.wait_until(lambda: server.request("GET", "/health")[0] == 503)
     assert server.request("POST", "/v1/completions", {"prompt": "a"}, **headers)[0] == 503
     for thread in threads:
         thread.join()
     assert done == [200, 200]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert gone(engine), "nobody is left behind"
 
 
@@ -259,19 +258,19 @@ def test_kill_9_ends_every_request_and_the_server():
     with start_server(*SMALL) as server:
         ends = asyncio.run(killed_under_load(server))
         assert len(ends) == 8
-        assert max(seconds for seconds, _ in ends) < 2
+        assert max(seconds for seconds, _ in ends) < KILLED_SECONDS
         assert {what for _, what in ends} == {"200 True", "500 True"}
         assert server.request("GET", "/health")[0] == 503
         assert server.request("GET", "/live")[0] == 200
         assert server.request("POST", "/v1/completions", {"prompt": "a"})[0] == 503
-        assert server.process.wait(10) == 1
+        assert server.process.wait(60) == 1
 
 
 def test_kill_9_with_restart_answers_again_and_no_engine_outlives_its_server():
     with start_server(*SMALL, "--restart") as server:
         before = server.engine_pids()
         ends = asyncio.run(killed_under_load(server))
-        assert max(seconds for seconds, _ in ends) < 2
+        assert max(seconds for seconds, _ in ends) < KILLED_SECONDS
         assert not server.healthy()
         server.wait_until(server.healthy, 90)
         (engine,) = server.engine_pids()
@@ -280,7 +279,7 @@ def test_kill_9_with_restart_answers_again_and_no_engine_outlives_its_server():
         assert "rorqual:engine_restarts_total 1.0" in server.request("GET", "/metrics")[1]
         server.process.kill()
         server.process.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not gone(engine):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -385,4 +384,4 @@ def _check_bounded_drain(server: Running) -> None:
     for thread in threads:
         thread.join()
     assert done == [503]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
