@@ -201,7 +201,7 @@ class Apart:
 
     def end(self, seconds: float = 400.0) -> Any:
         line = self.lines.get(timeout=seconds)
-        assert line, f"the engine's process has ended with {self.process.wait(10)}"
+        assert line, f"the engine's process has ended with {self.process.wait(60)}"
         kind, answer = json.loads(line)
         if kind == "error":
             raise RuntimeError(answer)
@@ -222,7 +222,7 @@ class Apart:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(15)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -132,11 +132,11 @@ class StagedReader:
 
         def wait() -> None:
             began.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(60)
 
         self.transport.before_read = wait
         found = self.start(keeper, keeper.offer())
-        assert began.wait(20)
+        assert began.wait(60)
         return found
 
     def start(self, keeper: Keeper, name: bytes) -> tuple[PageFetch, threading.Event]:

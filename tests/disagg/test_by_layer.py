@@ -109,7 +109,7 @@ def test_a_layer_leaves_before_the_next_is_computed(step: Step) -> None:
     assert fetch.found == 0
     assert not done.wait(0.1)
     step.layer()
-    assert done.wait(10)
+    assert done.wait(60)
     assert (fetch.error, fetch.found) == ("", 4)
     assert step.right(fetch)
     assert len(step.mark_reached) == 8, "each copy came behind its layer's mark"
@@ -126,7 +126,7 @@ def test_chunks_one_after_the_other(step: Step) -> None:
     step.written = WrittenLayers(LAYERS, lambda: lambda: None, step.keeper.table.changed)
     step.keeper.table.write(step.name, dict(list(step.held.items())[2:]), step.written)
     step.written.whole()
-    assert done.wait(10)
+    assert done.wait(60)
     assert fetch.found == 4
     assert step.right(fetch)
 
@@ -143,7 +143,7 @@ def test_a_lease_that_is_closed_amid_a_step(step: Step, layers: int) -> None:
     for plane in step.planes:
         plane.fill_(77)
     step.written.whole()
-    assert done.wait(10)
+    assert done.wait(60)
     assert fetch.error == "the pages are kept no more"
     assert fetch.found == 0
     assert gone(step.keeper, step.name)
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_given_up_amid_its_chunks(step: Step) -> None:
     step.layer()
     step.layer()
     step.keeper.table.add(step.name, {}, True)()
-    assert done.wait(10)
+    assert done.wait(60)
     assert (fetch.error, fetch.found) == ("the pages are kept no more", 2)
     assert step.right(fetch)
 
@@ -168,7 +168,7 @@ def test_a_slow_step_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatch) 
     step.layer()
     assert not done.wait(1.0), "it is told that they are coming"
     step.layer()
-    assert done.wait(10)
+    assert done.wait(60)
     assert fetch.found == 4
 
 
@@ -188,7 +188,7 @@ def test_whole_pages_are_read_behind_the_last_mark(step: Step) -> None:
     time.sleep(0.05)
     assert not copied
     step.layer()
-    reading.join(10)
+    reading.join(60)
     ((page, mark),) = copied
     assert page == step.held[key]
     assert mark is step.written.marks[-1]
@@ -217,7 +217,7 @@ def fetched_from(says: Says, half: bytes = b"") -> PageFetch:
         fetch = PageFetch(where, LINKS, bytes(32), [b"a" * 32, b"b" * 32], WHOLE, 4)
         done = threading.Event()
         reader.start(fetch, done.set)
-        assert done.wait(10)
+        assert done.wait(60)
         return fetch
     finally:
         server.close()

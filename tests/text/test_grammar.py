@@ -180,7 +180,7 @@ def test_memory_and_time_are_bounded_and_the_process_survives(
         grammars.matcher(
             StructuredOutput("grammar", "root ::= r0\n" + rules + 'r12 ::= "x"{0,3000}')
         )
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # of which 2 s computing
     assert grammars.first.helper is not None
     before = grammars.first.helper.child.pid
     assert grammars.matcher(StructuredOutput("regex", "a+"))
@@ -269,7 +269,7 @@ def test_a_job_keeps_what_it_found_until_whoever_waits_has_it(monkeypatch: pytes
         heard.put(grammars.hold(structure))
 
     grammars.prepare(structure, done)
-    assert isinstance(heard.get(timeout=10), Compiled)
+    assert isinstance(heard.get(timeout=60), Compiled)
     assert [it.value for it in grammars.compiled] == ["90"]
     grammars.close()
 

@@ -61,9 +61,8 @@ def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
     heard: SimpleQueue[Exception | None] = SimpleQueue()
     for number in range(3):
         grammars.prepare(bomb(number), heard.put, "bomber")
-    start = time.monotonic()
     assert wait_for(grammars, WORDS) is None
-    assert time.monotonic() - start < SECONDS
+    assert heard.empty(), "no bomb has had all its seconds yet"
     for _ in range(3):
         assert isinstance(heard.get(timeout=60), RequestError)
 
@@ -79,7 +78,7 @@ def test_a_clients_bombs_do_not_hold_up_its_own_two_words() -> None:
             grammars.prepare(bomb(number), heard.put, "waiter")
         start = time.monotonic()
         assert wait_for(grammars, WORDS) is None
-        assert time.monotonic() - start < 6.0
+        assert time.monotonic() - start < 10.0  # which five tries would take at least
     finally:
         grammars.close()
 
@@ -131,7 +130,7 @@ def test_the_same_grammar_is_compiled_once_for_all_who_wait(grammars: XGrammars)
     for _ in range(8):
         grammars.prepare(bomb(100), heard.put)
     assert all(isinstance(heard.get(timeout=60), RequestError) for _ in range(8))
-    assert time.monotonic() - start < 3 * (SECONDS + 2)
+    assert time.monotonic() - start < 8 * SECONDS
     assert not grammars.jobs
 
 
@@ -143,7 +142,7 @@ def test_nobody_waits_for_what_nobody_wants(grammars: XGrammars) -> None:
         grammars.prepare(bomb(200 + number), heard.put, "gone", lambda: False)
     start = time.monotonic()
     assert wait_for(grammars, StructuredOutput("regex", "wanted")) is None
-    assert time.monotonic() - start < SECONDS
+    assert time.monotonic() - start < 8  # thirty first tries take 9
     assert heard.empty()
     assert not grammars.jobs
 

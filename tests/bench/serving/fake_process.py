@@ -39,7 +39,7 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], Fake]:
 
 def stop(process: subprocess.Popen[str]) -> None:
     process.terminate()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()

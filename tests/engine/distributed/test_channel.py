@@ -90,7 +90,7 @@ def ended(connection: socket.socket) -> bool:
 
 def test_ranks_that_know_the_secret_come_in_and_say_who_they_are(door: Door) -> None:
     links = [door.join(rank) for rank in (2, 1)]
-    door.thread.join(5)
+    door.thread.join(60)
     assert {rank: found.host for rank, (_, found) in door.listener.joined.items()} == {
         1: "host-b",
         2: "host-b",

@@ -355,7 +355,7 @@ def test_replicas_share_the_work_and_prefixes_find_their_engine():
         )
         _check_prefixes(server)
         os.kill(server.engine_pids()[0], signal.SIGKILL)
-        server.wait_until(lambda: not server.healthy(), 2)
+        server.wait_until(lambda: not server.healthy())
         assert (
             server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
         ), "the other engine still serves"
@@ -379,7 +379,7 @@ def _check_bounded_drain(server: Running) -> None:
     threads = in_background(
         1, lambda: done.append(server.request("POST", "/v1/completions", LONG)[0])
     )
-    server.wait_until(lambda: sum(e["open"] for e in server.get("/stats")["engines"]) == 1, 5)
+    server.wait_until(lambda: sum(e["open"] for e in server.get("/stats")["engines"]) == 1)
     server.process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join()
