@@ -131,6 +131,9 @@ class Scripted:
 
 
 JSON = {"content-type": "application/json"}
+# what a model says in these tests
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>'
 
 
 @contextmanager

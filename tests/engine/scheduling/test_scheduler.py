@@ -344,6 +344,32 @@ def test_an_aborted_id_can_be_used_again_at_once() -> None:
     check_idle(scheduler)
 
 
+def run_with_cancels(
+    loop: Loop,
+    requests: list[Request],
+    rng: random.Random,
+    before: Callable[[], None] = lambda: None,
+) -> list[Request]:
+    """Requests come, are cancelled and wait for a free step as `rng` has it; `before` each plan.
+    Those that were not cancelled."""
+    scheduler = loop.scheduler
+    coming = list(reversed(requests))
+    alive = {request.id: request for request in requests}
+    while coming or scheduler.has_work or loop.in_flight:
+        assert loop.plans < 30 * len(requests)
+        before()
+        for _ in range(min(len(coming), rng.randint(0, 3))):
+            scheduler.add(coming.pop())
+        if rng.random() < 0.1 and scheduler.sequences:
+            victim = rng.choice(list(scheduler.sequences))
+            scheduler.abort(victim)
+            del alive[victim]
+        loop.launch() if rng.random() < 0.5 else loop.step()
+        if loop.plans % 20 == 0:
+            check_pages(scheduler)
+    return list(alive.values())
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_cancels_leave_every_page_free(depth: int) -> None:
     rng = random.Random(depth)
@@ -352,22 +378,10 @@ def test_random_cancels_leave_every_page_free(depth: int) -> None:
     coming = random_requests(
         2000, seed=20 + depth, longest_prompt=40, most_tokens=80, stop_token_ids=(5,)
     )
-    alive = {request.id: request for request in coming}
-    coming.reverse()
-    while coming or scheduler.has_work or loop.in_flight:
-        assert loop.plans < 40_000
-        for _ in range(min(len(coming), rng.randint(0, 3))):
-            scheduler.add(coming.pop())
-        if rng.random() < 0.1 and scheduler.sequences:
-            victim = rng.choice(list(scheduler.sequences))
-            scheduler.abort(victim)
-            del alive[victim]
-        loop.launch() if rng.random() < 0.5 else loop.step()
-        if loop.plans % 50 == 0:
-            check_pages(scheduler)
+    alive = run_with_cancels(loop, coming, rng)
     assert scheduler.num_preemptions > 10
     assert 200 < 2000 - len(alive) < 1800
-    assert_expected(loop, list(alive.values()))
+    assert_expected(loop, alive)
     check_idle(scheduler)
 
 

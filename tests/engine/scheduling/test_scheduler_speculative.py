@@ -9,7 +9,7 @@ import pytest
 
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.errors import ConfigError
-from tests.engine.fake_runner import check_idle, check_pages, expected
+from tests.engine.fake_runner import check_idle, expected
 from tests.engine.scheduling.test_scheduler import (
     ask,
     assert_expected,
@@ -17,6 +17,7 @@ from tests.engine.scheduling.test_scheduler import (
     make,
     random_requests,
     run_all,
+    run_with_cancels,
 )
 
 DEPTHS = [1, 2, 3]
@@ -75,22 +76,13 @@ def test_next_n_may_change_with_every_plan(depth: int) -> None:
     requests = random_requests(
         300, seed=depth, longest_prompt=40, most_tokens=80, stop_token_ids=(5,)
     )
-    coming = list(reversed(requests))
-    alive = {request.id: request for request in requests}
-    while coming or scheduler.has_work or loop.in_flight:
-        assert loop.plans < 10_000
+
+    def draft() -> None:
         scheduler.num_speculative_tokens = rng.randint(0, 3)
-        for _ in range(min(len(coming), rng.randint(0, 3))):
-            scheduler.add(coming.pop())
-        if rng.random() < 0.1 and scheduler.sequences:
-            victim = rng.choice(list(scheduler.sequences))
-            scheduler.abort(victim)
-            del alive[victim]
-        loop.launch() if rng.random() < 0.5 else loop.step()
-        if loop.plans % 20 == 0:
-            check_pages(scheduler)
+
+    alive = run_with_cancels(loop, requests, rng, draft)
     assert scheduler.num_preemptions > 10
-    assert_expected(loop, list(alive.values()))
+    assert_expected(loop, alive)
     check_idle(scheduler)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from rorqual.serve.http.anthropic.errors import anthropic_body, is_anthropic
 from rorqual.serve.http.sse import encode
 from tests.serve.http.test_api_fuzz import ODD_NUMBERS, ODD_STRINGS, with_value
 from tests.serve.running import Running
-from tests.serve.scripted import JSON, NAME, Scripted, scripted
+from tests.serve.scripted import CALL, JSON, NAME, THOUGHT, Scripted, scripted
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -27,8 +26,6 @@ TOOL = {
     "description": "Looks a word up.",
     "input_schema": {"type": "object", "properties": {"word": {"type": "string"}}},
 }
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>'
 OFFICIAL = importlib.util.find_spec("anthropic") is not None
 
 
@@ -38,28 +35,6 @@ def check(kind: str, value: Any) -> None:
         from anthropic import types
 
         TypeAdapter(getattr(types, kind)).validate_json(json.dumps(value), strict=True)
-
-
-@pytest.fixture(scope="module")
-def one_plain() -> Iterator[Scripted]:
-    with scripted(reasoning=False) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def one_that_thinks() -> Iterator[Scripted]:
-    with scripted() as found:
-        yield found
-
-
-@pytest.fixture
-def plain(one_plain: Scripted) -> Scripted:
-    return one_plain.reset()
-
-
-@pytest.fixture
-def thinks(one_that_thinks: Scripted) -> Scripted:
-    return one_that_thinks.reset()
 
 
 def whole(server: Scripted, **body: Any) -> Any:

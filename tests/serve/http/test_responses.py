@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,7 +14,7 @@ from rorqual.serve.errors import engine_died
 from tests.serve.conftest import MODEL
 from tests.serve.http.test_api_fuzz import ODD_NUMBERS, ODD_STRINGS, with_value
 from tests.serve.running import Running
-from tests.serve.scripted import JSON, NAME, Scripted, scripted
+from tests.serve.scripted import CALL, JSON, NAME, THOUGHT, Scripted, scripted
 
 PATH = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -26,30 +25,6 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     "strict": None,
 }
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def one_plain() -> Iterator[Scripted]:
-    with scripted(reasoning=False) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def one_that_thinks() -> Iterator[Scripted]:
-    with scripted() as found:
-        yield found
-
-
-@pytest.fixture
-def plain(one_plain: Scripted) -> Scripted:
-    return one_plain.reset()
-
-
-@pytest.fixture
-def thinks(one_that_thinks: Scripted) -> Scripted:
-    return one_that_thinks.reset()
 
 
 def whole(server: Scripted, **body: Any) -> Any:
