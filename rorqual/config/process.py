@@ -1,4 +1,5 @@
-"""The age of a process, what it dies with, and its end. No torch."""
+"""The age of a process, signals that reach it with its parent, what it dies with, and its end. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+# a terminal's Ctrl-C, or a manager of services, sends them to every process of a group
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 FLUSH_FAILED = 120  # the interpreter's own exit status where its output cannot be written
 
@@ -22,6 +27,25 @@ def process_age() -> float:
         "SC_CLK_TCK"
     )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+@contextmanager
+def group_signals_blocked() -> Iterator[None]:
+    """Around the start of a child that will call `ignore_group_signals`: until then they are
+    blocked in it, so an interrupt while it imports is its parent's to answer."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_group_signals() -> None:
+    """The parent drains, then says when to leave. In the main thread."""
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # its own children must not find them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on
-from rorqual.config.process import die_with_parent, end_process
+from rorqual.config.process import die_with_parent, end_process, ignore_group_signals
 from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
@@ -212,9 +211,7 @@ def serve(
     frame = channel.receive()
     if frame is None or frame[0] is not FrameKind.HELLO:
         return ORPHANED
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # they reach all processes of a job; rank 0 drains, then says when to leave
-        signal.signal(number, signal.SIG_IGN)
+    ignore_group_signals()
     stopped = threading.Event()
     threading.Thread(target=send_heartbeats, args=([channel], stopped), daemon=True).start()
     try:

@@ -3,28 +3,21 @@ what it is to be, so one may be begun before that is known, and import while thi
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
 
-from rorqual.config.process import process_age
+from rorqual.config.process import group_signals_blocked, process_age
 
 Process = subprocess.Popen[bytes]
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def begin_engine() -> Process:
-    """A process that waits for a line on its standard input. Signals that reach the whole group
-    are blocked in it until it handles them: an interrupt while it imports is this process's to
-    answer."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
+    """A process that waits for a line on its standard input."""
+    with group_signals_blocked():
         return subprocess.Popen(
             [sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class EarlyEngines:

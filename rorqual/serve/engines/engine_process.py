@@ -22,7 +22,12 @@ import msgspec
 
 from rorqual.cache.events import CacheCleared
 from rorqual.config.log import log_to_stderr
-from rorqual.config.process import die_with_parent, end_process, process_age
+from rorqual.config.process import (
+    die_with_parent,
+    end_process,
+    ignore_group_signals,
+    process_age,
+)
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import AUTO, OFF, EngineConfig
@@ -33,7 +38,6 @@ from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
 from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
-from rorqual.serve.engines.begin import SIGNALS
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.kv_events import KVEventPublisher
 from rorqual.serve.engines.phase_teller import PhaseTeller
@@ -465,10 +469,7 @@ def main() -> int:
     die_with_parent(config.parent)
     log_to_stderr("rorqual engine: %(message)s", logging.INFO)
     faulthandler.register(signal.SIGUSR1)
-    # Ctrl-C and SIGTERM reach the whole group; the API process drains, then says when to leave
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    ignore_group_signals()
     link = EngineSockets(config.inbox, config.outbox)
     try:
         worker = _start(config, link)

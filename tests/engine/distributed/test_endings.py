@@ -86,6 +86,21 @@ def test_an_interrupted_command_leaves_nothing(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_ranks_import_is_rank_0s_to_answer(
+    tmp_path: Path, blow: signal.Signals
+) -> None:
+    command = start(generating("local", tp=2), TMPDIR=str(tmp_path))
+    while not (ranks := pids_below(command.pid)):
+        assert command.poll() is None
+        time.sleep(0.001)
+    os.killpg(command.pid, blow)
+    status, _, err = finished(command)
+    assert (status, err) == (128 + blow, "")
+    check_nothing_left(ranks, tmp_path, set(SHARED_MEMORY.iterdir()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_of_two_ranks_leaves_nothing(tmp_path: Path, blow: signal.Signals) -> None:
     shared = set(SHARED_MEMORY.iterdir())
     settings = [f"--set={name}={value}" for name, value in {**ENGINE, "tp": 2}.items()]

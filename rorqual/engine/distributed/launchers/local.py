@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rorqual.config.model import child_environment
+from rorqual.config.process import group_signals_blocked
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel
 from rorqual.engine.distributed.launchers.base import Launcher
@@ -41,7 +42,8 @@ class LocalLauncher(Launcher):
             "--fd",
             str(theirs.fileno()),
         ]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
+        with group_signals_blocked():
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
         theirs.close()
         return JoinedWorker(Channel(mine), process.pid, process=process, device_index=device_index)
 
