@@ -88,24 +88,27 @@ class DistributedExecutor:
         self._grammars: SharedGrammars | None = None
         self.service: RankService | None = None
         self.sender = GrammarSender(lambda data: self._send(FrameKind.GRAMMAR, data))
-        self.launcher = make_launcher(config)
-        try:
-            self.handles = [
-                self._handle_of(number, joined)
-                for number, joined in enumerate(self.launcher.start(), 1)
-            ]
-        except BaseException:
-            self.launcher.close()
-            raise
+        self.handles: list[WorkerHandle] = []
         self.stopped = threading.Event()
+        self.launcher = make_launcher(config)
+        # at once: an interrupt may come between any two lines
+        atexit.register(self.close)
+        try:
+            self._start_ranks()
+        except BaseException:
+            self.close()
+            raise
+        self._start()
+
+    def _start_ranks(self) -> None:
+        for number, joined in enumerate(self.launcher.start(), 1):
+            self.handles.append(self._handle_of(number, joined))
         threading.Thread(
             target=send_heartbeats,
             args=([handle.channel for handle in self.handles], self.stopped),
             daemon=True,
         ).start()
         threading.Thread(target=self._watch, daemon=True).start()
-        atexit.register(self.close)
-        self._start()
 
     @property
     def dp(self) -> int:
