@@ -71,7 +71,8 @@ class ModelRunner:
         self.compiled = compiled
         self.mover: ExpertMover | None = None
         self.calls: HandleCalls | None = None  # to expert servers, over shared memory
-        self.agree: Callable[[], str] | None = None  # on whether a step is given up
+        # on whether a step is given up: asked behind it; the answer waits for the device
+        self.agree: Callable[[], Callable[[], str]] | None = None
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
         self.watch: WrittenLayers | None = None  # of the next step, where others read its pages
@@ -228,7 +229,7 @@ class ModelRunner:
                 self.host.settle()
             if self.agree is not None:
                 pending.given_up = self.agree()
-            if self.calls is not None:
+            elif self.calls is not None:
                 pending.epoch = epoch
                 pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
             return pending
@@ -398,9 +399,13 @@ class ModelRunner:
         if self.turns is not None and pending.begun is not None:
             with torch.inference_mode(), self.platform.stream():
                 self.turns.finish(pending.begun)
-        if pending.given_up:
-            raise ExpertsMissing(pending.given_up)
-        if self.calls is not None and pending.computed is not None:
+        if pending.given_up is not None:
+            reason = pending.given_up()
+            if self.calls is not None:
+                self.calls.ended()
+            if reason:
+                raise ExpertsMissing(reason)
+        elif self.calls is not None and pending.computed is not None:
             pending.computed()
             self.calls.check(pending.epoch)
         return self.sampler.collect(pending)
