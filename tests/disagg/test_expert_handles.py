@@ -7,12 +7,11 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before kernels are defined
 
@@ -28,10 +27,10 @@ from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls  # noqa: E402
-from rorqual.parallel.remote.wire import SharedCall, Step  # noqa: E402
-from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
+from rorqual.parallel.remote.wire import Step  # noqa: E402
 from tests.disagg.expert_caller import Start  # noqa: E402
 from tests.disagg.expert_processes import ExpertProcess, serving  # noqa: E402
+from tests.disagg.shared_memory_process import whole_steps  # noqa: E402
 from tests.engine.mixed_batch import COMMON, TEXTS, params  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
@@ -110,39 +109,14 @@ def test_tokens_are_one_process_s(
 def test_a_step_is_told_whole_before_it_is_replayed(
     secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with captured graphs, with what records nothing and computes anew in their place. One
-    lane: without streams a server computes one after the other."""
-    replaying: list[bool] = []
-
-    def call(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
-        if replaying:
-            return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
-
-    def capture(
-        self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
-    ) -> Callable[[], Tensor]:
-        work()
-
-        def replay() -> Tensor:
-            replaying.append(True)
-            try:
-                return work()
-            finally:
-                replaying.pop()
-
-        return replay
-
+    """As with captured graphs, with what records nothing and computes anew in their place."""
     steps: list[Step] = []
     replay_step = HandleCalls.replay
-    monkeypatch.setattr(HandleCalls, "call", call)
+    for owner, name, value in whole_steps():
+        monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(
         HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
     )
-    monkeypatch.setattr(CpuPlatform, "capture", capture)
-    monkeypatch.setattr(CpuPlatform, "has_graphs", True)
     more = {"precompile_kernels": False, "cudagraph_capture_sizes": (4,)}
     with (
         serving(*(shared(slots, secret_file) for slots in SPREADS[2])) as servers,

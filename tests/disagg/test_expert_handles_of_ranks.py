@@ -30,6 +30,7 @@ from rorqual.parallel.remote.link import LinkError, shut  # noqa: E402
 from rorqual.parallel.remote.wire import Join  # noqa: E402
 from tests.disagg.expert_processes import ExpertProcess, serving  # noqa: E402
 from tests.disagg.link_proxy import LinkProxy  # noqa: E402
+from tests.disagg.shared_memory_process import WHOLE_STEPS, whole_steps  # noqa: E402
 from tests.disagg.test_expert_handles import (  # noqa: E402
     FEW,
     SPREADS,
@@ -106,6 +107,37 @@ def test_tokens_are_one_process_s(
         assert calls is not None
         assert len(calls.active) == count
         assert calls.epoch == 0, calls.failure
+
+
+@pytest.mark.parametrize(
+    ("killed", "more"),
+    [(False, {"tp": 2, "micro_batches": 2}), (True, {"tp": 2}), (True, {"dp": 2})],
+    ids=str,
+)
+def test_steps_that_are_told_whole(
+    killed: bool,
+    more: dict[str, Any],
+    secret_file: str,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with captured graphs: a server has all calls of a rank's step while that rank waits for
+    another one, which waits for its own calls at the same server."""
+    monkeypatch.setenv(WHOLE_STEPS, "1")
+    for owner, name, value in whole_steps():
+        monkeypatch.setattr(owner, name, value)
+    more = {**more, "precompile_kernels": False, "cudagraph_capture_sizes": (3,)}
+    with (
+        serving(shared("all", secret_file), shared("all", secret_file)) as servers,
+        engine(ports_of(servers), secret_file, **more) as llm,
+    ):
+        assert tokens(llm) == expected
+        assert llm.engine.worker.runner.graphs is not None
+        assert llm.engine.worker.runner.graphs.called
+        if killed:
+            with in_a_step(llm, servers[0].kill):
+                assert tokens(llm) == expected
+            assert tokens(llm) == expected
 
 
 def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
-LANES_SECONDS = 30.0  # for a server to import kernels, make memory, and map another GPU's
+LANES_SECONDS = 90.0  # for a server to compile kernels, make memory, and map another GPU's
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
