@@ -18,6 +18,7 @@ from rorqual.parallel import cuda_ipc
 from rorqual.parallel.remote import handles
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.wire import SharedCall, Step
+from rorqual.platforms.base import Pieces, T
 from rorqual.platforms.cpu import CpuPlatform
 from tests.parallel.memfd_driver import MemfdDriver, no_device
 
@@ -78,9 +79,24 @@ def whole_steps() -> list[tuple[type, str, Any]]:
 
         return replay
 
+    def capture_pieces(
+        self: CpuPlatform, work: Callable[[Callable[[T], None]], Tensor]
+    ) -> Pieces[T]:
+        work(lambda what: None)
+
+        def replay(between: Callable[[T], None]) -> Tensor:
+            replaying.append(True)
+            try:
+                return work(between)
+            finally:
+                replaying.pop()
+
+        return replay
+
     return [
         (HandleCalls, "call", call),
         (CpuPlatform, "capture", capture),
+        (CpuPlatform, "capture_pieces", capture_pieces),
         (CpuPlatform, "has_graphs", True),
     ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls  # noqa: E402
-from rorqual.parallel.remote.wire import Step  # noqa: E402
+from rorqual.parallel.remote.wire import SharedCall, Step  # noqa: E402
 from tests.disagg.expert_caller import Start  # noqa: E402
 from tests.disagg.expert_processes import ExpertProcess, serving  # noqa: E402
 from tests.disagg.shared_memory_process import whole_steps  # noqa: E402
@@ -62,8 +63,8 @@ def expected() -> list[list[int]]:
         llm.engine.close()
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in llm.generate(TEXTS[:4], SHORT)]
+def tokens(llm: LLM, count: int = 4) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(TEXTS[:count], SHORT)]
 
 
 def shared(slots: str, secret_file: str, *more: str) -> ExpertProcess:
@@ -128,6 +129,53 @@ def test_a_step_is_told_whole_before_it_is_replayed(
     assert list(steps[0]) == [0]
     assert [call.layer for call in steps[0][0]] == list(layers)
     assert {call.rows for step in steps for call in step[0]} == {4}
+
+
+@pytest.mark.parametrize("drafts", [0, pytest.param(1, marks=[pytest.mark.longest])])
+@pytest.mark.exhaustive
+def test_a_step_with_prompts_is_told_whole_too(
+    drafts: int, secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose pieces lie between attention: padded to so many tokens. A server is killed in one."""
+    steps: list[Step] = []
+    replay_step = HandleCalls.replay
+    for owner, name, value in whole_steps():
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(
+        HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+    )
+    more = {
+        "precompile_kernels": False,
+        "cudagraph_capture_sizes": (4,),
+        "piecewise_tokens": 12,
+        "num_speculative_tokens": drafts,
+    }
+    with (
+        serving(shared("all", secret_file), shared("all", secret_file)) as servers,
+        engine(servers, secret_file, **more) as llm,
+    ):
+        linked(llm, 2)
+        pieces = llm.engine.worker.runner.pieces
+        assert pieces is not None
+        assert pieces.sizes == [12]
+        whole = {0: tuple(SharedCall(layer, 12) for layer in (1, 2, 3))}
+        assert pieces.called == {12: whole}
+        steps.clear()
+        assert tokens(llm, 2) == expected[:2]
+        assert steps.count(whole) >= 1
+        llm.engine.scheduler.restart()  # prompts are not cached any more
+        launch = llm.engine.worker.runner.launch
+
+        def killed(*given: Any) -> Any:
+            if servers[0].process is not None and servers[0].process.returncode is None:
+                threading.Thread(target=servers[0].kill).start()
+            return launch(*given)
+
+        llm.engine.worker.runner.launch = killed  # type: ignore[method-assign]
+        steps.clear()
+        assert tokens(llm, 2) == expected[:2]
+        assert steps.count(whole) >= 1
+        assert len(llm.engine.worker.handles.active) == 1  # type: ignore[union-attr]
 
 
 def linked(llm: LLM, count: int) -> None:

@@ -161,6 +161,7 @@ class ModelRunner:
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
+                    self.pieces.calls = self.calls
                     self.pieces.capture()
                     self._warm_mixed_steps(self.pieces)
 

@@ -342,10 +342,13 @@ class Worker:
         all layers and what is beside them."""
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
-        if self.experts is not None:  # servers would be told of each piece's calls apart
-            return 0
         wanted = self.config.piecewise_tokens
-        if wanted is None:
+        if self.experts is not None:  # nobody has measured that it pays, so it must be asked for
+            if not self._uses_handles:
+                return 0
+            assert self.handles is not None
+            wanted = min(wanted or 0, self.handles.areas.rows)
+        elif wanted is None:
             wanted = piecewise_tokens(weights / self.model_config.num_layers)
         return min(wanted, self.batched_tokens)
 
