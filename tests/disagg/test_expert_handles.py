@@ -89,6 +89,8 @@ def engine(servers: list[ExpertProcess], secret_file: str, **more: Any) -> Itera
         (1, {}),
         (1, {"num_speculative_tokens": 1}),
         (3, {"micro_batches": 3}),
+        (2, {"pipeline_turns": 2}),
+        (1, {"pipeline_turns": 2, "num_speculative_tokens": 1}),
     ],
 )
 def test_tokens_are_one_process_s(
@@ -209,6 +211,57 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         linked(llm, 2)
         assert tokens(llm) == expected
         assert len(calls.active) == 2
+
+
+@pytest.mark.exhaustive
+def test_steps_in_turns_go_by_the_servers_they_began_with(
+    secret_file: str, expected: list[list[int]]
+) -> None:
+    """One that joins gets another's number, one is killed, and holdings are read anew again and
+    again, while a step stands where its rows are away."""
+    first = shared("all", secret_file)
+    second = shared("all", secret_file)
+    late, here = sorted((first, second), key=lambda server: server.port)
+    with (
+        serving(first, second) as servers,
+        engine(servers, secret_file, pipeline_turns=2) as llm,
+    ):
+        late.kill()
+        linked(llm, 1)
+        runner = llm.engine.worker.runner
+        known = llm.engine.worker.experts
+        calls = llm.engine.worker.handles
+        assert known is not None
+        assert calls is not None
+        assert runner.turns is not None
+        midway: list[bool] = []
+        finish_begun = runner._finish_begun
+        launch = runner.launch
+
+        def finish() -> None:
+            midway.append(runner.turns.begun is not None)  # type: ignore[union-attr]
+            finish_begun()
+
+        def launched(*given: Any) -> Any:
+            with known.changed:
+                known.links = (*known.links,)
+            return launch(*given)
+
+        runner._finish_begun = finish  # type: ignore[method-assign]
+        runner.launch = launched  # type: ignore[method-assign]
+        assert tokens(llm) == expected
+        assert any(midway)
+        runner.launch = launch  # type: ignore[method-assign]
+        late.start()
+        for _ in range(100):
+            assert tokens(llm, 2) == expected[:2]
+            if len(calls.active) == 2:
+                break
+        assert [link.address[1] for link in calls.active] == [late.port, here.port]
+        stream = iter(llm.stream(TEXTS[0], SHORT))
+        begun = list(itertools.islice(stream, 2))
+        late.kill()
+        assert [t for delta in [*begun, *stream] for t in delta.token_ids] == expected[0]
 
 
 @pytest.mark.exhaustive

@@ -211,7 +211,7 @@ class ModelRunner:
         on."""
         watch, self.watch = self.watch, None
         with self.platform.stream():
-            epoch = 0 if self.calls is None else self.calls.begin()
+            epoch = 0 if self.calls is None else self.calls.begin(self._finish_begun)
             if metadata.switch:
                 assert self.mover is not None, "experts move where enable_eplb is on"
                 self.mover.switch(metadata.switch)
@@ -232,8 +232,13 @@ class ModelRunner:
                 pending.given_up = self.agree()
             elif self.calls is not None:
                 pending.epoch = epoch
-                pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
+                if pending.begun is None:  # else at its end
+                    pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
             return pending
+
+    def _finish_begun(self) -> None:
+        if self.turns is not None:
+            self.turns.finish(self.turns.begun)
 
     def _start_copies(self, output: SchedulerOutput) -> None:
         """Between the cache and host memory. The step waits for those of an earlier one that was
@@ -255,11 +260,14 @@ class ModelRunner:
             batch.step.layer_written = watch.layer
         if self.turns is not None:
             pending = PendingStep()
+
+            def end(hidden: Tensor) -> None:
+                pending.take(self.sampler.sample(output, batch, hidden, metadata))
+                if self.calls is not None:
+                    pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
+
             forward = self.model.forward(batch.step, self._every_row(metadata))
-            pending.begun = self.turns.launch(
-                forward,
-                lambda hidden: pending.take(self.sampler.sample(output, batch, hidden, metadata)),
-            )
+            pending.begun = self.turns.launch(forward, end)
             return pending
         hidden = self._forward(batch, metadata)
         if not self.model.mesh.last_stage:

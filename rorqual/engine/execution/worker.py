@@ -325,9 +325,8 @@ class Worker:
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
-        recordable = self._uses_handles or records_decode(
-            self.config.parallel, self.model_config.moe
-        )
+        handles = self._uses_handles and not self.alternates  # in turns they stop midway
+        recordable = handles or records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -463,8 +462,6 @@ class Worker:
     def _why_no_handles(self, asked: bool) -> str:
         if self.platform.name != "cuda" and not asked:
             return f"memory of {self.platform.name} is not shared so"
-        if self.alternates:
-            return "steps take turns"
         if self.decode_rows > MOST_SHARED_ROWS:
             return f"steps have up to {self.decode_rows} rows"
         return ""

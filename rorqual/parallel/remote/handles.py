@@ -285,8 +285,10 @@ class HandleCalls:
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
 
-    def begin(self) -> int:
-        """Before a step: the number of its epoch."""
+    def begin(self, before_change: Callable[[], object] | None = None) -> int:
+        """Before a step: the number of its epoch. before_change: launches what is left of a step
+        that stands beside this one, before servers are numbered anew: what that step has sent goes
+        by the numbers of now."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
@@ -296,11 +298,16 @@ class HandleCalls:
             if self.noted and int(self.words[1]):
                 self._end_epoch_of_report()
                 self.doubtful = True
-            if not (self.stopped or self.doubtful):
+            resting = self.stopped or self.doubtful
+            if not resting and self.tabled is links:
                 break
-            self._come_to_rest()
-        if self.tabled is not links:
-            self._write_tables(links)
+            if before_change is not None:
+                before_change()
+            if resting:
+                self._come_to_rest()
+            else:
+                self._write_tables(links)
+                break
         self.began.append(time.monotonic())
         return self.epoch
 
