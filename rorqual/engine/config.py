@@ -179,8 +179,8 @@ class EngineConfig:
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
         "attention is launched; 0 for none. On one GPU alone; if left out 4096, or none where a "
-        "layer has more than 4 GiB of weights, which take longer to read than to launch, and with "
-        "--experts, where it needs --expert-transport handles.",
+        "layer has more than 4 GiB of weights, which take longer to read than to launch. With "
+        "--experts only over shared memory, and none if left out.",
     )
     precompile_kernels: bool = _execution(
         True,
