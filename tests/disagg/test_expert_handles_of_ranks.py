@@ -87,7 +87,7 @@ def ports_of(servers: list[ExpertProcess]) -> list[int]:
     [
         (2, {"tp": 2, "micro_batches": 2}),
         (1, {"dp": 2, "num_speculative_tokens": 1}),
-        (1, {"tp": 2, "num_speculative_tokens": 1}),
+        pytest.param(1, {"tp": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]),
         (2, {"dp": 2, "micro_batches": 2}),
         pytest.param(2, {"tp": 2, "dp": 2}, marks=[pytest.mark.longest]),
     ],
@@ -111,7 +111,11 @@ def test_tokens_are_one_process_s(
 
 @pytest.mark.parametrize(
     ("killed", "more"),
-    [(False, {"tp": 2, "micro_batches": 2}), (True, {"tp": 2}), (True, {"dp": 2})],
+    [
+        (False, {"tp": 2, "micro_batches": 2}),
+        (True, {"tp": 2}),
+        pytest.param(True, {"dp": 2}, marks=[pytest.mark.longest]),
+    ],
     ids=str,
 )
 def test_steps_that_are_told_whole(
@@ -273,8 +277,16 @@ def stuck(llm: LLM, port: int) -> None:
     raise AssertionError("the server has answered all that it was told")
 
 
-@pytest.mark.parametrize("more", [{"tp": 2}, {"dp": 2}], ids=str)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [
+        (1, {"tp": 2}),
+        (0, {"dp": 2}),
+        pytest.param(0, {"tp": 2}, marks=[pytest.mark.longest]),
+        pytest.param(1, {"dp": 2}, marks=[pytest.mark.longest]),
+    ],
+    ids=str,
+)
 def test_what_one_rank_loses_in_a_step_all_give_up(
     rank: int, more: dict[str, Any], secret_file: str, expected: list[list[int]]
 ) -> None:
