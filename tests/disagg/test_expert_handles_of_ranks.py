@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 from rorqual import LLM  # noqa: E402
-from rorqual.errors import ExpertsMissing  # noqa: E402
+from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.parallel.remote.link import LinkError, shut  # noqa: E402
 from rorqual.parallel.remote.wire import Join  # noqa: E402
 from tests.disagg.expert_processes import ExpertProcess, serving  # noqa: E402
@@ -107,6 +107,18 @@ def test_tokens_are_one_process_s(
         assert calls is not None
         assert len(calls.active) == count
         assert calls.epoch == 0, calls.failure
+
+
+def test_what_one_rank_cannot_none_does(secret_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 could: it says why the other one cannot."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with serving(shared("all", secret_file)) as servers:
+        found = rf"rank 1: 127\.0\.0\.1:{servers[0].port}: memory of cpu is not shared so"
+        with (
+            pytest.raises(ConfigError, match=rf"handles': {found}$"),
+            engine(ports_of(servers), secret_file, tp=2),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,8 @@ class HandleCalls:
             return
         self.begin()
         self.began.clear()
+        if self.noted:  # the kernel is compiled here, not behind the first step
+            self.note(False, torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
