@@ -179,7 +179,8 @@ class EngineConfig:
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
         "attention is launched; 0 for none. On one GPU alone; if left out 4096, or none where a "
-        "layer has more than 4 GiB of weights, which take longer to read than to launch.",
+        "layer has more than 4 GiB of weights, which take longer to read than to launch. With "
+        "--experts only over shared memory, and none if left out.",
     )
     precompile_kernels: bool = _execution(
         True,
@@ -353,7 +354,7 @@ class EngineConfig:
     expert_transport: str = _parallel(
         "auto",
         "How rows reach expert servers: tcp; handles (memory that GPUs of one host share, in a "
-        "captured step; one rank); auto: handles where every server can, else tcp.",
+        "captured step); auto: handles where every rank can with every server, else tcp.",
         choices=TRANSPORTS,
     )
     expert_rebalance: bool = _parallel(

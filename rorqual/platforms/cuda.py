@@ -197,6 +197,10 @@ class CudaPlatform(Platform):
         return replay
 
     def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+        with self.capturing:
+            return self._capture_pieces(work)
+
+    def _capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         parts: list[tuple[torch.cuda.CUDAGraph, T]] = []

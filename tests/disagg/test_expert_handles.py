@@ -6,13 +6,13 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before kernels are defined
 
@@ -29,9 +29,9 @@ from rorqual.parallel import cuda_ipc  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls  # noqa: E402
 from rorqual.parallel.remote.wire import SharedCall, Step  # noqa: E402
-from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
 from tests.disagg.expert_caller import Start  # noqa: E402
 from tests.disagg.expert_processes import ExpertProcess, serving  # noqa: E402
+from tests.disagg.shared_memory_process import whole_steps  # noqa: E402
 from tests.engine.mixed_batch import COMMON, TEXTS, params  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
@@ -63,8 +63,8 @@ def expected() -> list[list[int]]:
         llm.engine.close()
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in llm.generate(TEXTS[:4], SHORT)]
+def tokens(llm: LLM, count: int = 4) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(TEXTS[:count], SHORT)]
 
 
 def shared(slots: str, secret_file: str, *more: str) -> ExpertProcess:
@@ -89,6 +89,8 @@ def engine(servers: list[ExpertProcess], secret_file: str, **more: Any) -> Itera
         (1, {}),
         (1, {"num_speculative_tokens": 1}),
         (3, {"micro_batches": 3}),
+        (2, {"pipeline_turns": 2}),
+        (1, {"pipeline_turns": 2, "num_speculative_tokens": 1}),
     ],
 )
 def test_tokens_are_one_process_s(
@@ -110,39 +112,14 @@ def test_tokens_are_one_process_s(
 def test_a_step_is_told_whole_before_it_is_replayed(
     secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with captured graphs, with what records nothing and computes anew in their place. One
-    lane: without streams a server computes one after the other."""
-    replaying: list[bool] = []
-
-    def call(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
-        if replaying:
-            return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
-
-    def capture(
-        self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
-    ) -> Callable[[], Tensor]:
-        work()
-
-        def replay() -> Tensor:
-            replaying.append(True)
-            try:
-                return work()
-            finally:
-                replaying.pop()
-
-        return replay
-
+    """As with captured graphs, with what records nothing and computes anew in their place."""
     steps: list[Step] = []
     replay_step = HandleCalls.replay
-    monkeypatch.setattr(HandleCalls, "call", call)
+    for owner, name, value in whole_steps():
+        monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(
         HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
     )
-    monkeypatch.setattr(CpuPlatform, "capture", capture)
-    monkeypatch.setattr(CpuPlatform, "has_graphs", True)
     more = {"precompile_kernels": False, "cudagraph_capture_sizes": (4,)}
     with (
         serving(*(shared(slots, secret_file) for slots in SPREADS[2])) as servers,
@@ -154,6 +131,53 @@ def test_a_step_is_told_whole_before_it_is_replayed(
     assert list(steps[0]) == [0]
     assert [call.layer for call in steps[0][0]] == list(layers)
     assert {call.rows for step in steps for call in step[0]} == {4}
+
+
+@pytest.mark.parametrize("drafts", [0, pytest.param(1, marks=[pytest.mark.longest])])
+@pytest.mark.exhaustive
+def test_a_step_with_prompts_is_told_whole_too(
+    drafts: int, secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose pieces lie between attention: padded to so many tokens. A server is killed in one."""
+    steps: list[Step] = []
+    replay_step = HandleCalls.replay
+    for owner, name, value in whole_steps():
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(
+        HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+    )
+    more = {
+        "precompile_kernels": False,
+        "cudagraph_capture_sizes": (4,),
+        "piecewise_tokens": 12,
+        "num_speculative_tokens": drafts,
+    }
+    with (
+        serving(shared("all", secret_file), shared("all", secret_file)) as servers,
+        engine(servers, secret_file, **more) as llm,
+    ):
+        linked(llm, 2)
+        pieces = llm.engine.worker.runner.pieces
+        assert pieces is not None
+        assert pieces.sizes == [12]
+        whole = {0: tuple(SharedCall(layer, 12) for layer in (1, 2, 3))}
+        assert pieces.called == {12: whole}
+        steps.clear()
+        assert tokens(llm, 2) == expected[:2]
+        assert steps.count(whole) >= 1
+        llm.engine.scheduler.restart()  # prompts are not cached any more
+        launch = llm.engine.worker.runner.launch
+
+        def killed(*given: Any) -> Any:
+            if servers[0].process is not None and servers[0].process.returncode is None:
+                threading.Thread(target=servers[0].kill).start()
+            return launch(*given)
+
+        llm.engine.worker.runner.launch = killed  # type: ignore[method-assign]
+        steps.clear()
+        assert tokens(llm, 2) == expected[:2]
+        assert steps.count(whole) >= 1
+        assert len(llm.engine.worker.handles.active) == 1  # type: ignore[union-attr]
 
 
 def linked(llm: LLM, count: int) -> None:
@@ -187,6 +211,57 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         linked(llm, 2)
         assert tokens(llm) == expected
         assert len(calls.active) == 2
+
+
+@pytest.mark.exhaustive
+def test_steps_in_turns_go_by_the_servers_they_began_with(
+    secret_file: str, expected: list[list[int]]
+) -> None:
+    """One that joins gets another's number, one is killed, and holdings are read anew again and
+    again, while a step stands where its rows are away."""
+    first = shared("all", secret_file)
+    second = shared("all", secret_file)
+    late, here = sorted((first, second), key=lambda server: server.port)
+    with (
+        serving(first, second) as servers,
+        engine(servers, secret_file, pipeline_turns=2) as llm,
+    ):
+        late.kill()
+        linked(llm, 1)
+        runner = llm.engine.worker.runner
+        known = llm.engine.worker.experts
+        calls = llm.engine.worker.handles
+        assert known is not None
+        assert calls is not None
+        assert runner.turns is not None
+        midway: list[bool] = []
+        finish_begun = runner._finish_begun
+        launch = runner.launch
+
+        def finish() -> None:
+            midway.append(runner.turns.begun is not None)  # type: ignore[union-attr]
+            finish_begun()
+
+        def launched(*given: Any) -> Any:
+            with known.changed:
+                known.links = (*known.links,)
+            return launch(*given)
+
+        runner._finish_begun = finish  # type: ignore[method-assign]
+        runner.launch = launched  # type: ignore[method-assign]
+        assert tokens(llm) == expected
+        assert any(midway)
+        runner.launch = launch  # type: ignore[method-assign]
+        late.start()
+        for _ in range(100):
+            assert tokens(llm, 2) == expected[:2]
+            if len(calls.active) == 2:
+                break
+        assert [link.address[1] for link in calls.active] == [late.port, here.port]
+        stream = iter(llm.stream(TEXTS[0], SHORT))
+        begun = list(itertools.islice(stream, 2))
+        late.kill()
+        assert [t for delta in [*begun, *stream] for t in delta.token_ids] == expected[0]
 
 
 @pytest.mark.exhaustive

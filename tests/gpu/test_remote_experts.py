@@ -140,7 +140,15 @@ def by_handles(servers: list[ExpertProcess], secret_file: str, **more: Any) -> L
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"exe_mode": "eager"}, {"micro_batches": 2, "num_speculative_tokens": 1}]
+    "more",
+    [
+        {},
+        {"exe_mode": "eager"},
+        {"micro_batches": 2, "num_speculative_tokens": 1},
+        {"piecewise_tokens": 64, "num_speculative_tokens": 1},
+        {"pipeline_turns": 2},
+    ],
+    ids=str,
 )
 def test_over_shared_memory_tokens_are_one_process_s(
     more: dict[str, Any],
@@ -152,7 +160,9 @@ def test_over_shared_memory_tokens_are_one_process_s(
     try:
         linked(llm, 2)
         worker = llm.engine.worker
-        assert (worker.runner.graphs is not None) == (more.get("exe_mode") != "eager")
+        eager = "exe_mode" in more or "pipeline_turns" in more
+        assert (worker.runner.graphs is not None) == (not eager)
+        assert (worker.runner.pieces is not None) == ("piecewise_tokens" in more)
         begun = [found[:8] for found in expected]
         assert short(llm) == begun
         assert short(llm) == begun
@@ -201,4 +211,79 @@ def test_a_server_that_is_stopped_and_goes_on_disturbs_nobody(
         linked(llm, 2)
         assert short(llm) == [found[:8] for found in expected]
     finally:
+        llm.engine.close()
+
+
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="module")
+def server_on_each_card(secret_file: str) -> Iterator[list[ExpertProcess]]:
+    made = [
+        ExpertProcess("all", secret_file, more=("--device", device))
+        for device in ("cuda:0", "cuda:1")
+    ]
+    try:
+        for server in made:
+            server.wait()
+        yield made
+    finally:
+        for server in made:
+            server.signal(signal.SIGCONT)
+            server.kill()
+
+
+@two_cards
+@pytest.mark.parametrize(
+    "more",
+    [{"tp": 2}, {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}],
+    ids=str,
+)
+def test_two_ranks_give_one_process_s_tokens(
+    more: dict[str, Any],
+    server_on_each_card: list[ExpertProcess],
+    secret_file: str,
+    expected: list[list[int]],
+) -> None:
+    """Captured steps, whose waits for servers and for the other rank are in one graph."""
+    llm = by_handles(server_on_each_card, secret_file, **more)
+    try:
+        linked(llm, 2)
+        worker = llm.engine.worker
+        assert llm.engine.stats.all2all_backend == "expert servers over shared memory"
+        assert worker.runner.graphs is not None
+        begun = [found[:8] for found in expected]
+        assert short(llm) == begun
+        assert short(llm) == begun
+        assert worker.handles is not None
+        assert worker.handles.epoch == 0, worker.handles.failure
+    finally:
+        llm.engine.close()
+
+
+@two_cards
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_two_ranks_give_up_a_captured_step_together(
+    blow: signal.Signals,
+    server_on_each_card: list[ExpertProcess],
+    secret_file: str,
+    expected: list[list[int]],
+) -> None:
+    lost = server_on_each_card[0]
+    llm = by_handles(server_on_each_card, secret_file, tp=2, expert_timeout=0.5)
+    try:
+        linked(llm, 2)
+        stream = iter(llm.stream(TEXTS[0], params()))
+        begun = list(itertools.islice(stream, 5))
+        lost.signal(blow)
+        found = [token for delta in [*begun, *stream] for token in delta.token_ids]
+        assert found == expected[0]
+        if blow is signal.SIGKILL:
+            lost.restart()
+        else:
+            lost.signal(signal.SIGCONT)
+        linked(llm, 2)
+        assert short(llm) == [found[:8] for found in expected]
+    finally:
+        lost.signal(signal.SIGCONT)
         llm.engine.close()

@@ -4,6 +4,11 @@ The caller says which calls come (wire.py, STEP), and the server launches, on a 
 what waits for each call's rows on the device, computes, and sends the sums home. Calls of a whole
 step are captured once and replayed; one by one they are launched as they come. A word in host
 memory ends all waiting when the caller is gone.
+
+Callers may be ranks of one engine: what one lane waits for may be waiting for another lane's sums.
+So nothing that a launch needs may wait for a lane: streams and hardware queues are not shared, and
+kernels are loaded before (`_load_kernels`, ExpertShard.load_kernels), as loading one may wait for
+all that runs.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rorqual.disagg.experts.shard import LOADED_ROWS
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.errors import RorqualError
 from rorqual.parallel.p2p_memory import host_number
@@ -125,10 +131,12 @@ class CallerLanes:
             try:
                 for number in range(offer.lanes):
                     self.lanes.append(self._lane(number, areas, memory))
+                shard.platform.synchronize()
+                if self.on_gpu:
+                    self._load_kernels()
             except BaseException:
                 self.close()
                 raise
-            shard.platform.synchronize()
         self.running: list[Any] = []  # events, each after a step
 
     def _lane(self, number: int, areas: Any, memory: Tensor) -> ServedLane:
@@ -153,6 +161,15 @@ class CallerLanes:
             lane.stream = STREAMS.take(self.device)
             lane.pool = torch.cuda.graph_pool_handle()
         return lane
+
+    def _load_kernels(self) -> None:
+        """Also those of rows in fp8, which only a caller that sends such needs."""
+        layer = next(iter(self.shard.layers))
+        with self.computing, torch.inference_mode(), _on(torch.cuda.Stream(self.device)) as stream:
+            for rows in LOADED_ROWS:
+                if rows <= self.offer.rows:
+                    self._compute(self.lanes[0].practice, (SharedCall(layer, rows),))
+            stream.synchronize()
 
     @property
     def on_gpu(self) -> bool:
@@ -273,9 +290,9 @@ class CallerLanes:
 
 
 @contextmanager
-def _on(stream: Any) -> Iterator[None]:
+def _on(stream: Any) -> Iterator[Any]:
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
+        yield stream
 
 
 def _check(shard: ExpertShard, offer: LanesOffer) -> None:

@@ -256,6 +256,8 @@ def serve_experts(
     if config.threads:
         torch.set_num_threads(config.threads)
     shard = ExpertShard(config, make_platform(config.device), numbers, experts, max_slots)
+    if shard.platform.compiles:
+        shard.load_kernels()
     seed = config.seed if config.weights == "random" else None
     fingerprint = expert_fingerprint(config.model, found, shard.dtype, seed)
     return ExpertServer(shard, address, secret, fingerprint, max_rows)

@@ -22,6 +22,8 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
 
 NOBODY = -1
+# of which kernels are loaded at the start: powers of two, between which they hardly change
+LOADED_ROWS = tuple(2**power for power in range(12))
 
 
 class ExpertNotHereError(RequestError):
@@ -198,6 +200,20 @@ class ExpertShard:
         self._replace(layer)
 
     # ---- for the server
+
+    def load_kernels(self) -> None:
+        """Those that calls need, with nothing to compute. Loading one may wait until the GPU is
+        idle, and it never is while a caller's rows are waited for (lanes.py)."""
+        layer = next(iter(self.layers))
+        device = self.platform.device
+        with torch.inference_mode(), self.platform.stream():
+            for rows in LOADED_ROWS:
+                shape = (rows, self.config.moe.top_k)
+                slots = torch.full(shape, NOBODY, dtype=torch.int32, device=device)
+                weights = torch.zeros(shape, device=device)
+                x = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=device)
+                self.run(layer, slots, weights, (x,))
+            self.platform.synchronize()
 
     def compute(self, layer: int, ids: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """The weighted sums over the experts that are here: ids [T, K] (-1: elsewhere), weights

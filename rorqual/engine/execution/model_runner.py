@@ -71,7 +71,8 @@ class ModelRunner:
         self.compiled = compiled
         self.mover: ExpertMover | None = None
         self.calls: HandleCalls | None = None  # to expert servers, over shared memory
-        self.agree: Callable[[], str] | None = None  # on whether a step is given up
+        # on whether a step is given up: asked behind it; the answer waits for the device
+        self.agree: Callable[[], Callable[[], str]] | None = None
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
         self.watch: WrittenLayers | None = None  # of the next step, where others read its pages
@@ -160,6 +161,7 @@ class ModelRunner:
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
+                    self.pieces.calls = self.calls
                     self.pieces.capture()
                     self._warm_mixed_steps(self.pieces)
 
@@ -209,7 +211,7 @@ class ModelRunner:
         on."""
         watch, self.watch = self.watch, None
         with self.platform.stream():
-            epoch = 0 if self.calls is None else self.calls.begin()
+            epoch = 0 if self.calls is None else self.calls.begin(self._finish_begun)
             if metadata.switch:
                 assert self.mover is not None, "experts move where enable_eplb is on"
                 self.mover.switch(metadata.switch)
@@ -228,10 +230,15 @@ class ModelRunner:
                 self.host.settle()
             if self.agree is not None:
                 pending.given_up = self.agree()
-            if self.calls is not None:
+            elif self.calls is not None:
                 pending.epoch = epoch
-                pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
+                if pending.begun is None:  # else at its end
+                    pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
             return pending
+
+    def _finish_begun(self) -> None:
+        if self.turns is not None:
+            self.turns.finish(self.turns.begun)
 
     def _start_copies(self, output: SchedulerOutput) -> None:
         """Between the cache and host memory. The step waits for those of an earlier one that was
@@ -253,11 +260,14 @@ class ModelRunner:
             batch.step.layer_written = watch.layer
         if self.turns is not None:
             pending = PendingStep()
+
+            def end(hidden: Tensor) -> None:
+                pending.take(self.sampler.sample(output, batch, hidden, metadata))
+                if self.calls is not None:
+                    pending.computed = self.platform.fetch(self.calls.sent[:1, :1])
+
             forward = self.model.forward(batch.step, self._every_row(metadata))
-            pending.begun = self.turns.launch(
-                forward,
-                lambda hidden: pending.take(self.sampler.sample(output, batch, hidden, metadata)),
-            )
+            pending.begun = self.turns.launch(forward, end)
             return pending
         hidden = self._forward(batch, metadata)
         if not self.model.mesh.last_stage:
@@ -398,9 +408,13 @@ class ModelRunner:
         if self.turns is not None and pending.begun is not None:
             with torch.inference_mode(), self.platform.stream():
                 self.turns.finish(pending.begun)
-        if pending.given_up:
-            raise ExpertsMissing(pending.given_up)
-        if self.calls is not None and pending.computed is not None:
+        if pending.given_up is not None:
+            reason = pending.given_up()
+            if self.calls is not None:
+                self.calls.ended()
+            if reason:
+                raise ExpertsMissing(reason)
+        elif self.calls is not None and pending.computed is not None:
             pending.computed()
             self.calls.check(pending.epoch)
         return self.sampler.collect(pending)

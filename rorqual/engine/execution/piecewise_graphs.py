@@ -5,12 +5,16 @@ One capture a bucket of tokens. Attention itself is launched as ever, between th
 computes depends on the requests. A step with fewer tokens is padded with rows that write to the
 null page. Without this the host cannot launch a step of up to some two thousand tokens as fast as
 a GPU computes it.
+
+Calls to expert servers over shared memory are kernels of the pieces. Each call lies whole in one
+piece, and all calls are told before the first piece is replayed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +23,8 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
+from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Pieces, Platform
 
 Body = Callable[[Tensor, Tensor, Tensor, PieceRecorder], Tensor]
@@ -77,13 +83,27 @@ class PiecewiseGraphs:
         self.sizes = token_buckets(most)
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[Gap]] = {}
+        self.calls: HandleCalls | None = None  # to expert servers, where pieces make such
+        self.called: dict[int, Step] = {}
         self.columns: Tensor | None = None
         self.first: Gap | None = None  # of the largest size
 
     def capture(self) -> None:
         """The largest first: the others fit into its memory."""
         for size in reversed(self.sizes):
+            self._capture(size)
+
+    def _capture(self, size: int) -> None:
+        calls = self.calls
+        with calls.record() if calls is not None else nullcontext() as found:
             self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
+        if calls is None:
+            return
+        assert found is not None
+        self.called[size] = found.step()
+        # expert servers capture theirs at the first replay, which no request should wait for
+        calls.replay(self.called[size])
+        self.graphs[size](lambda gap: None)
 
     def warm_up(self) -> None:
         """Compute what `capture` will."""
@@ -129,4 +149,6 @@ class PiecewiseGraphs:
             inputs = (tensor[:tokens] for tensor in gap.inputs)
             gap.out[:tokens].copy_(gap.work(step, *inputs))
 
+        if self.calls is not None:  # of all pieces at once: a server replays one graph too
+            self.calls.replay(self.called[size])
         return self.graphs[size](between)[:tokens]

@@ -34,15 +34,15 @@ from rorqual.parallel.remote.steps_in_turns import BegunStep
 class PendingStep:
     """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
     stages that draw none, and where no request of this rank drew. host: what is left to do with
-    them there. scores: log probabilities of prompts. given_up: why all ranks give it up; what it
-    drew means nothing then. begun: the step, where it ends beside the next one. epoch: of calls to
-    expert servers in which it began; computed: waits until the device is through with it, where
-    that must be known."""
+    them there. scores: log probabilities of prompts. given_up: waits for the device, and says why
+    all ranks give the step up, nothing where they do not; what it drew means nothing else. begun:
+    the step, where it ends beside the next one. epoch: of calls to expert servers in which it
+    began; computed: waits until the device is through with it, where that must be known."""
 
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
     scores: PromptScores | None = None
-    given_up: str = ""
+    given_up: Callable[[], str] | None = None
     begun: BegunStep | None = None
     epoch: int = 0
     computed: Callable[[], Tensor] | None = None

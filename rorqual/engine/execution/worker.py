@@ -84,6 +84,7 @@ log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
 STAND_IN_PAGES = 16  # of a model that only compiles
+MOST_REASON = 1000  # bytes of what a rank has against something
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -324,9 +325,8 @@ class Worker:
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
-        recordable = self._uses_handles or records_decode(
-            self.config.parallel, self.model_config.moe
-        )
+        handles = self._uses_handles and not self.alternates  # in turns they stop midway
+        recordable = handles or records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -341,10 +341,13 @@ class Worker:
         all layers and what is beside them."""
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
-        if self.experts is not None:  # servers would be told of each piece's calls apart
-            return 0
         wanted = self.config.piecewise_tokens
-        if wanted is None:
+        if self.experts is not None:  # nobody has measured that it pays, so it must be asked for
+            if not self._uses_handles:
+                return 0
+            assert self.handles is not None
+            wanted = min(wanted or 0, self.handles.areas.rows)
+        elif wanted is None:
             wanted = piecewise_tokens(weights / self.model_config.num_layers)
         return min(wanted, self.batched_tokens)
 
@@ -453,25 +456,25 @@ class Worker:
             self.calls_at_once,
             self.expert_layers,
             model.moe.num_experts,
+            noted=not self.mesh.is_single,
         )
 
     def _why_no_handles(self, asked: bool) -> str:
         if self.platform.name != "cuda" and not asked:
             return f"memory of {self.platform.name} is not shared so"
-        if not self.mesh.is_single:
-            return "several ranks call"
-        if self.alternates:
-            return "steps take turns"
         if self.decode_rows > MOST_SHARED_ROWS:
             return f"steps have up to {self.decode_rows} rows"
         return ""
 
     def _expert_transport(self, servers: ExpertServers) -> str:
-        """Decides how experts are called; in words."""
+        """Decides how experts are called; in words. Collective."""
         if self.handles is not None:
+            must = self.config.expert_transport == "handles"
             with self.platform.stream(), torch.inference_mode():
-                self.handles.decide(servers, self.config.expert_transport == "handles")
+                self.handles.decide(servers, must, self._agree_on_reasons)
             self.no_handles = self.handles.why
+            if self.no_handles:
+                servers.wait_for_all(self.config.expert_wait)  # some are linked anew
         because = f" ({self.no_handles})" if self.no_handles else ""
         way = "shared memory" if self._uses_handles else f"tcp{because}"
         log.info("expert servers are called over %s", way)
@@ -500,17 +503,45 @@ class Worker:
         plain = RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
         return plain if self.handles is None else HandleExchange(plain, self.handles)
 
-    def _agree_on_experts(self) -> str:
-        """At the end of a step: which ranks found no holder of an expert, and so that all of them
-        give it up; nothing where none did. Collective."""
+    def _agree_on_experts(self) -> Callable[[], str]:
+        """Behind a step: which ranks found no holder of an expert or lost a server, and so that all
+        of them give it up; nothing where none did. Over shared memory only the device knows, so it
+        is the device that adds up the ranks' notes, and the host reads them when it collects the
+        step. Collective."""
         assert self.misses is not None
         own = self.misses.take()
-        missed = torch.zeros(self.mesh.stage.size, device=self.platform.device)
-        missed[self.mesh.stage.rank] = own is not None
-        ranks = self.mesh.stage.all_reduce(missed).nonzero().flatten().tolist()
-        if not ranks:
-            return ""
-        return str(own) if own else f"rank {ranges(ranks)} found no holder of an expert"
+        stage = self.mesh.stage
+        missed = torch.zeros(stage.size, dtype=torch.int32, device=self.platform.device)
+        if self.handles is not None and self.handles.on:
+            self.handles.note(own is not None, missed[stage.rank : stage.rank + 1])
+        else:
+            missed[stage.rank] = own is not None
+        fetched = self.platform.fetch(stage.all_reduce(missed))
+
+        def why() -> str:
+            ranks = fetched().nonzero().flatten().tolist()
+            if not ranks:
+                return ""
+            if own is not None:
+                return str(own)
+            if stage.rank in ranks and self.handles is not None:
+                return self.handles.describe_failure()
+            return f"rank {ranges(ranks)} found no holder of an expert, or lost a server"
+
+        return why
+
+    def _agree_on_reasons(self, own: str) -> str:
+        """What ranks have against something, each in its words; nothing where none has. Collective
+        where there are several."""
+        stage = self.mesh.stage
+        if stage.size == 1 or self.config.single_rank_bench:
+            return own
+        told = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
+        text = own.encode()[:MOST_REASON]
+        told[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = stage.all_reduce(told.to(self.platform.device)).cpu().numpy()
+        reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
 
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
@@ -646,9 +677,10 @@ class Worker:
         dtype = getattr(torch, self.dtype)
         sizes = rows, model.hidden_size, model.moe, dtype, device, config.p2p_memory
         self.allreduce_backend = self.mesh.allreduce_backend(*sizes)
-        self.all2all_backend = (
-            self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
-        )
+        if self.experts is None:
+            self.all2all_backend = (
+                self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
+            )
         if self.platform.name == "npu" and "low_latency" in possible_exchanges(
             config.parallel, model.moe
         ):

@@ -14,10 +14,13 @@ from rorqual.parallel.layout import Layout
 from rorqual.parallel.remote.exchange import RemoteExchange
 from rorqual.parallel.remote.handles import HandleCalls
 
+NO_LANE = -1
+
 
 @dataclass(eq=False)
 class HandleTicket:
-    """x: as it was dispatched."""
+    """x: as it was dispatched. lane: NO_LANE where it has no rows, and nobody is called: one of
+    several ranks may have none."""
 
     x: Tensor
     lane: int
@@ -70,6 +73,8 @@ class HandleExchange:
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
         calls = self.calls
         rows = x.shape[0]
+        if calls.on and not rows:
+            return HandleTicket(x, NO_LANE)
         if not calls.takes(rows):
             return self.plain.dispatch(x, ids, weights, layout)
         self.plain.count(ids, layout)
@@ -94,6 +99,8 @@ class HandleExchange:
     def combine(self, ticket: Any) -> Tensor:
         if not isinstance(ticket, HandleTicket):
             return self.plain.combine(ticket)
+        if ticket.lane == NO_LANE:
+            return ticket.x
         y = self.calls.kernels.combine(self.calls.lanes[ticket.lane], ticket.x)
         self.lanes.free(ticket)
         return y

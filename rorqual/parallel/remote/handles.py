@@ -11,6 +11,11 @@ step the device comes to rest, and each server that is left to the end of what i
 compute; both sides have counted alike then, and go on where they are. One with which that is not so
 is left out, and linked anew with new memory.
 
+Where other ranks compute beside this one, each has memory of its own at every server, and losses
+of its own. What one of them lost all must know before any takes the step's tokens: so the device
+itself notes, behind the step, whether a wait may have been cut short (`note`), and the ranks add
+up their notes there (engine/execution/worker.py).
+
 Memory belongs to both sides: a process that ends, or is stopped and goes on much later, writes into
 what nobody else looks at any more.
 """
@@ -58,10 +63,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
-LANES_SECONDS = 30.0  # for a server to import kernels, make memory, and map another GPU's
+LANES_SECONDS = 90.0  # for a server to compile kernels, make memory, and map another GPU's
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
+NOWHERE = "an expert was nowhere when a step wanted it"
 DEVICES = ("cuda",)  # whose memory can be shared
 
 
@@ -91,8 +97,9 @@ class Recording:
 
 
 class HandleCalls:
-    """Of one engine. layers: whose experts are used. `on` once `decide` has found that all servers
-    can be reached so; until then, and where it is not, calls go over sockets."""
+    """Of one rank. layers: whose experts are used. noted: `note` and `ended` are called of each
+    step, not `check`. `on` once `decide` has found that all servers can be reached so; until then,
+    and where it is not, calls go over sockets."""
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class HandleCalls:
         lanes: int,
         layers: Sequence[int],
         num_experts: int,
+        noted: bool = False,
     ):
         from rorqual.ops.triton.comm import remote_dispatch as kernels
 
@@ -111,6 +119,7 @@ class HandleCalls:
         self.areas = areas
         self.dtype = dtype
         self.fp8 = fp8
+        self.noted = noted
         self.layers = {layer: number for number, layer in enumerate(layers)}
         self.num_experts = num_experts
         self.on = False
@@ -198,8 +207,8 @@ class HandleCalls:
         if waited < STEP_SECONDS:
             return ""
         with self.platform.stream(), _beside(self.device):
-            done = link.heads[:, 0].cpu().tolist()
-        if [told % WRAP for told in link.told] == [count % WRAP for count in done]:
+            done, due = link.heads.cpu().t().tolist()
+        if done == due:  # the step waits for another one, or for another rank
             return ""
         return f"a step took longer than {STEP_SECONDS:g} s"
 
@@ -250,38 +259,57 @@ class HandleCalls:
 
     # ---- the engine's thread
 
-    def decide(self, servers: Members, must: bool) -> None:
-        """Whether calls go this way from now on: all servers that are linked can. must: raise
-        ConfigError where it cannot be."""
+    def decide(
+        self, servers: Members, must: bool, agree: Callable[[str], str] = lambda why: why
+    ) -> None:
+        """Whether calls go this way from now on: all servers that are linked can, on every rank.
+        must: raise ConfigError where it cannot be. agree: from why not here, nothing where it can
+        be, to why not on any rank; collective, and called by every rank."""
         self.servers = servers
         links = servers.links
         reasons = [f"{link.name}: {link.no_handles}" for link in links if link.handles is None]
+        self.why = agree("; ".join(reasons))
         self.decided = True
-        if reasons and must:
-            raise ConfigError(f"expert_transport='handles': {'; '.join(reasons)}")
-        self.on = not reasons
-        self.why = "; ".join(reasons)
+        if self.why and must:
+            raise ConfigError(f"expert_transport='handles': {self.why}")
+        self.on = not self.why
         if not self.on:
+            # a server ends the whole link with the memory: linked anew, it has none
             for link in links:
                 if link.handles is not None:
-                    link.handles.close()
-                    link.handles = None
+                    servers.drop(link, "its memory is not needed")
             return
         self.begin()
         self.began.clear()
+        if self.noted:  # the kernel is compiled here, not behind the first step
+            self.note(False, torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
 
-    def begin(self) -> int:
-        """Before a step: the number of its epoch."""
+    def begin(self, before_change: Callable[[], object] | None = None) -> int:
+        """Before a step: the number of its epoch. before_change: launches what is left of a step
+        that stands beside this one, before servers are numbered anew: what that step has sent goes
+        by the numbers of now."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
-        if self.stopped or self.doubtful:
-            self._come_to_rest()
-        if self.tabled is not self.servers.links:
-            self._write_tables()
+        while True:
+            links = self.servers.links
+            self._lose_all_but(links)
+            if self.noted and int(self.words[1]):
+                self._end_epoch_of_report()
+                self.doubtful = True
+            resting = self.stopped or self.doubtful
+            if not resting and self.tabled is links:
+                break
+            if before_change is not None:
+                before_change()
+            if resting:
+                self._come_to_rest()
+            else:
+                self._write_tables(links)
+                break
         self.began.append(time.monotonic())
         return self.epoch
 
@@ -291,13 +319,30 @@ class HandleCalls:
         if self.began:
             self.began.popleft()
         if self.on and int(self.words[1]):
-            with self.lock:
-                self._end_epoch("an expert was nowhere when a step wanted it")
+            self._end_epoch_of_report()
             self._come_to_rest()
         if epoch != self.epoch:
-            assert self.servers is not None
-            missing = self.servers.without_holder() or self.failure
-            raise ExpertsMissing(f"{missing}; {self.servers.describe()}")
+            raise ExpertsMissing(self.describe_failure())
+
+    def note(self, own: bool, out: Tensor) -> None:
+        """Behind all of a step: set out [1] int32, on the device, to whether the step means nothing
+        on this rank, by its calls or by what the host knows (own)."""
+        self.kernels.note(self.lanes[0], own, out)
+
+    def ended(self) -> None:
+        """A step whose note all ranks have heard is done on the device."""
+        if self.began:
+            self.began.popleft()
+
+    def describe_failure(self) -> str:
+        """Why a step was given up here, as far as it is still known."""
+        assert self.servers is not None
+        missing = self.servers.without_holder() or self.failure or NOWHERE
+        return f"{missing}; {self.servers.describe()}"
+
+    def _end_epoch_of_report(self) -> None:
+        with self.lock:
+            self._end_epoch(NOWHERE)
 
     def abandon(self) -> None:
         """Steps are given up, perhaps between what servers were told and its launch."""
@@ -399,12 +444,18 @@ class HandleCalls:
                 return f"it does not end a step in {DRAIN_SECONDS:g} s"
             time.sleep(LOOK_SECONDS)
 
-    def _write_tables(self) -> None:
-        """Behind all that was launched, for all that will be."""
+    def _lose_all_but(self, links: tuple[ServerLink, ...]) -> None:
+        """`lost` is said of a link after it has gone from `links`; until then steps on their way
+        may wait for it."""
+        for link in self.active:
+            if link not in links:
+                self.lost(link, "its link ended")
+
+    def _write_tables(self, links: tuple[ServerLink, ...]) -> None:
+        """Behind all that was launched, for all that will be. Each active link is one of these."""
         assert self.servers is not None
-        links = self.servers.links
         with self.lock:
-            shared = [link for link in links if link.alive and link.handles is not None]
+            shared = [link for link in links if link.handles is not None]
             shared.sort(key=lambda link: link.address)
             self.active = tuple(shared[: self.kernels.SERVERS])
         tables = torch.zeros(self.tables.shape, dtype=torch.int64)
@@ -421,6 +472,10 @@ class HandleCalls:
         self.tables.copy_(tables)
         self.holders.copy_(self._holders())
         self.tabled = links
+        for link in links:
+            if link.handles is None:  # it was linked while this was decided
+                self.servers.drop(link, f"its memory is not shared: {link.no_handles}")
+        self._lose_all_but(self.servers.links)  # `lost` may have been said before it was active
 
     def _holders(self) -> Tensor:
         """[layers, E], as the kernels read it."""

@@ -58,9 +58,9 @@ class StepsInTurns:
             self.begun = new
         return new
 
-    def finish(self, step: BegunStep) -> None:
+    def finish(self, step: BegunStep | None) -> None:
         """End a step, if it is not over; nothing is there to stand beside it."""
-        if step is not self.begun:
+        if step is None or step is not self.begun:
             return
         self.begun = None
         while not step.over:

@@ -351,6 +351,14 @@ def _combine_kernel(
             tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
 
 
+@triton.jit
+def _note_kernel(table, out, own, SERVERS: tl.constexpr):
+    """Both words lie in host memory, and were written by the host or by kernels before this one."""
+    stop = tl.load(tl.load(table + 2 * SERVERS).to(tl.pointer_type(tl.int32)), volatile=True)
+    report = tl.load(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), volatile=True)
+    tl.store(out, ((stop != 0) | (report != 0) | (own != 0)).to(tl.int32))
+
+
 @dataclass(frozen=True, eq=False)
 class CallerLane:
     """table [2 * SERVERS + 2] int64; sent [areas.rows] int32: the servers that each row of the call
@@ -511,6 +519,12 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
         **dependent(out.device),
     )
     return out
+
+
+def note(lane: CallerLane, own: bool, out: Tensor) -> None:
+    """Set out [1] int32 to 1 where a wait of what was launched before may have been cut short, a
+    kernel of it has reported an expert that is nowhere, or `own`; else to 0."""
+    _note_kernel[1,](lane.table, out, int(own), SERVERS)
 
 
 def _columns_at_once(rows: int, columns: int, parts: bool) -> int:

@@ -1,0 +1,249 @@
+"""What a caller of expert servers over shared memory decides between steps: without servers, with
+memory files in place of a GPU's."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before kernels are defined
+
+pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")]
+
+from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
+from rorqual.ops.triton.comm.remote_dispatch import LaneAreas  # noqa: E402
+from rorqual.parallel import cuda_ipc  # noqa: E402
+from rorqual.parallel.remote import handles  # noqa: E402
+from rorqual.parallel.remote.control import ServerLink  # noqa: E402
+from rorqual.parallel.remote.handle_link import HandleLink  # noqa: E402
+from rorqual.parallel.remote.handles import HandleCalls, new_block  # noqa: E402
+from rorqual.parallel.remote.wire import Holdings  # noqa: E402
+from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
+from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
+
+CPU = torch.device("cpu")
+AREAS = LaneAreas(4, 128, 2, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def driver() -> Iterator[None]:
+    made = MemfdDriver()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_ipc, "driver", lambda: made)
+        patch.setattr(cuda_ipc, "on_device", no_device)
+        patch.setattr(handles, "DEVICES", ("cpu",))
+        yield
+        gc.collect()  # what is mapped goes as it came
+
+
+class Known:
+    """Members. before_lost: comes between a link's going and what is said of it."""
+
+    def __init__(self, calls: HandleCalls, *links: ServerLink):
+        self.calls = calls
+        self.links = links
+        self.before_lost: Callable[[], object] = int
+
+    def drop(self, link: ServerLink, reason: str) -> None:
+        if link not in self.links:
+            return
+        self.links = tuple(other for other in self.links if other is not link)
+        link.close()
+        self.before_lost()
+        self.calls.lost(link, reason)
+
+    def without_holder(self) -> str:
+        return "" if self.links else "no server holds 0-1 of layer 3"
+
+    def describe(self) -> str:
+        return f"{len(self.links)} linked"
+
+
+def made(noted: bool = True) -> HandleCalls:
+    calls = HandleCalls(
+        CpuPlatform(CPU), AREAS, torch.float32, False, 1, (3,), num_experts=2, noted=noted
+    )
+    assert calls.device == CPU
+    return calls
+
+
+ends: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    yield
+    while ends:
+        ends.pop().close()
+
+
+def link(port: int, shares: bool = True) -> ServerLink:
+    control, *rest = (sock for _ in range(2) for sock in socket.socketpair())
+    ends.extend(rest)
+    found = ServerLink(("127.0.0.1", port), Holdings(4, {3: (0, 1)}), control, [])
+    if shares:
+        inboxes = new_block(AREAS.inbox_size, CPU)
+        homes = new_block(AREAS.home_size, CPU)
+        heads = homes.tensor(CPU).view(1, -1)[:, :8].view(torch.int32)
+        heads.zero_()
+        found.handles = HandleLink(rest[1], inboxes, homes, [0], heads)
+    else:
+        found.no_handles = "it is on another host"
+    return found
+
+
+def noted(calls: HandleCalls, own: bool = False) -> int:
+    out = torch.full((3,), 7, dtype=torch.int32)
+    calls.note(own, out[1:2])
+    assert out[[0, 2]].tolist() == [7, 7]
+    return int(out[1])
+
+
+def test_what_a_step_is_worth_is_noted_on_the_device() -> None:
+    calls = made()
+    calls.decide(Known(calls, link(1), link(2)), must=True)
+    assert calls.on
+    calls.begin()
+    assert noted(calls) == 0
+    assert noted(calls, own=True) == 1
+    for word in (0, 1):
+        calls.words.zero_()
+        calls.words[word] = 1
+        assert noted(calls) == 1
+        calls.words.zero_()
+    assert noted(calls) == 0
+
+
+def test_a_report_ends_with_the_step_that_is_begun_next() -> None:
+    calls = made()
+    calls.decide(Known(calls, link(1)), must=True)
+    calls.begin()
+    calls.words[1] = 1
+    assert noted(calls) == 1
+    calls.begin()
+    assert noted(calls) == 0
+    assert "an expert was nowhere" in calls.describe_failure()
+    assert len(calls.active) == 1
+
+
+def test_alone_a_step_is_given_up_by_its_epoch() -> None:
+    calls = made(noted=False)
+    known = Known(calls, link(1))
+    calls.decide(known, must=True)
+    epoch = calls.begin()
+    calls.check(epoch)
+    epoch = calls.begin()
+    known.drop(known.links[0], "its link ended")
+    with pytest.raises(ExpertsMissing, match="no server holds 0-1 of layer 3; 0 linked"):
+        calls.check(epoch)
+
+
+@pytest.mark.parametrize("must", [True, False])
+def test_what_another_rank_cannot_this_one_does_not(must: bool) -> None:
+    calls = made()
+    links = (link(1), link(2))
+    told: list[str] = []
+
+    def agree(why: str) -> str:
+        told.append(why)
+        return f"rank 1: {why or 'none is near'}"
+
+    known = Known(calls, *links)
+    if must:
+        with pytest.raises(ConfigError, match="handles': rank 1: none is near"):
+            calls.decide(known, True, agree)
+    else:
+        calls.decide(known, False, agree)
+        assert known.links == ()  # linked anew they have no memory
+    assert told == [""]
+    assert not calls.on
+    assert calls.decided
+    assert not calls.takes(1)
+
+
+def test_all_ranks_hear_why_one_cannot() -> None:
+    calls = made()
+    told: list[str] = []
+    calls.decide(Known(calls, link(1), link(2, False)), False, lambda why: told.append(why) or why)
+    assert told == ["127.0.0.1:2: it is on another host"]
+    assert calls.why == told[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_server_that_goes_while_a_step_begins_ends_the_waits_of_those_before(steps: int) -> None:
+    """Its going is seen by the engine's thread before it is told of it: steps on their way may wait
+    for it, so they must be ended before it is forgotten."""
+    calls = made()
+    known = Known(calls, link(1), link(2))
+    calls.decide(known, must=True)
+    for _ in range(steps):
+        calls.begin()
+    stopped: list[int] = []
+    rest = calls._come_to_rest
+
+    def come_to_rest() -> None:
+        stopped.append(noted(calls))
+        rest()
+
+    calls._come_to_rest = come_to_rest  # type: ignore[method-assign]
+    known.before_lost = calls.begin
+    known.drop(known.links[0], "its process ended")
+    assert stopped == [1]
+    assert [other.address[1] for other in calls.active] == [2]
+    assert noted(calls) == 0
+
+
+def test_a_server_that_goes_while_tables_are_written_is_lost() -> None:
+    calls = made()
+    known = Known(calls, link(1), link(2))
+    calls.decide(known, must=True)
+    known.links = (*known.links,)  # holdings are newer
+    holders = calls._holders
+
+    def gone_meanwhile() -> Any:
+        calls._holders = holders  # type: ignore[method-assign]
+        known.links = known.links[1:]
+        return holders()
+
+    calls._holders = gone_meanwhile  # type: ignore[method-assign]
+    calls.begin()
+    assert noted(calls) == 1
+    calls.begin()
+    assert noted(calls) == 0
+    assert [other.address[1] for other in calls.active] == [2]
+
+
+def test_one_that_was_linked_meanwhile_without_memory_is_linked_anew() -> None:
+    calls = made()
+    known = Known(calls, link(1))
+    calls.decide(known, must=True)
+    known.links = (*known.links, link(2, False))
+    calls.begin()
+    assert [other.address[1] for other in known.links] == [1]
+    calls.begin()
+    assert [other.address[1] for other in calls.active] == [1]
+
+
+def test_who_has_answered_all_that_came_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step waits for another server or another rank, and this one is told of calls to come."""
+    monkeypatch.setattr(handles, "STEP_SECONDS", 0.0)
+    calls = made()
+    one = link(1)
+    assert one.handles is not None
+    calls.decide(Known(calls, one), must=True)
+    assert calls._why_late(one.handles) == ""
+    calls.begin()
+    one.handles.told = [9]
+    assert calls._why_late(one.handles) == ""
+    one.handles.heads[0, 1] = 3
+    assert "a step took longer" in calls._why_late(one.handles)
+    one.handles.heads[0, 0] = 3
+    assert calls._why_late(one.handles) == ""
+    calls.ended()
+    one.handles.heads[0, 1] = 5
+    assert calls._why_late(one.handles) == ""
