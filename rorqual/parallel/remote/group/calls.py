@@ -400,13 +400,13 @@ class GroupCalls:
         rows = x.shape[0]
         if self.compiling:
             return torch.zeros_like(x)
-        coming = own.coming or self._receive(own, rows)
-        own.coming = None
-        for flight in (coming, own.leaving):
+        own.coming = own.coming or self._receive(own, rows)
+        for flight in (own.coming, own.leaving):
             self._await(flight, seconds)
         if self.over:
             return torch.zeros_like(x)
         own.counts[1:] += 1
+        own.coming = None
         replies = [self.form.reply(data, rows) for data in own.replies]
         for reply in replies:
             strange = reply.head[0] != own.counts[0]

@@ -43,14 +43,14 @@ class Flight:
         self.timed = timed
 
     def wait(self, seconds: float) -> None:
-        """What is launched next comes behind them; on a CPU, wait for so long at most. Raises
-        LinkError."""
+        """What is launched next comes behind them; on a CPU, wait for so long at most. May be
+        called again where it was interrupted. Raises LinkError."""
         try:
             for work in self.works:
-                if self.timed:
-                    work.wait(timedelta(seconds=seconds))
-                else:
+                if not self.timed:
                     work.wait()
+                elif not work.is_completed():
+                    work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             raise LinkError(f"its group failed: {first_line(error)}") from None
 
