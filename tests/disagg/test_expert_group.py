@@ -327,7 +327,9 @@ def test_all_servers_must_be_there_at_the_start(start: Start, secret_file: str) 
     server = start("all")
     told = {**COMMON, "expert_secret_file": secret_file, "expert_transport": "group"}
     ports = (f"127.0.0.1:{server.port}", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"not all servers answer.*127.0.0.1:1 Connection refused"):
+    with pytest.raises(
+        ConfigError, match=r"not all servers answer.*127.0.0.1:1 Connection refused"
+    ):
         LLM(**told, experts=ports, expert_wait=0.2)
 
 

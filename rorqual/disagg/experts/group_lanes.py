@@ -26,7 +26,7 @@ from rorqual.disagg.experts.lanes import LOOK_SECONDS, MOST_GRAPHS, STREAMS, WIT
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.engine.distributed.network import interface_of
 from rorqual.errors import RorqualError
-from rorqual.parallel.remote.group.forming import FORM_SECONDS, lane_store
+from rorqual.parallel.remote.group.forming import FORM_SECONDS
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
     BACKENDS,
@@ -109,7 +109,7 @@ class GroupLanes:
     # ---- the link's thread
 
     def join(self, sock: socket.socket, token: bytes) -> None:
-        """Form the groups with the caller and the other servers. Raises LinkError, RuntimeError."""
+        """Form the groups with the caller and the other servers. Raises LinkError."""
         address = str(sock.getsockname()[0])
         offer = self.offer
         if offer.backend == "nccl":
@@ -122,7 +122,8 @@ class GroupLanes:
             for number, lane in enumerate(self.lanes):
                 lane.group = LaneGroup(
                     offer.backend,
-                    lane_store(store, number),
+                    store,
+                    number,
                     offer.rank,
                     offer.size,
                     self.device,
@@ -271,7 +272,7 @@ class GroupLanes:
                     self.gate.leave()
         except LinkError as error:  # the caller sees it as well, and says that the group is over
             if not self.over.is_set():
-                log.warning("a caller's group: %s", error)
+                log.info("a caller's group: %s", error)
         except Exception as error:  # the caller must hear of it
             log.exception("a step failed")
             self.failure = str(error) or type(error).__name__
@@ -372,14 +373,13 @@ class GroupLinks:
         if kind != ExpertMessage.GROUP:
             raise LinkError(f"a message of kind {kind} came where a group is offered")
         try:
-            lanes = GroupLanes(self.shard, GroupOffer.unpack(data), self.gate, self.computing)
+            lanes = self._lanes(sock, caller, GroupOffer.unpack(data))
         except Exception as error:  # the caller must hear of it
             reason = " ".join(str(error).split()) or type(error).__name__
             send(sock, ExpertMessage.GROUP_MADE, group_made(reason))
             return
         told = False
         try:
-            self._enter(caller, lanes, sock)
             send(sock, ExpertMessage.GROUP_MADE, group_made())
             kind, token = receive(sock, TOKEN)
             if kind != ExpertMessage.GROUP_BEGIN or len(token) != TOKEN:
@@ -396,14 +396,18 @@ class GroupLinks:
             lanes.end()
             self._forget(caller, lanes, told)
 
-    def _enter(self, caller: str, lanes: GroupLanes, sock: socket.socket) -> None:
+    def _lanes(self, sock: socket.socket, caller: str, offer: GroupOffer) -> GroupLanes:
         """Raises LinkError."""
+        lanes = GroupLanes(self.shard, offer, self.gate, self.computing)
         with self.lock:
-            if caller not in self.controls:
-                raise LinkError("its control link ended")
+            reason = "" if caller in self.controls else "it has no control link"
             if caller in self.groups:
-                raise LinkError("a caller that has a group asks for another")
-            self.groups[caller] = (lanes, sock)
+                reason = "it has a group already"
+            if not reason:
+                self.groups[caller] = (lanes, sock)
+                return lanes
+        lanes.end()
+        raise LinkError(reason)
 
     def _forget(self, caller: str, lanes: GroupLanes, told: bool) -> None:
         with self.changed:

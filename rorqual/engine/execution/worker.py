@@ -521,8 +521,12 @@ class Worker:
     def _expert_transport(self, servers: ExpertServers) -> str:
         """Decides how experts are called; in words."""
         if self.group is not None:
-            with self.platform.stream(), torch.inference_mode():
-                self.group.decide(servers)
+            try:
+                with self.platform.stream(), torch.inference_mode():
+                    self.group.decide(servers)
+            except BaseException:
+                servers.close()
+                raise
             log.info("expert servers are called by a process group over %s", self.group.backend)
             return f"expert servers in a process group over {self.group.backend}"
         if self.handles is not None:

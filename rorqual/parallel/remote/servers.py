@@ -337,6 +337,8 @@ class ExpertServers:
 
     def close(self) -> None:
         self.closing.set()
+        if self.group is not None:
+            self.group.close()
         with self.changed:
             links = self.links
             self.links = ()
@@ -348,8 +350,6 @@ class ExpertServers:
             self._lost(link, "the engine ends")
         if self.handles is not None:
             self.handles.close()
-        if self.group is not None:
-            self.group.close()
 
     # ---- a thread for each address
 

@@ -201,6 +201,8 @@ class GroupCalls:
 
     def close(self) -> None:
         """Captured graphs must be gone before, for NCCL to let go."""
+        for member in self.members:
+            member.leave()
         self._end("the engine ends")
         if self.watch is not None:
             self.watch.join(CLOSE_SECONDS)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from rorqual.parallel.remote.control import ServerLink, said
 from rorqual.parallel.remote.group.lane_group import LaneGroup
@@ -61,11 +60,6 @@ class GroupMember:
         self.sock.close()
 
 
-def lane_store(store: dist.Store, lane: int) -> dist.Store:
-    """A lane's part of what all its ranks share."""
-    return dist.PrefixStore(f"lane {lane}", store)
-
-
 class GroupForming:
     """offer: what servers are offered, as rank 1. bind: has NCCL take the interface of an address.
     given_up: says why there is no more point to it, if anything."""
@@ -103,6 +97,8 @@ class GroupForming:
             for member in self.members:
                 shut(member.sock)
                 member.sock.close()
+            for group in self.groups:
+                threading.Thread(target=group.abort, daemon=True).start()
             raise
         for member in self.members:
             member.sock.settimeout(STEP_MESSAGE_SECONDS)
@@ -162,9 +158,8 @@ class GroupForming:
             self.bind(address)
             torch.cuda.set_device(self.device)
         for lane in range(offer.lanes):
-            store = lane_store(self.store, lane)
             group = LaneGroup(
-                offer.backend, store, 0, offer.size, self.device, address, FORM_SECONDS
+                offer.backend, self.store, lane, 0, offer.size, self.device, address, FORM_SECONDS
             )
             self.groups.append(group)
             group.prove(tokens, FORM_SECONDS)

@@ -11,10 +11,9 @@ thread of its own: NCCL's communicators go only when the last captured graph wit
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,14 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rorqual.config.model import nccl_unwatched
 from rorqual.parallel.remote.link import LinkError
 
 TAG = 0
 ABORT_TAG = 1  # of a message that never comes
 HALF = 32  # bytes of a token that go each way
-# torch's own: its watchdog would end the process where a member is lost, which the links' threads
-# see, and see to
-UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 FOREVER = timedelta(days=1)
 Message = tuple[int, Tensor]  # the other rank, and bytes
 
@@ -56,13 +53,14 @@ class Flight:
 
 
 class LaneGroup:
-    """address: of this host, where gloo listens. seconds: until all have connected. Raises
-    LinkError, RuntimeError."""
+    """store: that all lanes and ranks share. address: of this host, where gloo listens. seconds:
+    until all have connected. Raises LinkError."""
 
     def __init__(
         self,
         backend: str,
         store: dist.Store,
+        lane: int,
         rank: int,
         size: int,
         device: torch.device,
@@ -70,14 +68,18 @@ class LaneGroup:
         seconds: float,
     ):
         self.backend = backend
-        self.store = store  # torch keeps no hold of the Python object
+        self.shared = store  # torch keeps no hold of the Python object
+        self.store = dist.PrefixStore(f"lane {lane}", store)
         self.rank = rank
         self.size = size
         self.device = device
         self.aborting = threading.Lock()
         self.aborted = False
         make = self._nccl if backend == "nccl" else self._gloo
-        self.group: Any = make(address, timedelta(seconds=seconds))
+        try:
+            self.group: Any = make(address, timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise LinkError(f"a group cannot be formed: {first_line(error)}") from None
 
     @property
     def early(self) -> bool:
@@ -100,7 +102,7 @@ class LaneGroup:
     def _nccl(self, address: str, seconds: timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER  # after which torch would end the process
-        with _environment(UNWATCHED):
+        with nccl_unwatched():
             group = dist.ProcessGroupNCCL(self.store, self.rank, self.size, options)
         group.eager_connect_single_device(self.device)
         return group
@@ -163,20 +165,6 @@ class LaneGroup:
                 spare = torch.zeros(1, dtype=torch.uint8)
                 work = self.group.recv([spare], self.others[0], ABORT_TAG)
                 work.wait(timedelta(milliseconds=1))
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def first_line(error: Exception) -> str:
