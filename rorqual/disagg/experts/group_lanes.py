@@ -270,6 +270,7 @@ class GroupLanes:
                         self._compute(lane, calls, self.computing)
                 finally:
                     self.gate.leave()
+            return
         except LinkError as error:  # the caller sees it as well, and says that the group is over
             if not self.over.is_set():
                 log.info("a caller's group: %s", error)
