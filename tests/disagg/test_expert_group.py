@@ -62,14 +62,15 @@ def many(count: int, secret_file: str) -> list[ExpertProcess]:
     return [ExpertProcess(slots, secret_file) for slots in SPREADS[count]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("count", "more"),
     [
         (2, {"micro_batches": 2}),
-        pytest.param(1, {}, marks=pytest.mark.exhaustive),
-        pytest.param(1, {"num_speculative_tokens": 1}, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"num_speculative_tokens": 1}, marks=pytest.mark.exhaustive),
-        pytest.param(3, {"micro_batches": 3}, marks=pytest.mark.exhaustive),
+        (1, {}),
+        (1, {"num_speculative_tokens": 1}),
+        (2, {"num_speculative_tokens": 1}),
+        (3, {"micro_batches": 3}),
     ],
 )
 def test_tokens_are_one_process_s(

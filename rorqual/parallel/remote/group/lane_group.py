@@ -78,7 +78,7 @@ class LaneGroup:
         make = self._nccl if backend == "nccl" else self._gloo
         try:
             self.group: Any = make(address, timedelta(seconds=seconds))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise LinkError(f"a group cannot be formed: {first_line(error)}") from None
 
     @property
