@@ -324,6 +324,35 @@ def test_a_message_that_is_lost_or_comes_twice_is_no_other_s(
         assert llm.engine.stats.all2all_backend.startswith("expert servers over tcp (")
 
 
+@pytest.mark.exhaustive
+def test_tokens_stay_while_experts_move(
+    start: Start, secret_file: str, expected: list[list[int]]
+) -> None:
+    """Tables follow what servers hold, and a call that comes too late for it is made again."""
+    servers = [start("0-12", max_slots=13), start("13-15", max_slots=8)]
+    llm = LLM(
+        **COMMON,
+        experts=tuple(f"127.0.0.1:{server.port}" for server in servers),
+        expert_secret_file=secret_file,
+        expert_transport="group",
+        expert_rebalance=True,
+        eplb_window=5,
+        eplb_threshold=0.97,
+    )
+    try:
+        balancer = llm.engine.slot_balancer
+        assert balancer is not None
+        deadline = time.monotonic() + 240
+        while not balancer.stats.rebalances:
+            assert tokens(llm) == expected
+            assert time.monotonic() < deadline, balancer.stats
+        assert tokens(llm) == expected
+        assert balancer.stats.slots
+        assert llm.engine.stats.all2all_backend == OVER_GLOO
+    finally:
+        llm.engine.close()
+
+
 def test_all_servers_must_be_there_at_the_start(start: Start, secret_file: str) -> None:
     server = start("all")
     told = {**COMMON, "expert_secret_file": secret_file, "expert_transport": "group"}
