@@ -63,15 +63,17 @@ def bench_hop(
     transport: Annotated[
         str,
         typer.Option(
-            help="tcp, or handles: memory that GPUs share, many hops in one captured graph; rows "
-            "in fp8 and in bf16."
+            help="tcp; handles: memory that GPUs share, many hops in one captured graph; group: "
+            "a process group, NCCL on GPUs, in one captured graph too, gloo on a CPU, with tcp "
+            "beside it. The latter two with rows in fp8 and in bf16."
         ),
     ] = "tcp",
     server_device: Annotated[
         str | None,
         typer.Option(
             help="With handles, the servers' GPU: such as cuda:1; by default --device, where the "
-            "two take turns, so rows are checked and times mean nothing."
+            "two take turns, so rows are checked and times mean nothing. With group the first "
+            "server's; each has one of its own."
         ),
     ] = None,
     device: Device = "auto",
@@ -85,11 +87,15 @@ def bench_hop(
     if experts < max(servers, top_k):
         raise typer.BadParameter(f"{experts} experts for {servers} servers and {top_k} picks")
     counts = tuple(numbers(rows))
-    if transport not in ("tcp", "handles"):
-        raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles")
+    if transport not in ("tcp", "handles", "group"):
+        raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles, group")
     if transport == "handles":
         sizes = (servers, hidden, experts, top_k)
         _hop_by_handles(counts, sizes, repeats, (device, server_device), json_file)
+        return
+    if transport == "group":
+        sizes = (servers, hidden, experts, top_k)
+        _hop_by_group(counts, sizes, repeats, (device, server_device), json_file)
         return
     setup = expert_hop.HopSetup(
         counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type, intermediate
@@ -116,10 +122,53 @@ def _hop_by_handles(
 
     own = str(device_of(devices[0]))
     there = str(device_of(devices[1] or own))
-    few = {"repeats": min(repeats, 3), "hops": 10} if there == own else {"repeats": repeats}
-    setup = handle_hop.HandleHopSetup(rows, *sizes, **few, device=own, server_device=there)
+    few = there == own
+    setup = handle_hop.HandleHopSetup(
+        rows,
+        *sizes,
+        repeats=min(repeats, 3) if few else repeats,
+        hops=10 if few else 200,
+        device=own,
+        server_device=there,
+    )
     found = handle_hop.bench(setup)
     handle_hop.print_table(found, setup)
+    if json_file:
+        json_file.write_text(handle_hop.as_json(found, setup) + "\n")
+    if not all(hop.right for hop in found):
+        raise typer.Exit(1)
+
+
+def _hop_by_group(
+    rows: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    repeats: int,
+    devices: tuple[str, str | None],
+    json_file: Path | None,
+) -> None:
+    from rorqual.bench.comm import expert_hop, group_hop, handle_hop
+    from rorqual.platforms import device_of
+
+    device = device_of(devices[0])
+    own = str(device)
+    there = str(device_of(devices[1] or own))
+    if device.type == "cuda" and there == own:
+        raise typer.BadParameter("NCCL wants a GPU for each: name another by --server-device")
+    few = device.type == "cpu"
+    setup = handle_hop.HandleHopSetup(
+        rows,
+        *sizes,
+        repeats=max(1, repeats // 10) if few else repeats,
+        hops=10 if few else 200,
+        device=own,
+        server_device=there,
+        own_gpus=True,
+    )
+    found = group_hop.bench(setup)
+    handle_hop.print_table(found, setup, " in a process group")
+    for fp8 in (True, False) if device.type == "cpu" else ():
+        tcp = expert_hop.HopSetup(rows, *sizes, repeats, fp8, "cpu")
+        expert_hop.print_table(expert_hop.bench(tcp), tcp)
     if json_file:
         json_file.write_text(handle_hop.as_json(found, setup) + "\n")
     if not all(hop.right for hop in found):

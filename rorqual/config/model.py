@@ -201,6 +201,23 @@ def collectives_on(interface: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
+@contextmanager
+def nccl_unwatched() -> Iterator[None]:
+    """For communicators that are made inside, torch's watchdog ends no process where a member is
+    lost: somebody else sees that, and sees to it."""
+    changes = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def visible_device(number: int) -> int:
     """Where the host's GPU `number` stands among those that this process sees
     (CUDA_VISIBLE_DEVICES)."""

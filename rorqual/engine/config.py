@@ -20,6 +20,7 @@ from rorqual.parallel.remote.config import (
     read_address,
     read_link_secret,
 )
+from rorqual.parallel.remote.group.messages import MOST_MEMBERS
 from rorqual.registry.expert_registry import check_registry, expert_registry
 
 # The documents' names for the modes are understood too.
@@ -354,7 +355,9 @@ class EngineConfig:
     expert_transport: str = _parallel(
         "auto",
         "How rows reach expert servers: tcp; handles (memory that GPUs of one host share, in a "
-        "captured step); auto: handles where every rank can with every server, else tcp.",
+        "captured step); group (a process group with all of --experts, NCCL on GPUs, also of "
+        "several hosts, in a captured step; one rank; over tcp once one is lost); auto: handles "
+        "where every rank can with every server, else tcp.",
         choices=TRANSPORTS,
     )
     expert_rebalance: bool = _parallel(
@@ -488,6 +491,8 @@ class EngineConfig:
             )
         if self.for_npu:
             raise ConfigError("experts in other processes are for device auto, cpu or cuda")
+        if self.expert_transport == "group":
+            self._check_expert_group()
         if len(self.expert_servers) > MOST_SERVERS:
             raise ConfigError(
                 f"experts names {len(self.expert_servers)} servers; accepted: {MOST_SERVERS}"
@@ -496,6 +501,27 @@ class EngineConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"{name}={value} is out of range; accepted: {least} to {most}")
+
+    def _check_expert_group(self) -> None:
+        """Its members are fixed, and one rank calls."""
+        wrong = {
+            "experts_from": self.experts_from is not None,
+            "pipeline_turns": (self.pipeline_turns or 1) > 1,
+            "tp": self.tp > 1,
+            "dp": self.dp > 1,
+            "pp": self.pp > 1,
+        }
+        for name, given in wrong.items():
+            if given:
+                raise ConfigError(
+                    f"expert_transport='group' does not go with {name}={getattr(self, name)!r}; "
+                    "accepted: auto, tcp"
+                )
+        if len(self.expert_servers) > MOST_MEMBERS:
+            raise ConfigError(
+                f"experts names {len(self.expert_servers)} servers; accepted with "
+                f"expert_transport='group': {MOST_MEMBERS}"
+            )
 
     @property
     def expert_servers(self) -> tuple[tuple[str, int], ...]:

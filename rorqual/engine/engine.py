@@ -306,6 +306,7 @@ class Engine:
             self._wait_for_experts(error)
             return []
         self.missing = None
+        self.stats.all2all_backend = self.worker.all2all_backend  # another once a group is over
         if self.slot_balancer is not None:
             self._tell_balancer(self.slot_balancer)
         return outs

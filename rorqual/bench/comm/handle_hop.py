@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quant
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.group.exchange import GroupExchange
 from rorqual.parallel.remote.handle_exchange import HandleExchange
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
@@ -35,6 +36,7 @@ from rorqual.platforms import make_platform
 from rorqual.platforms.base import Platform
 
 FINGERPRINT = {"format": "handle hop"}
+HopExchanges = Sequence[HandleExchange] | Sequence[GroupExchange]  # of LAYERS
 DTYPE = torch.bfloat16
 SILENT = 0  # a layer that answers what lies there
 ECHO = 1  # one that answers the row times its weights
@@ -58,6 +60,11 @@ class HandleHopSetup:
     hops: int = 200
     device: str = "cuda:0"
     server_device: str = "cuda:1"
+    own_gpus: bool = False  # servers have the GPUs from server_device on
+
+    def device_of_server(self, number: int) -> str:
+        kind, colon, first = self.server_device.partition(":")
+        return f"{kind}:{int(first) + number}" if self.own_gpus and colon else self.server_device
 
     @property
     def one_gpu(self) -> bool:
@@ -78,6 +85,11 @@ class HandleHop:
     back: int
     floor: float
     right: bool
+
+
+MakeExchanges = Callable[
+    [HandleHopSetup, Sequence[int], str, Platform, bool], AbstractContextManager[HopExchanges]
+]
 
 
 class EchoExperts:
@@ -144,7 +156,7 @@ def _told(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
     """To each server."""
     return [
         {
-            "device": setup.server_device,
+            "device": setup.device_of_server(number),
             "hidden": setup.hidden,
             "experts": setup.experts,
             "held": list(range(number, setup.experts, setup.servers)),
@@ -157,16 +169,21 @@ def _told(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
 
 
 def bench(
-    setup: HandleHopSetup, forms: Sequence[bool] = (True, False), module: str = __name__
+    setup: HandleHopSetup,
+    forms: Sequence[bool] = (True, False),
+    module: str = __name__,
+    exchanges: MakeExchanges | None = None,
 ) -> list[HandleHop]:
-    """forms: rows in fp8 or not. module: the servers' main."""
+    """forms: rows in fp8 or not. module: the servers' main. exchanges: others than over shared
+    memory."""
+    make = exchanges or _exchanges
     secret = secrets.token_hex(16)
     platform = make_platform(setup.device)
     servers = server_processes(module, _told(setup, secret))
     with servers as ports, torch.inference_mode(), platform.stream():
         found = []
         for fp8 in forms:
-            with _exchanges(setup, ports, secret, platform, fp8) as layers:
+            with make(setup, ports, secret, platform, fp8) as layers:
                 found += [_hop(setup, layers, rows, fp8) for rows in setup.rows]
         return found
 
@@ -199,9 +216,7 @@ def _exchanges(
         servers.close()
 
 
-def _hop(
-    setup: HandleHopSetup, layers: Sequence[HandleExchange], rows: int, fp8: bool
-) -> HandleHop:
+def _hop(setup: HandleHopSetup, layers: HopExchanges, rows: int, fp8: bool) -> HandleHop:
     calls = layers[0].calls
     device = calls.device
     epoch = calls.begin()
@@ -228,7 +243,8 @@ def _hop(
     row = setup.hidden + 4 * -(-setup.hidden // ACTIVATION_BLOCK) if fp8 else 2 * setup.hidden
     sent = copies * row + setup.servers * rows * 8 * setup.top_k
     back = copies * 2 * setup.hidden
-    calls.check(epoch)  # raises where a server was left out on the way
+    # raises where a server was left out on the way
+    calls.check(epoch, int(calls.sent[0, 0]))
     return HandleHop(
         rows, fp8, statistics.median(times), times[0], sent, back, (sent + back) / NVLINK, right
     )
@@ -242,7 +258,7 @@ def _echoed(setup: HandleHopSetup, x: Tensor, ids: Tensor, weights: Tensor, fp8:
     return total.to(DTYPE)
 
 
-def _graph(layers: Sequence[HandleExchange], work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _graph(layers: HopExchanges, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Captured, where the device has graphs. Each call of the result tells the servers first."""
     calls = layers[0].calls
     if not calls.platform.has_graphs:
@@ -251,7 +267,7 @@ def _graph(layers: Sequence[HandleExchange], work: Callable[[], Tensor]) -> Call
 
 
 def _time(
-    layers: Sequence[HandleExchange], hops: Callable[[int, int], Tensor], setup: HandleHopSetup
+    layers: HopExchanges, hops: Callable[[int, int], Tensor], setup: HandleHopSetup
 ) -> Iterator[float]:
     """us of a hop, for each graph."""
     run = _graph(layers, lambda: hops(SILENT, setup.hops))
@@ -273,13 +289,15 @@ def _time(
             yield us / setup.hops
 
 
-def print_table(found: list[HandleHop], setup: HandleHopSetup) -> None:
+def print_table(found: list[HandleHop], setup: HandleHopSetup, way: str = "") -> None:
+    """way: how rows went, where not over shared memory."""
     title = (
-        f"{setup.servers} expert servers on {setup.server_device}, the caller on {setup.device}, "
+        f"{setup.servers} expert servers on {setup.server_device}{way}, the caller on "
+        f"{setup.device}, "
         f"rows of {setup.hidden}, sums in bf16, {setup.top_k} of {setup.experts} experts, "
-        f"{setup.hops} hops a graph"
+        f"{setup.hops} hops {'a graph' if setup.device != 'cpu' else 'one after the other'}"
     )
-    if setup.one_gpu:
+    if setup.one_gpu and setup.device != "cpu":
         title += "; both on one GPU, where times mean nothing"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("rows", "form", "us", "us least", "us at 450 GB/s", "kB out", "kB back", "rows"):

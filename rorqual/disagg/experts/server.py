@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from rorqual.disagg.experts.group_lanes import GroupLinks
 from rorqual.disagg.experts.lanes import SharedMemoryLinks
 from rorqual.disagg.experts.shard import ExpertNotHereError, ExpertShard
 from rorqual.disagg.experts.slot_moves import SlotMoves
@@ -36,6 +37,7 @@ from rorqual.parallel.remote.link import (
 from rorqual.parallel.remote.link_server import LinkServer
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
+    GROUP,
     HANDLES,
     MOST_ERROR,
     MOST_ORDER,
@@ -87,6 +89,7 @@ class ExpertServer:
         gate = StepGate()
         self.moves = SlotMoves(shard, self.computing, max_rows, gate)
         self.shared = SharedMemoryLinks(shard, gate, self.computing)
+        self.groups = GroupLinks(shard, gate, self.computing)
         self.server = LinkServer(*address, secret, fingerprint, PURPOSE, self._serve, MOST_LINKS)
         self.host = self.server.host
         self.port = self.server.port
@@ -95,6 +98,7 @@ class ExpertServer:
         self.moves.close()
         self.server.close()
         self.shared.close()
+        self.groups.close()
 
     # ---- one thread a link
 
@@ -109,10 +113,13 @@ class ExpertServer:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         joined = Join.unpack(data)
         if joined.lane is None:
-            with self.shared.controlled(joined.caller, sock):
+            caller = joined.caller
+            with self.shared.controlled(caller, sock), self.groups.controlled(caller, sock):
                 self._control(sock)
         elif joined.lane == HANDLES:
             self.shared.serve(sock, joined.caller)
+        elif joined.lane == GROUP:
+            self.groups.serve(sock, joined.caller)
         else:
             self._calls(sock)
 

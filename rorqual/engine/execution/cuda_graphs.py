@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
-from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.group.calls import StepCalls
 from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Platform
 
@@ -42,7 +42,7 @@ class DecodeGraphs:
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body = body
-        self.calls: HandleCalls | None = None  # to expert servers, where steps make such
+        self.calls: StepCalls | None = None  # to expert servers, where steps make such
         self.called: dict[tuple[int, SamplingVariant, int], Step] = {}
         self.platform = platform
         self.padding = padding_slot

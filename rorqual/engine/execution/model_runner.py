@@ -38,7 +38,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
-from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.group.calls import StepCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
@@ -70,7 +70,7 @@ class ModelRunner:
         so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.mover: ExpertMover | None = None
-        self.calls: HandleCalls | None = None  # to expert servers, over shared memory
+        self.calls: StepCalls | None = None  # to expert servers, from the device
         # on whether a step is given up: asked behind it; the answer waits for the device
         self.agree: Callable[[], Callable[[], str]] | None = None
         self.micro_batches: MicroBatchPolicy = FixedParts()
@@ -415,6 +415,5 @@ class ModelRunner:
             if reason:
                 raise ExpertsMissing(reason)
         elif self.calls is not None and pending.computed is not None:
-            pending.computed()
-            self.calls.check(pending.epoch)
+            self.calls.check(pending.epoch, int(pending.computed()))
         return self.sampler.collect(pending)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
-from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.group.calls import StepCalls
 from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Pieces, Platform
 
@@ -83,7 +83,7 @@ class PiecewiseGraphs:
         self.sizes = token_buckets(most)
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[Gap]] = {}
-        self.calls: HandleCalls | None = None  # to expert servers, where pieces make such
+        self.calls: StepCalls | None = None  # to expert servers, where pieces make such
         self.called: dict[int, Step] = {}
         self.columns: Tensor | None = None
         self.first: Gap | None = None  # of the largest size

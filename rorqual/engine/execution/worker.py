@@ -29,12 +29,13 @@ from rorqual.cache.spec import (
     short_name,
 )
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.config.model import MLAConfig, ModelConfig, collectives_on
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.distributed.network import interface_of
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
@@ -69,6 +70,9 @@ from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.discovery import ExpertDiscovery
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.group.calls import GroupCalls
+from rorqual.parallel.remote.group.exchange import GroupExchange
+from rorqual.parallel.remote.group.rows import GroupRows
 from rorqual.parallel.remote.handle_exchange import HandleExchange
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
@@ -139,6 +143,13 @@ def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> b
         return False
 
 
+def _collectives_at(address: str) -> None:
+    """Communicators take the interface that has this address of the host."""
+    interface = interface_of(address)
+    if interface is not None:
+        collectives_on(interface)
+
+
 class Worker:
     """Ranks of one engine are made with the same configuration, each with its own place in the
     mesh. `startup`: seconds by phase."""
@@ -174,6 +185,7 @@ class Worker:
             else 0
         )
         self.handles = self._handles()
+        self.group = self._group()
         self.experts = self._experts()
         self.lanes = RemoteLanes(self.calls_at_once)
         self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
@@ -207,6 +219,9 @@ class Worker:
         self.runner.mover = self.mover
         if self._uses_handles:
             self.runner.calls = self.handles
+        if self.group is not None:
+            self.runner.calls = self.group
+            self.group.left = self._left_group
         if self.alternates:
             self.runner.turns = StepsInTurns()
         self.runner.agree = None if self.misses is None else self._agree_on_experts
@@ -326,7 +341,11 @@ class Worker:
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
         handles = self._uses_handles and not self.alternates  # in turns they stop midway
-        recordable = handles or records_decode(self.config.parallel, self.model_config.moe)
+        recordable = (
+            handles
+            or self._uses_group
+            or records_decode(self.config.parallel, self.model_config.moe)
+        )
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -421,6 +440,7 @@ class Worker:
             self.calls_at_once,
             max(self.batched_tokens, self.decode_rows),
             self.handles,
+            self.group,
         )
         if remote.registry is not None:
             ExpertDiscovery(servers, remote.registry, remote.servers).start()
@@ -434,7 +454,7 @@ class Worker:
     def _handles(self) -> HandleCalls | None:
         """What calls expert servers by way of shared memory, where this engine may."""
         transport = self.config.expert_transport
-        if not self.config.remote or transport == "tcp":
+        if not self.config.remote or transport in ("tcp", "group"):
             return None
         reason = self._why_no_handles(transport == "handles")
         if reason:
@@ -466,8 +486,51 @@ class Worker:
             return f"steps have up to {self.decode_rows} rows"
         return ""
 
+    def _group(self) -> GroupCalls | None:
+        """What calls expert servers by messages of process groups, where that is asked for."""
+        if self.config.expert_transport != "group":
+            return None
+        if self.decode_rows > MOST_SHARED_ROWS:
+            raise ConfigError(
+                f"expert_transport='group': steps have up to {self.decode_rows} rows; accepted: "
+                f"{MOST_SHARED_ROWS}"
+            )
+        model = self.model_config
+        dtype = getattr(torch, self.dtype)
+        form = GroupRows(model.hidden_size, model.moe.top_k, dtype, self.config.fp8_dispatch)
+        return GroupCalls(
+            self.platform,
+            form,
+            min(max(self.batched_tokens, self.decode_rows), MOST_SHARED_ROWS),
+            self.calls_at_once,
+            self.expert_layers,
+            model.moe.num_experts,
+            _collectives_at,
+        )
+
+    @property
+    def _uses_group(self) -> bool:
+        return self.group is not None and self.group.on
+
+    def _left_group(self) -> None:
+        """A server is lost, and with it the group: no captured step can be computed any more."""
+        assert self.group is not None
+        self.runner.forget()
+        self.runner.graphs = None
+        self.runner.pieces = None
+        self.all2all_backend = f"expert servers over tcp ({self.group.why})"
+
     def _expert_transport(self, servers: ExpertServers) -> str:
         """Decides how experts are called; in words. Collective."""
+        if self.group is not None:
+            try:
+                with self.platform.stream(), torch.inference_mode():
+                    self.group.decide(servers)
+            except BaseException:
+                servers.close()
+                raise
+            log.info("expert servers are called by a process group over %s", self.group.backend)
+            return f"expert servers in a process group over {self.group.backend}"
         if self.handles is not None:
             must = self.config.expert_transport == "handles"
             with self.platform.stream(), torch.inference_mode():
@@ -491,6 +554,8 @@ class Worker:
 
     def close(self) -> None:
         """End the links to expert servers."""
+        if self.group is not None:
+            self.runner.forget()  # communicators last as long as captured steps with their calls
         if self.experts is not None:
             self.experts.close()
 
@@ -500,6 +565,8 @@ class Worker:
             return None
         device = self.platform.device
         fp8 = config.fp8_dispatch
+        if self.group is not None:
+            return GroupExchange(self.experts, self.lanes, layer, device, fp8, self.group)
         plain = RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
         return plain if self.handles is None else HandleExchange(plain, self.handles)
 

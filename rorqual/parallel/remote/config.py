@@ -11,7 +11,7 @@ from rorqual.parallel.remote.link import SHORTEST_SECRET
 from rorqual.registry.expert_registry import ExpertRegistry
 
 MOST_SERVERS = 256
-TRANSPORTS = ("auto", "tcp", "handles")
+TRANSPORTS = ("auto", "tcp", "handles", "group")
 
 
 @dataclass(frozen=True)

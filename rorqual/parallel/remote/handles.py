@@ -313,9 +313,9 @@ class HandleCalls:
         self.began.append(time.monotonic())
         return self.epoch
 
-    def check(self, epoch: int) -> None:
+    def check(self, epoch: int, word: int = 0) -> None:
         """A step that began in that epoch is done on the device. Raises ExpertsMissing where it
-        means nothing."""
+        means nothing. word: what `sent` begins with, which says nothing here."""
         if self.began:
             self.began.popleft()
         if self.on and int(self.words[1]):

@@ -22,6 +22,7 @@ from torch import Tensor
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.control import Address, ControlLink, DataLink, ServerLink, said
+from rorqual.parallel.remote.group.calls import GroupCalls
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.link import (
     GREETING_SECONDS,
@@ -111,7 +112,7 @@ class ServerStats:
 class ExpertServers:
     """needed: layers whose experts are used. num_experts: of each. lanes: calls that may be under
     way at each server. max_rows: of a call, at most. handles: memory to share with servers of this
-    host, where that may be."""
+    host, where that may be. group: process groups with all servers, where that is asked for."""
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class ExpertServers:
         lanes: int,
         max_rows: int,
         handles: HandleCalls | None = None,
+        group: GroupCalls | None = None,
     ):
         self.config = config
         self.fingerprint = fingerprint
@@ -130,6 +132,7 @@ class ExpertServers:
         self.lanes = lanes
         self.max_rows = max_rows
         self.handles = handles
+        self.group = group
         self.known: list[KnownServer] = []  # replaced as a whole
         self.registry = ""  # what is to be said of where others are found
         self.changed = threading.Condition()
@@ -188,6 +191,17 @@ class ExpertServers:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise ConfigError(f"experts: {missing}; {self.describe()}")
+                self.changed.wait(left)
+
+    def wait_until_linked(self) -> None:
+        """Until all servers that were given are, for as long as a step may wait for one. Raises
+        ConfigError."""
+        deadline = time.monotonic() + self.config.wait
+        with self.changed:
+            while not all(server.link for server in self.known):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ConfigError(f"experts: not all servers answer; {self.describe()}")
                 self.changed.wait(left)
 
     def without_holder(self) -> str:
@@ -294,6 +308,8 @@ class ExpertServers:
     def _lost(self, link: ServerLink, reason: str) -> None:
         if self.handles is not None:
             self.handles.lost(link, reason)
+        if self.group is not None:
+            self.group.lost(link, reason)
 
     def ask_anew(self, link: ServerLink) -> None:
         """A server does not hold what its holdings say: wait a little for newer ones."""
@@ -321,6 +337,8 @@ class ExpertServers:
 
     def close(self) -> None:
         self.closing.set()
+        if self.group is not None:
+            self.group.close()
         with self.changed:
             links = self.links
             self.links = ()
@@ -424,9 +442,20 @@ class ExpertServers:
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
         introduce(sock, self.config.secret, self.fingerprint, PURPOSE)
-        numbered = isinstance(lane, int)
-        caller = "" if numbered or self.handles is None else self.handles.caller
+        named = self.handles or self.group
+        caller = "" if isinstance(lane, int) or named is None else named.caller
         send(sock, ExpertMessage.JOIN, join(lane, caller))
+
+    def open(self, address: Address, lane: str) -> socket.socket:
+        """Another link to a server, that has joined for `lane`. Raises LinkError, OSError."""
+        opened: list[socket.socket] = []
+        try:
+            self._open(address, lane, opened)
+        except BaseException:
+            for sock in opened:
+                sock.close()
+            raise
+        return opened[0]
 
     def _share_memory(self, link: ServerLink) -> None:
         """Where that is wanted. Raises LinkError where calls go by shared memory alone, and it

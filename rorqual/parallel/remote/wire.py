@@ -3,8 +3,9 @@
 Each pair has one control link and a few data links; every link begins as link.py says and goes on
 with
 
-    caller -> JOIN       JSON: {"lane": null} (control), {"lane": N} or {"lane": "handles"}, and
-                         for the first and the last "caller": which process, 32 hexadecimal digits
+    caller -> JOIN       JSON: {"lane": null} (control), {"lane": N}, {"lane": "handles"} or
+                         {"lane": "group"}, and for all but a number "caller": which process, 32
+                         hexadecimal digits
 
 On the control link:
 
@@ -31,6 +32,8 @@ On the link of shared memory (handles.py), where both sides have it:
     server -> LANES_MADE JSON: whence the caller gets that of the memory for rows; or why not
     caller -> STEP       what is to be computed next by each lane (pack_step), before the caller's
                          kernels send the rows of it; nothing is answered here
+
+What is said on the link of a process group is in group/messages.py.
 
 Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
 are in network order, in tensors little-endian."""
@@ -60,6 +63,7 @@ MOST_STEP = 2**16  # bytes
 MOST_CALLS = 4096  # of a lane in a step
 MOST_SHARED_ROWS = 2**14  # of a call over shared memory
 HANDLES = "handles"
+GROUP = "group"
 PING = struct.Struct("!QQ")
 SCALE_COLUMNS = 128
 NONE = "none"
@@ -78,6 +82,13 @@ class ExpertMessage(IntEnum):
     LANES = 11
     LANES_MADE = 12
     STEP = 13
+    GROUP = 14
+    GROUP_MADE = 15
+    GROUP_BEGIN = 16
+    GROUP_READY = 17
+    GROUP_END = 18
+    STORE = 19
+    STORED = 20
 
 
 class CallOutcome(IntEnum):
@@ -168,8 +179,8 @@ class ReplyHead:
 
 @dataclass(frozen=True)
 class Join:
-    """What a link is for: a lane's calls, None: control, HANDLES: shared memory. caller: which
-    process; nothing where it does not say."""
+    """What a link is for: a lane's calls, None: control, HANDLES: shared memory, GROUP: process
+    groups. caller: which process; nothing where it does not say."""
 
     lane: int | str | None
     caller: str = ""
@@ -185,13 +196,13 @@ class Join:
         lane = found.get("lane", "")
         caller = found.get("caller", "")
         numbered = type(lane) is int and 0 <= lane < MOST_LANES
-        if not (lane is None or lane == HANDLES or numbered):
+        if not (lane is None or lane in (HANDLES, GROUP) or numbered):
             raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
         if not isinstance(caller, str) or not re.fullmatch("([0-9a-f]{32})?", caller):
             raise LinkError("a caller's name is none")
-        if lane == HANDLES and not caller:
-            raise LinkError("who asks for shared memory must say who it is")
-        return cls(lane if lane is None or numbered else HANDLES, caller)  # type: ignore[arg-type]
+        if lane in (HANDLES, GROUP) and not caller:
+            raise LinkError("who asks for shared memory, or for a group, must say who it is")
+        return cls(lane, caller)  # type: ignore[arg-type]
 
 
 def join(lane: int | str | None, caller: str = "") -> bytes:

@@ -1,0 +1,422 @@
+"""What an expert server computes for one caller by messages of process groups (remote/group/).
+
+The caller says which calls come (wire.py, STEP). On a GPU the server launches, on a stream of each
+lane, what receives each call's rows, computes, and sends the sums; calls of a whole step are
+captured once and replayed. On a CPU a thread of each lane does so. Whatever ends the link ends the
+group, which nobody can leave or join.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rorqual.config.model import collectives_on
+from rorqual.disagg.experts.lanes import LOOK_SECONDS, MOST_GRAPHS, STREAMS, WITHOUT_GRAPHS, Calls
+from rorqual.disagg.experts.step_gate import StepGate
+from rorqual.engine.distributed.network import interface_of
+from rorqual.errors import RorqualError
+from rorqual.parallel.remote.group.forming import FORM_SECONDS
+from rorqual.parallel.remote.group.lane_group import LaneGroup
+from rorqual.parallel.remote.group.messages import (
+    BACKENDS,
+    MOST_GROUP_BYTES,
+    TOKEN,
+    GroupOffer,
+    group_made,
+)
+from rorqual.parallel.remote.group.rows import MISSED, OUT_OF_STEP, GroupRows, slots_of
+from rorqual.parallel.remote.group.store import LinkStore
+from rorqual.parallel.remote.link import LinkError, readable, receive, send, shut
+from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
+
+if TYPE_CHECKING:
+    from rorqual.disagg.experts.shard import ExpertShard
+
+log = logging.getLogger("rorqual.experts")
+WAIT_SECONDS = 1e6  # for a call's rows: the caller's link says when there is no more point to it
+END_SECONDS = 5.0  # for what computes to see that its caller has gone
+
+
+@dataclass(eq=False)
+class ServingLane:
+    """call, reply: bytes. count [1] int64: calls so far. stream, pool: of a GPU; work: of the
+    thread of a CPU."""
+
+    call: Tensor
+    reply: Tensor
+    count: Tensor
+    group: LaneGroup | None = None
+    stream: Any = None
+    pool: Any = None
+    graphs: OrderedDict[Calls, Any] = field(default_factory=OrderedDict)
+    work: queue.SimpleQueue[Calls | None] = field(default_factory=queue.SimpleQueue)
+    thread: threading.Thread | None = None
+
+
+class GroupLanes:
+    """For one caller: its lanes, from an offer of its. computing: held while anything is computed
+    or launched. Raises LinkError with the reason where the server takes no part."""
+
+    def __init__(
+        self, shard: ExpertShard, offer: GroupOffer, gate: StepGate, computing: threading.Lock
+    ):
+        self.shard = shard
+        self.offer = offer
+        self.gate = gate
+        self.computing = computing
+        self.device = shard.platform.device
+        _check(shard, offer)
+        self.form = GroupRows(offer.columns, offer.top_k, shard.dtype, offer.fp8)
+        self.over = threading.Event()
+        self.failure = ""  # of what computes
+        self.running: list[list[Any]] = []  # events, each after a step
+        self.lanes: list[ServingLane] = []
+        with self._stream():
+            try:
+                for _ in range(offer.lanes):
+                    self.lanes.append(self._lane())
+            except BaseException:
+                self._give_back()
+                raise
+
+    def _lane(self) -> ServingLane:
+        sizes = (self.form.call_size(self.offer.rows), self.form.reply_size(self.offer.rows))
+        call, reply = (torch.zeros(size, dtype=torch.uint8, device=self.device) for size in sizes)
+        lane = ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
+        if self.on_gpu:
+            lane.stream = STREAMS.take(self.device)
+            lane.pool = torch.cuda.graph_pool_handle()
+        return lane
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _stream(self) -> AbstractContextManager[object]:
+        return self.shard.platform.stream()
+
+    # ---- the link's thread
+
+    def join(self, sock: socket.socket, token: bytes) -> None:
+        """Form the groups with the caller and the other servers. Raises LinkError."""
+        address = str(sock.getsockname()[0])
+        offer = self.offer
+        if offer.backend == "nccl":
+            interface = interface_of(address)
+            if interface is not None:
+                collectives_on(interface)
+        store = LinkStore(sock)
+        sock.settimeout(FORM_SECONDS)
+        with self._stream():
+            for number, lane in enumerate(self.lanes):
+                lane.group = LaneGroup(
+                    offer.backend,
+                    store,
+                    number,
+                    offer.rank,
+                    offer.size,
+                    self.device,
+                    address,
+                    FORM_SECONDS,
+                )
+                lane.group.prove({0: token}, FORM_SECONDS)
+        store.close()
+        sock.settimeout(None)
+        send(sock, ExpertMessage.GROUP_READY)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Until the caller ends the group. Raises LinkError where the link ends without that."""
+        if not self.on_gpu:
+            for number, lane in enumerate(self.lanes):
+                lane.thread = threading.Thread(
+                    target=self._run_lane, args=(lane, sock), name=f"lane {number}", daemon=True
+                )
+                lane.thread.start()
+        while True:
+            self._await_message(sock)
+            kind, data = receive(sock, MOST_STEP)
+            if kind == ExpertMessage.GROUP_END:
+                return
+            if kind != ExpertMessage.STEP:
+                raise LinkError(f"a message of kind {kind} came where a step was to")
+            self.launch(read_step(data, self.offer.lanes, self.offer.rows))
+
+    def stop(self) -> None:
+        """End all waiting. Any thread."""
+        self.over.set()
+        for lane in self.lanes:
+            if lane.group is not None:
+                # by NCCL it takes as long as graphs last
+                threading.Thread(target=lane.group.abort, daemon=True).start()
+
+    def end(self) -> None:
+        """With all that was launched."""
+        self.stop()
+        for lane in self.lanes:
+            lane.work.put(None)
+            if lane.thread is not None:
+                lane.thread.join(END_SECONDS)
+        with self._stream():
+            for lane in self.lanes:
+                if lane.stream is not None:
+                    lane.stream.synchronize()
+                lane.graphs.clear()
+        self._leave(len(self.running))
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for lane in self.lanes:
+            if lane.stream is not None:
+                STREAMS.give_back(lane.stream)
+                lane.stream = None
+
+    # ---- steps
+
+    def _await_message(self, sock: socket.socket) -> None:
+        """While steps are under way, with looks at whether they are done."""
+        while self.running and not readable(sock, LOOK_SECONDS):
+            self._leave_done()
+        self._leave_done()
+
+    def _leave_done(self) -> None:
+        done = 0
+        while done < len(self.running) and all(event.query() for event in self.running[done]):
+            done += 1
+        self._leave(done)
+
+    def _leave(self, count: int) -> None:
+        for _ in range(count):
+            self.running.pop(0)
+            self.gate.leave()
+
+    def launch(self, step: Step) -> None:
+        if self.on_gpu:
+            self._enter()
+            self._launch_on_gpu(step)
+            return
+        for number, calls in step.items():
+            self._enter()
+            self.lanes[number].work.put(calls)
+
+    def _enter(self) -> None:
+        while not self.gate.enter(LOOK_SECONDS):
+            self._leave_done()
+
+    def _launch_on_gpu(self, step: Step) -> None:
+        events: list[Any] = []
+        self.running.append(events)
+        with self.computing, torch.inference_mode(), self._stream():
+            # none is captured while another waits for its caller, who waits for both
+            works = [(self.lanes[lane], self._graph(lane, calls)) for lane, calls in step.items()]
+            for (lane, graph), calls in zip(works, step.values(), strict=True):
+                with _on(lane.stream):
+                    if graph is None:
+                        self._compute(lane, calls)
+                    else:
+                        graph.replay()
+                    event = torch.cuda.Event()
+                    event.record()
+                    events.append(event)
+
+    def _graph(self, number: int, calls: Calls) -> Any:
+        lane = self.lanes[number]
+        if len(calls) <= WITHOUT_GRAPHS:
+            return None
+        if calls not in lane.graphs:
+            lane.graphs[calls] = self._capture(lane, calls)
+            if len(lane.graphs) > MOST_GRAPHS and lane.stream.query():  # none of them runs
+                lane.graphs.popitem(last=False)
+        lane.graphs.move_to_end(calls)
+        return lane.graphs[calls]
+
+    def _capture(self, lane: ServingLane, calls: Calls) -> Any:
+        """Computed once before, without messages: kernels compile, libraries make their
+        workspaces. On the lane's own stream and in its own memory, for lanes are replayed side by
+        side."""
+        practice = ServingLane(
+            torch.zeros_like(lane.call), torch.zeros_like(lane.reply), torch.zeros_like(lane.count)
+        )
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with _on(stream):
+            self._compute(practice, tuple(dict.fromkeys(calls)))
+            stream.synchronize()
+        with _on(lane.stream):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
+            try:
+                self._compute(lane, calls)
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _run_lane(self, lane: ServingLane, sock: socket.socket) -> None:
+        """The thread of a lane on a CPU."""
+        try:
+            while (calls := lane.work.get()) is not None:
+                try:
+                    with torch.inference_mode():
+                        self._compute(lane, calls, self.computing)
+                finally:
+                    self.gate.leave()
+            return
+        except LinkError as error:  # the caller sees it as well, and says that the group is over
+            if not self.over.is_set():
+                log.info("a caller's group: %s", error)
+        except Exception as error:  # the caller must hear of it
+            log.exception("a step failed")
+            self.failure = str(error) or type(error).__name__
+            shut(sock)
+        while (calls := lane.work.get()) is not None:
+            self.gate.leave()
+
+    def _compute(
+        self,
+        lane: ServingLane,
+        calls: Calls,
+        computing: AbstractContextManager[object] = nullcontext(),  # noqa: B008
+    ) -> None:
+        for call in calls:
+            if lane.group is not None:
+                data = lane.call[: self.form.call_size(call.rows)]
+                lane.group.receive([(0, data)]).wait(WAIT_SECONDS)
+            with computing:
+                self._answer(lane, call)
+            if lane.group is not None:
+                data = lane.reply[: self.form.reply_size(call.rows)]
+                lane.group.send([(0, data)]).wait(WAIT_SECONDS)
+
+    def _answer(self, lane: ServingLane, call: SharedCall) -> None:
+        parts = self.form.call(lane.call, call.rows)
+        reply = self.form.reply(lane.reply, call.rows)
+        lane.count += 1
+        strange = parts.head[:1] != lane.count
+        strange |= parts.head[1:2] != call.layer
+        strange |= parts.head[2:3] != call.rows
+        places = self.shard.places_of(call.layer)
+        slots, missed = slots_of(parts.ids, self.offer.rank - 1, places)
+        reply.sums.copy_(self.shard.run(call.layer, slots, parts.weights, parts.rows))
+        reply.head[:1].copy_(lane.count)
+        reply.head[1:2].copy_(strange * OUT_OF_STEP + missed * MISSED)
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        yield
+
+
+def _check(shard: ExpertShard, offer: GroupOffer) -> None:
+    """Raises LinkError."""
+    wanted = {
+        "rows of": (offer.columns, shard.config.hidden_size),
+        "picks of a row": (offer.top_k, shard.config.moe.top_k),
+        "hidden states in": (offer.dtype, str(shard.dtype).removeprefix("torch.")),
+        "messages by": (offer.backend, BACKENDS.get(shard.platform.device.type, "none")),
+    }
+    for name, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
+
+
+class GroupLinks:
+    """Of an expert server: its callers' groups. Any thread."""
+
+    def __init__(self, shard: ExpertShard, gate: StepGate, computing: threading.Lock):
+        self.shard = shard
+        self.gate = gate
+        self.computing = computing
+        self.lock = threading.Lock()
+        self.controls: dict[str, socket.socket] = {}
+        self.groups: dict[str, tuple[GroupLanes, socket.socket]] = {}
+        self.changed = threading.Condition(self.lock)
+
+    def close(self) -> None:
+        """Whose links have ended."""
+        with self.changed:
+            for lanes, sock in self.groups.values():
+                lanes.stop()
+                shut(sock)
+            self.changed.wait_for(lambda: not self.groups, END_SECONDS)
+
+    @contextmanager
+    def controlled(self, caller: str, sock: socket.socket) -> Iterator[None]:
+        """While a caller's control link lives. With it its group ends."""
+        if caller:
+            with self.lock:
+                self.controls[caller] = sock
+        try:
+            yield
+        finally:
+            with self.lock:
+                if caller and self.controls.get(caller) is sock:
+                    del self.controls[caller]
+                    if caller in self.groups:
+                        lanes, link = self.groups[caller]
+                        lanes.stop()
+                        shut(link)
+
+    def serve(self, sock: socket.socket, caller: str) -> None:
+        """A link over which a group is formed, and steps come. Whoever loses it, without a word
+        that the group is over, loses its control link, and so knows."""
+        kind, data = receive(sock, MOST_GROUP_BYTES)
+        if kind != ExpertMessage.GROUP:
+            raise LinkError(f"a message of kind {kind} came where a group is offered")
+        try:
+            lanes = self._lanes(sock, caller, GroupOffer.unpack(data))
+        except Exception as error:  # the caller must hear of it
+            reason = " ".join(str(error).split()) or type(error).__name__
+            send(sock, ExpertMessage.GROUP_MADE, group_made(reason))
+            return
+        told = False
+        try:
+            send(sock, ExpertMessage.GROUP_MADE, group_made())
+            kind, token = receive(sock, TOKEN)
+            if kind != ExpertMessage.GROUP_BEGIN or len(token) != TOKEN:
+                raise LinkError(f"a message of kind {kind} came where a group begins")
+            lanes.join(sock, token)
+            lanes.serve(sock)
+            told = True
+        except (RorqualError, OSError) as error:
+            raise LinkError(lanes.failure or str(error)) from None
+        except Exception as error:
+            log.exception("a group failed")
+            raise LinkError(f"a group failed: {error}") from None
+        finally:
+            lanes.end()
+            self._forget(caller, lanes, told)
+
+    def _lanes(self, sock: socket.socket, caller: str, offer: GroupOffer) -> GroupLanes:
+        """Raises LinkError."""
+        lanes = GroupLanes(self.shard, offer, self.gate, self.computing)
+        with self.lock:
+            reason = "" if caller in self.controls else "it has no control link"
+            if caller in self.groups:
+                reason = "it has a group already"
+            if not reason:
+                self.groups[caller] = (lanes, sock)
+                return lanes
+        lanes.end()
+        raise LinkError(reason)
+
+    def _forget(self, caller: str, lanes: GroupLanes, told: bool) -> None:
+        with self.changed:
+            known = self.groups.get(caller)
+            if known is None or known[0] is not lanes:
+                return
+            del self.groups[caller]
+            self.changed.notify_all()
+            control = self.controls.get(caller)
+            if control is not None and not told:
+                shut(control)

@@ -1,0 +1,486 @@
+"""Calls to expert servers by messages of process groups: NCCL between GPUs, where a decode step
+with all its calls is one captured graph, and gloo on a CPU.
+
+As with shared memory (handles.py) the host tells each server which calls come before it launches
+them, writes who holds what into tables on the device between steps, and gives up a step that means
+nothing: each carries the number of the `epoch` in which it began.
+
+A group's members are fixed: the caller, and every server that it was given. When one is lost the
+group is over. A thread ends whatever waits in it; the step runs to its end with zeros and is given
+up, and it and all that come after go over sockets, to the servers that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError, ExpertsMissing
+from rorqual.parallel.remote.control import Address, ServerLink, said
+from rorqual.parallel.remote.group.forming import GroupForming, GroupMember
+from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup, Message
+from rorqual.parallel.remote.group.messages import BACKENDS, GroupOffer
+from rorqual.parallel.remote.group.rows import OUT_OF_STEP, GroupRows, marked
+from rorqual.parallel.remote.handles import HandleCalls, Members, Recording
+from rorqual.parallel.remote.link import LinkError
+from rorqual.parallel.remote.wire import (
+    GROUP,
+    MOST_CALLS,
+    ExpertMessage,
+    SharedCall,
+    Step,
+    pack_step,
+)
+from rorqual.platforms.base import Platform
+
+log = logging.getLogger("rorqual.engine")
+WATCH_SECONDS = 0.25
+STEP_SECONDS = 120.0  # after which a group whose servers live, and do not end a step, is over
+DRAIN_SECONDS = 5.0  # for the sums of a call of a step that was given up
+LAUNCH_SECONDS = 1.0  # for the engine's thread to hand a message to the library
+CLOSE_SECONDS = 5.0
+
+
+class GroupServers(Members, Protocol):
+    """The servers that were given (ExpertServers)."""
+
+    def wait_until_linked(self) -> None: ...
+
+    def open(self, address: Address, lane: str) -> socket.socket: ...
+
+
+@dataclass(eq=False)
+class CallingLane:
+    """message, replies: bytes, the latter one row of memory a server. counts [2] int64: calls whose
+    rows have left, and whose sums have come. told, recent: calls that servers were told of, all and
+    the last."""
+
+    group: LaneGroup
+    message: Tensor
+    replies: Tensor
+    counts: Tensor
+    told: int = 0
+    recent: deque[SharedCall] = field(default_factory=lambda: deque(maxlen=2 * MOST_CALLS))
+    leaving: Flight | None = None
+    coming: Flight | None = None
+
+
+class GroupCalls:
+    """Of one engine with one rank. rows: of a call, at most; larger ones go over sockets. layers:
+    whose experts are used. bind: has NCCL take the network interface of an address. `on` from
+    `decide` until the group is over; `left` is called then, between two steps."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        form: GroupRows,
+        rows: int,
+        lanes: int,
+        layers: Sequence[int],
+        num_experts: int,
+        bind: Callable[[str], None],
+    ):
+        self.platform = platform
+        self.form = form
+        self.rows = rows
+        self.num_lanes = lanes
+        self.layers = {layer: number for number, layer in enumerate(layers)}
+        self.num_experts = num_experts
+        self.bind = bind
+        self.left: Callable[[], None] = lambda: None
+        self.on = False
+        self.why = "not decided yet"
+        self.caller = secrets.token_hex(16)
+        self.sent = torch.zeros(1, 1, dtype=torch.int32, device=platform.device)  # what was wrong
+        self.servers: GroupServers | None = None
+        self.members: list[GroupMember] = []
+        self.lanes: list[CallingLane] = []
+        self.count = torch.zeros(0)
+        self.table = torch.zeros(0)
+        self.tabled: tuple[ServerLink, ...] | None = None
+        self.lock = threading.Lock()
+        self.epoch = 0
+        self.failure = ""  # of the epoch before
+        self.over = ""  # why the group is
+        self.ending = threading.Event()
+        self.handing = False  # the engine's thread is in the library
+        self.doubtful = False  # whether all that servers were told of was launched
+        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.recording: Recording | None = None
+        self.compiling = False
+        self.watch: threading.Thread | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.platform.device
+
+    @property
+    def backend(self) -> str:
+        return BACKENDS[self.device.type]
+
+    # ---- the start
+
+    def decide(self, servers: GroupServers) -> None:
+        """Form the group with all servers that were given. Raises ConfigError."""
+        self.servers = servers
+        servers.wait_until_linked()
+        links = sorted(servers.links, key=lambda link: link.address)
+        form = self.form
+        offer = GroupOffer(
+            1,
+            len(links) + 1,
+            self.num_lanes,
+            self.rows,
+            form.columns,
+            form.top_k,
+            form.fp8,
+            str(form.dtype).removeprefix("torch."),
+            self.backend,
+        )
+
+        def given_up() -> str:
+            lost = [link.name for link in links if not link.alive]
+            return f"the link to {' and '.join(lost)} has ended" if lost else ""
+
+        try:
+            forming = GroupForming(offer, self.device, self.bind, given_up)
+            members, groups = forming.run(links, lambda link: servers.open(link.address, GROUP))
+        except LinkError as error:
+            raise ConfigError(f"expert_transport='group' over {self.backend}: {error}") from None
+        self.lanes = [self._lane(group, len(members)) for group in groups]
+        shape = (len(self.layers), self.num_experts)
+        self.count = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.table = torch.zeros(*shape, len(members), dtype=torch.int64, device=self.device)
+        self.members = members
+        self.on = True
+        self.why = ""
+        self.watch = threading.Thread(target=self._watch, name="expert group", daemon=True)
+        self.watch.start()
+        lost = given_up()
+        if lost:
+            self._end(lost)
+        self.begin()
+        self.began.clear()
+
+    def _lane(self, group: LaneGroup, servers: int) -> CallingLane:
+        size = self.form.call_size(self.rows)
+        back = (servers, self.form.reply_size(self.rows))
+        return CallingLane(
+            group,
+            torch.zeros(size, dtype=torch.uint8, device=self.device),
+            torch.zeros(back, dtype=torch.uint8, device=self.device),
+            torch.zeros(2, dtype=torch.int64, device=self.device),
+        )
+
+    # ---- any thread
+
+    def lost(self, link: ServerLink, reason: str) -> None:
+        """A server is: with it the group is over."""
+        if any(member.link is link for member in self.members):
+            self._end(f"experts of {link.name} are left out: {reason}")
+
+    def _end(self, reason: str) -> None:
+        with self.lock:
+            if self.over:
+                return
+            self.over = reason
+            self.failure = reason
+            self.epoch += 1
+        self.ending.set()
+
+    def close(self) -> None:
+        """Captured graphs must be gone before, for NCCL to let go."""
+        for member in self.members:
+            member.leave()
+        self._end("the engine ends")
+        if self.watch is not None:
+            self.watch.join(CLOSE_SECONDS)
+
+    # ---- a thread of its own
+
+    def _watch(self) -> None:
+        """Until the group is over; then end all that waits in it."""
+        waited = 0.0
+        oldest = None
+        before = time.monotonic()
+        while not self.ending.wait(WATCH_SECONDS):
+            now = time.monotonic()
+            began = next(iter(tuple(self.began)), None)
+            # what this process itself slept through does not count
+            more = min(now - before, 2 * WATCH_SECONDS)
+            waited = waited + more if began is not None and began == oldest else 0.0
+            oldest = began
+            before = now
+            if waited > STEP_SECONDS:
+                self._end(f"a step took longer than {STEP_SECONDS:g} s")
+        # A thread that is in the library when its abort begins may wait for that, and NCCL's abort
+        # for the graphs, which that thread lets go of. One that is long in it waits for the device.
+        deadline = time.monotonic() + LAUNCH_SECONDS
+        while self.handing and time.monotonic() < deadline and self.backend == "nccl":
+            time.sleep(LAUNCH_SECONDS / 1000)
+        threads = [threading.Thread(target=lane.group.abort, daemon=True) for lane in self.lanes]
+        for thread in threads:
+            thread.start()
+        for member in self.members:
+            member.leave()
+        for thread in threads:
+            thread.join()
+
+    # ---- the engine's thread
+
+    def takes(self, rows: int) -> bool:
+        return self.on and 0 < rows <= self.rows
+
+    def begin(self, before_change: Callable[[], object] | None = None) -> int:
+        """Before a step: the number of its epoch. before_change: not needed, as steps in turns do
+        not go this way."""
+        if not self.on:
+            return self.epoch
+        assert self.servers is not None
+        if self.doubtful and not self.over:
+            self._come_to_rest()
+        if self.over:
+            self._leave()
+            return self.epoch
+        if self.tabled is not self.servers.links:
+            self._write_tables()
+        self.began.append(time.monotonic())
+        return self.epoch
+
+    def check(self, epoch: int, word: int = 0) -> None:
+        """A step that began in that epoch is done on the device, and `word` is what `sent` was at
+        its end. Raises ExpertsMissing where it means nothing."""
+        if self.began:
+            self.began.popleft()
+        if self.on and not self.over and word:
+            if word >= OUT_OF_STEP:
+                self._end("a server and this process do not count the same calls")
+            else:
+                with self.lock:
+                    self.epoch += 1
+                    self.failure = "an expert was nowhere when a step wanted it"
+                self._come_to_rest()
+        if epoch != self.epoch:
+            assert self.servers is not None
+            missing = self.servers.without_holder() or self.failure
+            raise ExpertsMissing(f"{missing}; {self.servers.describe()}")
+
+    def ended(self) -> None:
+        """A step is done on the device, and others have judged it."""
+        if self.began:
+            self.began.popleft()
+
+    def abandon(self) -> None:
+        """Steps are given up, perhaps between what servers were told and its launch."""
+        self.doubtful = True
+        self.began.clear()
+
+    def _leave(self) -> None:
+        """For sockets. Nothing of the group runs on the device from here on."""
+        self.platform.synchronize()
+        self.on = False
+        self.why = self.over
+        self.left()
+        log.warning("expert servers are called over tcp from here on: %s", self.over)
+
+    def call(self, lane: int, layer: int, rows: int) -> None:
+        """Messages of this call are launched next."""
+        told = SharedCall(layer, rows)
+        if self._captures():
+            assert self.recording is not None, "a graph whose calls nobody could tell"
+            self.recording.calls.append((lane, told))
+            return
+        self._tell({lane: (told,)})
+
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def only_compiled(self) -> Iterator[None]:
+        """Kernels are compiled inside, and not run: nobody is told of calls."""
+        self.compiling = True
+        try:
+            yield
+        finally:
+            self.compiling = False
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """While a graph is captured: the calls that are in it."""
+        self.recording = Recording()
+        try:
+            yield self.recording
+        finally:
+            self.recording = None
+
+    def captured(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Captured on the device; the result replays it, and tells its calls before."""
+        with self.record() as found:
+            graph = self.platform.capture(work)
+        step = found.step()
+
+        def replay() -> Tensor:
+            self.replay(step)
+            return graph()
+
+        return replay
+
+    def replay(self, step: Step) -> None:
+        """A graph with these calls is launched next."""
+        if step:
+            self._tell(step)
+
+    def _tell(self, step: Step) -> None:
+        if self.over:
+            return
+        message = pack_step(step)
+        for lane, calls in step.items():
+            self.lanes[lane].told += len(calls)
+            self.lanes[lane].recent.extend(calls)
+        for member in self.members:
+            try:
+                member.tell(ExpertMessage.STEP, message)
+            except OSError as error:
+                assert self.servers is not None
+                self.servers.drop(member.link, said(error))
+
+    # ---- one call
+
+    def send(self, lane: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Rows x [T, columns] to all servers, for their experts ids [T, K] with weights [T, K]."""
+        if not self.compiling:
+            self.call(lane, layer, x.shape[0])
+            self._send(self.lanes[lane], layer, x, ids, weights)
+
+    def _send(self, own: CallingLane, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        rows = x.shape[0]
+        parts = self.form.call(own.message, rows)
+        sent = own.counts[:1]
+        sent += 1
+        parts.head[:1].copy_(sent)
+        parts.head[1].fill_(layer)
+        parts.head[2].fill_(rows)
+        place = self.layers[layer]
+        turn = torch.arange(rows, device=self.device)[:, None] + sent
+        found, missed = marked(ids.to(torch.int64), self.count[place], self.table[place], turn)
+        self.sent += missed
+        parts.ids.copy_(found)
+        parts.weights.copy_(weights)
+        self.form.fill(parts.rows, x)
+        if own.group.early:
+            own.coming = self._receive(own, rows)
+        data = own.message[: self.form.call_size(rows)]
+        own.leaving = self._hand(own.group.send, [(member.rank, data) for member in self.members])
+
+    def _receive(self, own: CallingLane, rows: int) -> Flight | None:
+        size = self.form.reply_size(rows)
+        messages = [(member.rank, own.replies[member.number][:size]) for member in self.members]
+        return self._hand(own.group.receive, messages)
+
+    def _hand(
+        self, operation: Callable[[Sequence[Message]], Flight], messages: Sequence[Message]
+    ) -> Flight | None:
+        """To the library, unless the group is over."""
+        self.handing = True
+        try:
+            return None if self.over else operation(messages)
+        except LinkError as error:
+            self._end(str(error))
+            return None
+        finally:
+            self.handing = False
+
+    def receive(self, lane: int, x: Tensor, seconds: float = STEP_SECONDS) -> Tensor:
+        """The weighted sums of the rows x that were sent last; zeros where the group is over.
+        seconds: that a CPU waits for them."""
+        own = self.lanes[lane]
+        rows = x.shape[0]
+        if self.compiling:
+            return torch.zeros_like(x)
+        own.coming = own.coming or self._receive(own, rows)
+        for flight in (own.coming, own.leaving):
+            self._await(flight, seconds)
+        if self.over:
+            return torch.zeros_like(x)
+        own.counts[1:] += 1
+        own.coming = None
+        replies = [self.form.reply(data, rows) for data in own.replies]
+        for reply in replies:
+            strange = reply.head[0] != own.counts[0]
+            self.sent += torch.where(strange, OUT_OF_STEP, reply.head[1]).to(torch.int32)
+        if len(replies) == 1:
+            return replies[0].sums.clone()
+        total = replies[0].sums.float()
+        for reply in replies[1:]:
+            total += reply.sums
+        return total.to(x.dtype)
+
+    def _await(self, flight: Flight | None, seconds: float) -> None:
+        try:
+            if flight is not None and not self.over:
+                flight.wait(seconds)
+        except LinkError as error:
+            self._end(str(error))
+
+    # ---- between steps
+
+    def _come_to_rest(self) -> None:
+        """Nothing is under way at the end of this, or the group is over. Calls that servers were
+        told of, and that were not launched, are made with rows that no expert is to compute."""
+        self.began.clear()
+        self.began.append(time.monotonic())  # the watch ends what does not come to its end
+        with torch.inference_mode():
+            for number, own in enumerate(self.lanes):
+                self._finish(number, own)
+            self.platform.synchronize()
+            self.sent.zero_()
+        self.began.clear()
+        self.doubtful = False
+        self.tabled = None
+
+    def _finish(self, number: int, own: CallingLane) -> None:
+        self.platform.synchronize()
+        sent, received = own.counts.tolist()
+        owed = own.told - sent
+        due = sent - received
+        if self.over:
+            return
+        if not (0 <= owed <= len(own.recent) and 0 <= due <= 1 and owed + due <= len(own.recent)):
+            self._end("a step was given up in the midst of a call")
+            return
+        last = [*own.recent][len(own.recent) - owed - due :]
+        for place, call in enumerate(last):
+            x = torch.zeros(call.rows, self.form.columns, dtype=self.form.dtype, device=self.device)
+            if place >= due:
+                ids = torch.full((call.rows, self.form.top_k), -1, device=self.device)
+                self._send(own, call.layer, x, ids, torch.zeros_like(ids))
+            self.receive(number, x, DRAIN_SECONDS)
+
+    def _write_tables(self) -> None:
+        """Behind all that was launched, for all that will be."""
+        assert self.servers is not None
+        links = self.servers.links
+        count = torch.zeros(self.count.shape, dtype=torch.int64)
+        table = torch.zeros(self.table.shape, dtype=torch.int64)
+        for member in self.members:
+            for layer, place in self.layers.items():
+                held = torch.tensor(member.link.holdings.layers.get(layer, ()), dtype=torch.int64)
+                table[place, held, count[place, held]] = member.number
+                count[place, held] += 1
+        self.count.copy_(count)
+        self.table.copy_(table)
+        self.tabled = links
+
+
+StepCalls = HandleCalls | GroupCalls
