@@ -467,6 +467,7 @@ struct Int4Bytes : Int4 {
 };
 
 #include "int4_pairs.h"
+#include "int4_panels.h"
 
 template <class M, class X>
 float *prepare_all(const M &m, const X *x, int64_t n, int which) {
@@ -564,8 +565,10 @@ void with_format(const Packed &p, int64_t n, const X *given, F body) {
     (void)given;
     if (p.format == W8A8) return body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
 #if defined(__AVX512BF16__)
-    if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && n < PACKED && std::is_same<X, bf16>::value)
-        return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+    if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && std::is_same<X, bf16>::value) {
+        if (n < PACKED) return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+        return body([](const Packed &m) { return Int4Panels{m.four()}; });
+    }
 #endif
     if (p.format == W4A8 && n < PACKED) return body([](const Packed &m) { return Int4Bytes<1>{m.four()}; });
     if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)
