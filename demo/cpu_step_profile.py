@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--quantize-head", default="off")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--threads", type=int, default=1)
@@ -97,6 +98,7 @@ def main() -> None:
         device="cpu",
         dtype="bfloat16",
         quantization=options.quantization,
+        quantize_head=options.quantize_head,
         weights="random",
         skip_tokenizer_init=True,
         max_num_seqs=64,

@@ -118,7 +118,12 @@ def rows_of(dtype: torch.dtype) -> Iterator[tuple[str, Call, Tensors]]:
 def four_bits(dtype: torch.dtype) -> Iterator[tuple[str, Call, Tensors]]:
     """Linear layers of int4: few rows and panels, groups within and across registers."""
     for rows in (1, 3, 9, 28, 75):
-        for outputs, columns, group in ((5, 96, 32), (37, 256, 128), (70, 1248, 96), (33, 192, 192)):
+        for outputs, columns, group in (
+            (5, 96, 32),
+            (37, 256, 128),
+            (70, 1248, 96),
+            (33, 192, 192),
+        ):
             places = outputs, columns // group
             given = (
                 draw(dtype, rows, columns),
