@@ -90,12 +90,11 @@ struct Int4Pairs : Int4 {
         sf total[4][N] = {};
         const bf16 *x = (const bf16 *)in;
         if constexpr (N == 1)
-            for (int r = 0; r < 4; r += 2) {
-                sf own[2][1] = {};
+            for (int r = 0; r < 4; r++) {
+                sf own[1][1] = {};
                 int64_t row = r * k / 2, at = r * in_row;
-                sums<2, 1, ONE, ZEROS>(first + row, later + row, scale + at, zero + at, x, ld, numbers, own);
+                sums<1, 1, ONE, ZEROS>(first + row, later + row, scale + at, zero + at, x, ld, numbers, own);
                 total[r][0] = own[0][0];
-                total[r + 1][0] = own[1][0];
             }
         else
             sums<4, N, ONE, ZEROS>(first, later, scale, zero, x, ld, numbers, total);
