@@ -477,9 +477,19 @@ def show(found: dict[str, Any], entries: list[dict[str, Any]]) -> None:
         print(f"---- {entry['kind']}: {entry['prompt']}\n{entry['greedy']}\n~~ {entry['sampled']}")
 
 
-def make_llm(folder: Path, dtype: str) -> LLM:
+def make_llm(
+    folder: Path, dtype: str, quantization: str = "auto", quantize_head: str = "off"
+) -> LLM:
     """An engine of moderate size that counts which experts are chosen."""
-    return LLM(folder, dtype=dtype, max_num_seqs=32, kv_cache_bytes=2**26, record_expert_load=True)
+    return LLM(
+        folder,
+        dtype=dtype,
+        quantization=quantization,
+        quantize_head=quantize_head,
+        max_num_seqs=32,
+        kv_cache_bytes=2**26,
+        record_expert_load=True,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -502,6 +512,8 @@ def parse() -> argparse.Namespace:
         help="type of weights and activations",
     )
     parser.add_argument("--length", type=int, default=2048, help="tokens per window")
+    parser.add_argument("--quantization", default="auto", help="as the engine's option")
+    parser.add_argument("--quantize-head", default="off", help="as the engine's option")
     return parser.parse_args()
 
 
@@ -509,10 +521,11 @@ def main() -> None:
     """Measure, print, write."""
     options = parse()
     folder = model_folder(options.model)
-    llm = make_llm(folder, options.dtype)
+    llm = make_llm(folder, options.dtype, options.quantization, options.quantize_head)
     text = Text(options.text, llm)
     found = measure(llm, folder, text, options.length)
-    if find_spec("transformers"):
+    wide = options.quantization == "auto" and options.quantize_head == "off"
+    if wide and find_spec("transformers"):
         found["transformers"] = compare(folder, text, llm)
     entries = continue_prompts(llm)
     show(found, entries)
@@ -521,6 +534,8 @@ def main() -> None:
         setting = {
             "window": options.length,
             "dtype": options.dtype,
+            "quantization": options.quantization,
+            "quantize_head": options.quantize_head,
             "device": device,
             "torch": str(torch.__version__),
         }

@@ -122,11 +122,13 @@ class ModuleList:
 @dataclass(frozen=True)
 class QuantConfig:
     """`scheme` for every linear layer that is not in `ignored`, unless one of `rules` names it:
-    (modules, scheme), the first that does. scheme None: only what a rule names."""
+    (modules, scheme), the first that does. scheme None: only what a rule names. head: of the output
+    head, which is wide without it, whatever the others say."""
 
     scheme: WeightScheme | None = FP8_BLOCK
     ignored: tuple[str, ...] = ()
     rules: tuple[tuple[tuple[str, ...], WeightScheme], ...] = ()
+    head: WeightScheme | None = None
 
     @cached_property
     def _ignored(self) -> ModuleList:
@@ -151,8 +153,13 @@ class QuantConfig:
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
         """Those that some matrix may have."""
-        own = () if self.scheme is None else (self.scheme,)
-        return tuple(dict.fromkeys([*own, *(scheme for _, scheme in self.rules)]))
+        own = [scheme for scheme in (self.scheme, self.head) if scheme is not None]
+        return tuple(dict.fromkeys([*own[:1], *(scheme for _, scheme in self.rules), *own[1:]]))
+
+    @property
+    def of_head(self) -> QuantConfig | None:
+        """Of the output head alone; None where it is wide."""
+        return None if self.head is None else QuantConfig(self.head)
 
     @property
     def rounds_rows_to_fp8(self) -> bool:

@@ -108,6 +108,13 @@ class EngineConfig:
         group="Model",
         choices=("auto", *QUANTIZATIONS),
     )
+    quantize_head: str = option(
+        OFF,
+        "How the output head is held, which quantized checkpoints leave wide: off, or rounded "
+        f"while it is read: {', '.join(QUANTIZATIONS)}.",
+        group="Model",
+        choices=(OFF, *QUANTIZATIONS),
+    )
     seed: int = option(0, "Seed of random weights.", group="Model", flags=("--engine-seed",))
     max_model_len: int | None = _scheduling(
         None, "Longest sequence, prompt and output together.", at_least_one=True

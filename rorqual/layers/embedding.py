@@ -62,9 +62,15 @@ class Head:
         self.tied = tied
         self.vocabulary = vocabulary
         self.shard = build.mesh.axes["head"].shard
-        # fp8 checkpoints keep embedding and head in their wide format.
+        # Quantized checkpoints leave the head wide; one that is asked for is its own.
+        own = build.quant.of_head if build.quant else None
         part = Part("lm_head", vocabulary, shard=self.shard)
-        self.linear = None if tied else Linear(replace(build, quant=None), [part], hidden)
+        self.linear = None if tied else Linear(replace(build, quant=own), [part], hidden)
+
+    def finalize(self) -> None:
+        """Once the weights are there. A wide head stays as it was loaded."""
+        if self.linear is not None and self.linear.weight.quantized:
+            self.linear.finalize()
 
     def _local(self, hidden: Tensor) -> Tensor:
         if self.linear is not None:

@@ -302,6 +302,8 @@ class Transformer:
         """Called once after loading."""
         for layer in self.layers:
             layer.finalize()
+        if self.head is not None:
+            self.head.finalize()
 
     def derived(self) -> list[Tensor]:
         """Tensors made from weights by `finalize` and kept beside them."""

@@ -24,8 +24,9 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight, dequantize
+from rorqual.planner.costs.weights import head_weight
 from tests.layers.weight_format.writers import save_quantized
-from tests.models.checkpoints import save
+from tests.models.checkpoints import rewrite_config, save
 from tests.models.driver import all_logits
 
 CPU = torch.device("cpu")
@@ -112,6 +113,41 @@ def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         read_model(config_of(tmp_path, quantization="w4a16"))
     assert read_model(config_of(tmp_path)).quant is not None
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("w8a8", "w4a16"), ("w4a16", "auto")])
+def test_the_head_is_rounded_where_it_is_asked_for(name: str, quantization: str) -> None:
+    """And the planner counts its bytes."""
+    config = read_model(config_of(BUNDLED, quantization=quantization, quantize_head=name))
+    model = make_model(config, Build(CpuOps(), torch.bfloat16, CPU, config.quant), 64)
+    load_weights(model, BUNDLED)
+    wide = read_model(config_of(BUNDLED, quantization=quantization))
+    plain = make_model(wide, Build(CpuOps(), torch.bfloat16, CPU, wide.quant), 64)
+    load_weights(plain, BUNDLED)
+    assert model.head is not None
+    assert model.head.linear is not None
+    assert plain.head is not None
+    assert plain.head.linear is not None
+    given = plain.head.linear.weight
+    held = model.head.linear.weight
+    assert not given.quantized
+    scheme = quantization_named(name).of("a head", given.columns)
+    expected, _ = round_matrix(given.data.float(), scheme, torch.bfloat16)
+    assert torch.equal(dequantize(held, torch.float32), dequantize(expected, torch.float32))
+    saved = weight_bytes(plain) - weight_bytes(model)
+    assert saved == head_weight(wide).bytes("bfloat16") - head_weight(config).bytes("bfloat16") > 0
+    ids = torch.randint(3, config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(3))
+    rounded, before = (all_logits(each, ids, [20]) for each in (model, plain))
+    assert not torch.equal(rounded, before)
+    likeness = torch.cosine_similarity(rounded, before, dim=-1)
+    assert likeness.min() > 0.98, likeness
+
+
+def test_a_head_that_is_the_embeddings_table_stays_wide(tmp_path: Path) -> None:
+    save("v3", tmp_path)
+    rewrite_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="quantize_head='w8a8': this model's head is"):
+        read_model(config_of(tmp_path, quantize_head="w8a8"))
 
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:

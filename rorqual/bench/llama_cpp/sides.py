@@ -56,6 +56,7 @@ class OurSide:
             device="cpu",
             dtype="bfloat16",
             quantization="auto" if quantization == WIDE else quantization,
+            quantize_head=work.quantize_head,
             load_format="dummy",
             seed=work.seed,
             skip_tokenizer_init=True,

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rorqual.config.option import check_options, option
-from rorqual.config.quant import QuantConfig, quantization_named
+from rorqual.config.quant import QUANTIZATIONS, QuantConfig, quantization_named
 from rorqual.errors import ConfigError
 
 WIDE = "bf16"
+OFF = "off"
 
 
 @dataclass
@@ -22,6 +23,12 @@ class LlamaCppWork:
         "w4a16",
         "Our weights, with commas between: bf16 or one of --quantization. llama.cpp gets Q4_0 "
         "beside int4, Q8_0 beside int8 and BF16 beside bf16.",
+    )
+    quantize_head: str = option(
+        OFF,
+        "Our output head, as the engine's option of this name; llama.cpp's has the type of the "
+        "other matrices.",
+        choices=(OFF, *QUANTIZATIONS),
     )
     concurrency: str = option("1,8", "Sequences at once, with commas between.")
     prompt: int = option(64, "Tokens of a prompt.", flags=("--prompt-len",), at_least_one=True)

@@ -34,7 +34,7 @@ from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
-from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.config import EXE_MODES, OFF, EngineConfig
 from rorqual.engine.distributed.network import interface_of
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
@@ -102,6 +102,8 @@ def read_model(config: EngineConfig) -> ModelConfig:
     model = read_config_file(config.model, config.ignore_config_fields, overrides)
     if config.quantization != "auto":
         model = replace(model, quant=_rounding(model, config.quantization))
+    if config.quantize_head != OFF:
+        model = replace(model, quant=_with_head(model, config.quantize_head))
     check_parallel(model, config.parallel)
     if config.fixed_experts and not all(model.moe_layers):
         check_fixed_experts(model, config.parallel)
@@ -120,6 +122,16 @@ def _rounding(model: ModelConfig, name: str) -> QuantConfig:
             "already; accepted: auto"
         )
     return quantization_named(name)
+
+
+def _with_head(model: ModelConfig, name: str) -> QuantConfig:
+    """The same with a head that is rounded while it is read."""
+    if model.tie_embeddings:
+        raise ConfigError(
+            f"quantize_head={name!r}: this model's head is its embedding's table, which stays "
+            f"wide; accepted: {OFF}"
+        )
+    return replace(model.quant or QuantConfig(None), head=quantization_named(name).scheme)
 
 
 def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:

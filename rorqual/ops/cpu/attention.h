@@ -226,7 +226,7 @@ inline void causal_pairs(const bf16 *q, const bf16 *keys, Strides k, const bf16 
                 for (int64_t i = first; i < rows; i += TWO) {  // keys that the last of some rows sees
                     int64_t some = std::min(TWO, rows - i), mine = std::min(seen, before + (i + some - 1) / alike + 1 - start);
                     pairs_product(panel, (mine + 1) / 2 * 4, (const char *)(weights + i * KEYS), KEYS * EACH, some, sums + i * lds + c, lds, dv - c,
-                                  {true, shrink + i}, {});
+                                  {true, shrink + i, nullptr}, {});
                 }
             }
         }

@@ -153,7 +153,7 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     int64_t used = int64_t(grouped.groups.size()), work = picks * hidden * size;
     const float *in = pairs_take(gate_up) ? nullptr : spread_all<T>(x, n, hidden, 8);
     float *g = scratch(2, picks * ldg), *out = scratch(3, picks * hidden);
-    int64_t width = block_rows(used * size), blocks = (size + width - 1) / width;
+    int64_t width = block_rows(used * size, n * top_k / std::max<int64_t>(1, used)), blocks = (size + width - 1) / width;
     share(used * blocks, 2 * work, [=](int64_t unit) {
         Group e = groups[unit / blocks];
         int64_t from = unit % blocks * width;
@@ -165,7 +165,7 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
         expert_gates(units, gate_up + e.slot * 2 * size * hidden, rows, ldx, e.count, hidden, size, from, std::min(width, size - from),
                      g + e.first * ldg, ldg);
     });
-    int64_t height = block_rows(used * hidden), bands = (hidden + height - 1) / height;
+    int64_t height = block_rows(used * hidden, n * top_k / std::max<int64_t>(1, used)), bands = (hidden + height - 1) / height;
     share(used * bands, work, [=](int64_t unit) {
         Group e = groups[unit / bands];
         int64_t from = unit % bands * height, rows = std::min(height, hidden - from);

@@ -16,7 +16,7 @@ float *spread_all(const X *x, int64_t n, int64_t k, int which) {
 // y [n, rows] = x [n, k] w^T + bias of any shape, x plain.
 template <class W, class X, class Y>
 void gemm(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, Y *y, const W *bias = nullptr) {
-    int64_t block = block_rows(rows);
+    int64_t block = block_rows(rows, n);
     bool unit = on_unit(w, n);
     const float *in = unit ? nullptr : spread_all<W>(x, n, k, 8);
     const bf16 *plain = unit ? unit_rows(x, n, k, 8) : nullptr;
@@ -40,7 +40,7 @@ void mlp_units(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int
     const bf16 *in = unit_rows(x, n, hidden, 8);
     int64_t ldx = unit_apart(hidden), ldg = unit_apart(size);
     bf16 *g = (bf16 *)scratch(2, n * ldg / 2);
-    int64_t width = std::min<int64_t>(block_rows(size), std::max<int64_t>(PAIR, HELD_GATES / n / PAIR * PAIR));
+    int64_t width = std::min<int64_t>(block_rows(size, n), std::max<int64_t>(PAIR, HELD_GATES / n / PAIR * PAIR));
     share((size + width - 1) / width, 2 * n * size * hidden, [=](int64_t i) {
         int64_t from = i * width, some = std::min(width, size - from);
         float *h = scratch(10, n * 2 * some), *made = scratch(11, n * some);
@@ -52,7 +52,7 @@ void mlp_units(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int
             if (from + some == size) std::fill(g + t * ldg + size, g + (t + 1) * ldg, bf16{0});
         }
     });
-    int64_t block = block_rows(hidden);
+    int64_t block = block_rows(hidden, n);
     share((hidden + block - 1) / block, n * size * hidden, [=](int64_t i) {
         int64_t first = i * block, high = std::min(block, hidden - first), ldy = apart(high);
         float *out = scratch(10, n * ldy);

@@ -29,9 +29,17 @@ struct Int4Pairs : Int4 {
     }
 
     __m512i table() const {
-        alignas(64) bf16 numbers[PAIR];
-        for (int i = 0; i < PAIR; i++) narrow(float(i % 16 - (zeros ? 0 : 8)), numbers + i);
-        return _mm512_load_si512(numbers);
+        struct alignas(64) Numbers {
+            bf16 of[2][PAIR];  // less 8, as they are
+            Numbers() {
+                for (int i = 0; i < PAIR; i++) {
+                    narrow(float(i % 16 - 8), of[0] + i);
+                    narrow(float(i % 16), of[1] + i);
+                }
+            }
+        };
+        static const Numbers numbers;
+        return _mm512_load_si512(numbers.of[zeros ? 1 : 0]);
     }
 
     // One register of R rows times N of x. ONE: a scale and a zero point are those of the whole register.
@@ -93,17 +101,18 @@ struct Int4Pairs : Int4 {
         put_sums(total, 0, 0, y, ldy, false);
     }
 
-    // At most BAND rows; `more` that follow are the caller's too.
+    // At most BAND rows. What is asked for goes on behind them: another block of the matrix is read next.
     template <bool ONE, bool ZEROS>
-    void band(int64_t first, int64_t rows, int64_t more, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        int64_t count = rows * in_row, ahead = rows_ahead(k / 2), tiles = (n + 3) / 4;
+    void band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        int64_t count = rows * in_row, tiles = (n + 3) / 4;
         float *scale = scratch(14, 2 * count), *zero = scale + count;
         const __m512i numbers = table();
         grid(first, rows, scale, nullptr);
         for (int64_t i = 0; ZEROS && i < count; i++) zero[i] = float(zeros[first * in_row + i]);
+        ask_for_grid(first + rows, rows);
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) {
-            const uint8_t *from = data + (first + r) * k / 2, *later = r + 4 + ahead <= rows + more ? from + ahead * k / 2 : from;
+            const uint8_t *from = data + (first + r) * k / 2, *later = from + AHEAD;
             const float *by = scale + r * in_row, *none = zero + r * in_row;
             for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
                 int64_t begin = n * t / tiles, held = n * (t + 1) / tiles - begin;
@@ -128,11 +137,11 @@ struct Int4Pairs : Int4 {
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         bool one = group % STRIDE == 0 || in_row == 1;
         for (int64_t from = 0; from < rows; from += BAND) {
-            int64_t some = std::min(BAND, rows - from), more = rows - from - some;
-            if (one && !zeros) band<true, false>(first + from, some, more, in, ld, n, y + from, ldy);
-            if (one && zeros) band<true, true>(first + from, some, more, in, ld, n, y + from, ldy);
-            if (!one && !zeros) band<false, false>(first + from, some, more, in, ld, n, y + from, ldy);
-            if (!one && zeros) band<false, true>(first + from, some, more, in, ld, n, y + from, ldy);
+            int64_t some = std::min(BAND, rows - from);
+            if (one && !zeros) band<true, false>(first + from, some, in, ld, n, y + from, ldy);
+            if (one && zeros) band<true, true>(first + from, some, in, ld, n, y + from, ldy);
+            if (!one && !zeros) band<false, false>(first + from, some, in, ld, n, y + from, ldy);
+            if (!one && zeros) band<false, true>(first + from, some, in, ld, n, y + from, ldy);
         }
     }
 };

@@ -4,6 +4,7 @@
 // are row-major and dense: weights are read as a checkpoint holds them (products.h).
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

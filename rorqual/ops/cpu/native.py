@@ -40,6 +40,7 @@ HEADERS = (
     "experts.h",
     "quantized.h",
     "int4_pairs.h",
+    "int4_panels.h",
     "sampling.h",
 )
 PARTS = tuple(Path(__file__).parent / name for name in HEADERS)

@@ -88,7 +88,7 @@ inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
     if (n > 1) ahead = std::max<int64_t>(4, ahead);  // four rows are read at once: none of them is asked for
     for (; n == 1 && r + 4 <= rows; r += 4) {
         const bf16 *mine = w + r * ldw;
-        pair_tile<1>(mine, ldw, x, ldx, {k, true, true, nullptr}, r + 4 + ahead <= rows ? mine + ahead * ldw : mine, y + r, ldy);
+        pair_tile<1>(mine, ldw, x, ldx, {k, true, true, nullptr}, mine + AHEAD / int64_t(sizeof(bf16)), y + r, ldy);
     }
     int64_t deep = n > 4 && n * ldx > HELD_PAIRS ? PIECE : k;
     float *held = scratch(14, deep < k ? tiles * 16 * SPAN : 0);

@@ -266,23 +266,43 @@ void mixes(const float *p, int64_t ldp, int64_t n, const W *rows, int64_t ldr, i
     }
 }
 
-// Items shared out a block at a time, so that a thread that comes late does less.
+struct alignas(64) Range {  // of items that one thread begins with; what others take of them they take from its front, too
+    std::atomic<int64_t> next;
+    int64_t last;
+};
+
+// Items shared out one at a time, so that a thread that comes late does less. Each thread has a contiguous range of them, so that what it
+// reads of a matrix lies side by side, and helps the others when it is through.
 template <class F>
 void share(int64_t count, int64_t operations, F body) {
 #ifdef _OPENMP
-    int parts = int(std::min<int64_t>({max_threads, count, operations / THREAD_WORK}));
+    int64_t parts = std::min<int64_t>({max_threads, count, operations / THREAD_WORK});
     if (parts > 1) {
-#pragma omp parallel for num_threads(parts) schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) body(i);
+        static thread_local std::vector<Range> kept;
+        if (int64_t(kept.size()) < parts) kept = std::vector<Range>(parts);
+        Range *ranges = kept.data();
+        for (int64_t p = 0; p < parts; p++) {
+            ranges[p].next.store(count * p / parts, std::memory_order_relaxed);
+            ranges[p].last = count * (p + 1) / parts;
+        }
+#pragma omp parallel num_threads(int(parts))
+        {
+            int64_t me = omp_get_thread_num();
+            for (int64_t p = 0; p < parts; p++) {
+                Range &mine = ranges[(me + p) % parts];
+                for (int64_t i; (i = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.last;) body(i);
+            }
+        }
         return;
     }
 #endif
     for (int64_t i = 0; i < count; i++) body(i);
 }
 
-// Rows of a matrix that a thread takes at a time, of so many in all: a multiple of PAIR.
-inline int64_t block_rows(int64_t rows) {
-    int64_t even = (rows + 4 * max_threads - 1) / (4 * max_threads);
+// Rows of a matrix that a thread takes at a time, of so many in all, for n rows of x: a multiple of PAIR. Few rows are a stream through
+// the matrix, which may be cut anywhere; for many a block is read again and again.
+inline int64_t block_rows(int64_t rows, int64_t n) {
+    int64_t blocks = (n < PACKED ? 16 : 4) * max_threads, even = (rows + blocks - 1) / blocks;
     return std::min<int64_t>(256, std::max<int64_t>(1, (even + PAIR - 1) / PAIR) * PAIR);
 }
 

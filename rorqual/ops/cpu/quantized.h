@@ -219,6 +219,14 @@ struct Int4 {
         for (int64_t i = 0; offset && i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
     }
 
+    // Scales and zero points of some rows are read soon: no one waits for them then.
+    void ask_for_grid(int64_t first, int64_t rows) const {
+        constexpr int64_t STEP_BYTES = 64;  // of a cache line
+        int64_t each = wide_scales ? 4 : 2, from = first * in_row, count = rows * in_row;
+        for (int64_t i = 0; i < count * each; i += STEP_BYTES) __builtin_prefetch((const char *)scales + from * each + i);
+        for (int64_t i = 0; zeros && i < count; i += STEP_BYTES) __builtin_prefetch(zeros + from + i);
+    }
+
     // Of each word of the register from column i on, in group g.
     INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
         if (group % (ACROSS_BLOCKS * NIBBLES) == 0 || in_row == 1) return sf{} + each[g];
@@ -459,6 +467,7 @@ struct Int4Bytes : Int4 {
 };
 
 #include "int4_pairs.h"
+#include "int4_panels.h"
 
 template <class M, class X>
 float *prepare_all(const M &m, const X *x, int64_t n, int which) {
@@ -477,7 +486,7 @@ float *prepare_all(const M &m, const X *x, int64_t n, int which) {
 // y [n, rows] = x [n, k] times the matrix transposed, + bias.
 template <class M, class T, class Y>
 void times(const M &m, const T *x, const T *bias, Y *y, int64_t n, int64_t rows) {
-    int64_t block = block_rows(rows), ld = m.apart_in();
+    int64_t block = block_rows(rows, n), ld = m.apart_in();
     const float *in = prepare_all(m, x, n, 8);
     share((rows + block - 1) / block, n * rows * m.k, [=, &m](int64_t i) {
         int64_t first = i * block, high = std::min(block, rows - first), ldy = apart(high);
@@ -511,7 +520,7 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
     int64_t used = int64_t(grouped.groups.size()), work = picks * hidden * size;
     const float *in = prepare_all(gate_up, x, n, 8);
     float *h = scratch(1, picks * 2 * size), *g = scratch(2, picks * ldg), *out = scratch(3, picks * hidden);
-    int64_t width = block_rows(2 * used * size), blocks = (2 * size + width - 1) / width;
+    int64_t width = block_rows(2 * used * size, n * top_k / std::max<int64_t>(1, used)), blocks = (2 * size + width - 1) / width;
     share(used * blocks, 2 * work, [=, &gate_up](int64_t unit) {
         Group e = groups[unit / blocks];
         int64_t from = unit % blocks * width;
@@ -526,7 +535,7 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
             down.prepare(row, g + i * ldg);
         }
     });
-    int64_t height = block_rows(used * hidden), bands = (hidden + height - 1) / height;
+    int64_t height = block_rows(used * hidden, n * top_k / std::max<int64_t>(1, used)), bands = (hidden + height - 1) / height;
     share(used * bands, work, [=, &down](int64_t unit) {
         Group e = groups[unit / bands];
         int64_t from = unit % bands * height, rows = std::min(height, hidden - from);
@@ -556,8 +565,10 @@ void with_format(const Packed &p, int64_t n, const X *given, F body) {
     (void)given;
     if (p.format == W8A8) return body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
 #if defined(__AVX512BF16__)
-    if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && n < PACKED && std::is_same<X, bf16>::value)
-        return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+    if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && std::is_same<X, bf16>::value) {
+        if (n < PACKED) return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+        return body([](const Packed &m) { return Int4Panels{m.four()}; });
+    }
 #endif
     if (p.format == W4A8 && n < PACKED) return body([](const Packed &m) { return Int4Bytes<1>{m.four()}; });
     if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)

@@ -104,7 +104,7 @@ inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
                     int64_t left = rows - band - PANEL;
                     NextBand next = {left > 0 ? (const char *)(w + (band + PANEL) * ldw + deep) : nullptr, ldw * EACH, std::min(PANEL, left) - 1};
                     pairs_product(panel, edged(bytes), (const char *)(x + some * ldx + deep), ldx * EACH, last - some, y + some * ldy + band, ldy,
-                                  width, {deep > 0, nullptr}, next);
+                                  width, {deep > 0, nullptr, nullptr}, next);
                     continue;
                 }
 #endif

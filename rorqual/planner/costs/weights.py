@@ -261,9 +261,11 @@ def _mtp_weights(config: ModelConfig, layer: int) -> list[WeightShape]:
     return own + [replace(weight, part="mtp") for weight in layer_weights(config, layer, moe=True)]
 
 
+@lru_cache(maxsize=64)
 def head_weight(config: ModelConfig) -> WeightShape:
-    """Quantized checkpoints leave the head alone."""
-    return WeightShape("lm_head", "lm_head", (config.vocab_size,), config.hidden_size)
+    """Quantized checkpoints leave the head alone; it may be rounded while it is read."""
+    own = replace(config, quant=config.quant.of_head if config.quant else None)
+    return _matrix(own, "lm_head", "lm_head", {"lm_head": config.vocab_size}, config.hidden_size)
 
 
 def mtp_weights(config: ModelConfig) -> list[WeightShape]:

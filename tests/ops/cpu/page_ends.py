@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rorqual.config.model import MLAConfig, MoEConfig
+from rorqual.ops.cpu import quantized
 from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -112,6 +113,34 @@ def rows_of(dtype: torch.dtype) -> Iterator[tuple[str, Call, Tensors]]:
                 draw(dtype, outputs),
             )
             yield f"linear {rows} {outputs} {columns}", linear, given
+
+
+def four_bits(dtype: torch.dtype) -> Iterator[tuple[str, Call, Tensors]]:
+    """Linear layers of int4: few rows and panels, groups within and across registers."""
+    for rows in (1, 3, 9, 28, 75):
+        for outputs, columns, group in (
+            (5, 96, 32),
+            (37, 256, 128),
+            (70, 1248, 96),
+            (33, 192, 192),
+        ):
+            places = outputs, columns // group
+            given = (
+                draw(dtype, rows, columns),
+                torch.randint(0, 256, (outputs, columns // 2), dtype=torch.uint8),
+                draw(dtype, *places),
+                torch.randint(0, 16, places, dtype=torch.uint8),
+            )
+            yield f"int4 {rows} {outputs} {columns} {group}", linear_int4, given
+            yield f"int4, no zero points {rows} {outputs} {columns} {group}", linear_int4, given[:3]
+
+
+def linear_int4(
+    native: Native, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None = None
+) -> Tensors:
+    weight = Weight(data, scale, (1, x.shape[1] // scale.shape[1]), zero)
+    assert not quantized.refused(weight)
+    return (quantized.linear(native, x, weight),)
 
 
 def add_norm(native: Native, x: Tensor, residual: Tensor, weight: Tensor) -> Tensors:
@@ -320,7 +349,7 @@ def main(place: str, kind: str) -> int:
         native.lib.rq_add_norm(int(dtype == torch.float32), *[x.data_ptr()] * 5, 1, 41, 1e-6)
         return 0
     done = 0
-    for cases in (rows_of, layers, heads, latents):
+    for cases in (rows_of, four_bits, layers, heads, latents):
         for name, call, given in cases(dtype):
             for threads in THREADS:
                 with threads_of(native, threads):

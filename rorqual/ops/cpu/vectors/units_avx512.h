@@ -24,10 +24,11 @@ struct NextBand {
 
 constexpr int64_t PAIRS_TILE = 14;  // rows of x in registers
 
-// What becomes of what y was: nothing, a summand, or a summand times a factor a row.
+// What becomes of what y was: nothing, a summand, or a summand times a factor a row. scales: of PANEL rows of the matrix, what the new
+// sums are multiplied with.
 struct Before {
     bool added;
-    const float *factors;
+    const float *factors, *scales;
 };
 
 // y [N, PANEL], ldy apart = N rows of x, in pairs of bf16, times a panel; half 0 or 1 of the next one's rows.
@@ -49,7 +50,10 @@ INLINE void pairs_tile(const char *panel, int64_t bytes, const char *x, int64_t 
             float *into = y + n * ldy + c * 16;
             __mmask16 mine = __mmask16(within >> (c * 16));
             __m512 sum = acc[n][c];
-            if (before.factors)
+            if (before.scales) {
+                __m512 own = _mm512_loadu_ps(before.scales + c * 16);
+                sum = before.added ? _mm512_fmadd_ps(sum, own, _mm512_maskz_loadu_ps(mine, into)) : _mm512_mul_ps(sum, own);
+            } else if (before.factors)
                 sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mine, into), _mm512_set1_ps(before.factors[n]), sum);
             else if (before.added)
                 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mine, into), sum);
@@ -67,7 +71,7 @@ inline void pairs_product(const char *panel, int64_t bytes, const char *x, int64
         if (t == 2) next.rows = nullptr;
         const char *in = x + from * ldx;
         float *out = y + from * ldy;
-        Before own = {before.added, before.factors ? before.factors + from : nullptr};
+        Before own = {before.added, before.factors ? before.factors + from : nullptr, before.scales};
         switch (rows) {
 #define ROWS(N) \
     case N: pairs_tile<N>(panel, bytes, in, ldx, out, ldy, own, within, next, t); break;

@@ -1,0 +1,113 @@
+// Four-bit weights in groups of whole blocks, times PACKED and more rows that are bf16 and stay so, on pairs of bf16: included by
+// quantized.h. PANEL rows of the matrix become a panel of bf16 (units.h), each number less its zero point, which bf16 holds exactly. A
+// group's products are summed in fp32 and multiplied with its scale there: what is rounded is as in int4_pairs.h.
+//
+// Words of four bytes are turned before they are widened. A word has eight columns; its nibbles 0 and 4 become a pair, then 1 and 5, 2 and
+// 6, 3 and 7, and rows of x stand in this order.
+
+#if defined(__AVX512BF16__)
+struct Int4Panels : Int4 {
+    static constexpr int64_t TURNED = 128;           // columns whose numbers fill a register
+    static constexpr int64_t DEEP = UNIT_DEPTH / 2;  // columns of a panel
+
+    Int4Panels at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
+    int64_t apart_in() const { return apart(k / 2); }
+
+    void prepare(const float *given, float *out) const {
+        bf16 *x = (bf16 *)out;
+        alignas(64) uint16_t order[PAIR];
+        for (int i = 0; i < PAIR; i++) order[i] = uint16_t(i / 8 * 8 + i % 2 * 4 + i % 8 / 2);
+        const __m512i places = _mm512_load_si512(order);
+        narrow_all(given, k, x);
+        for (int64_t i = 0; i < k; i += PAIR) _mm512_storeu_si512(x + i, _mm512_permutexvar_epi16(places, _mm512_loadu_si512(x + i)));
+    }
+
+    struct alignas(64) Numbers {
+        bf16 less_8[PAIR], less_16[PAIR];  // by the lowest five bits
+        Numbers() {
+            for (int i = 0; i < PAIR; i++) {
+                narrow(float(i % 16 - 8), less_8 + i);
+                narrow(float(i - 16), less_16 + i);
+            }
+        }
+    };
+
+    // Rows of the matrix, at most PANEL, and some of their columns. added: for each group of these columns and each row 16 less its zero
+    // point, in either half of a word.
+    template <bool ZEROS>
+    void fill(int64_t first, int64_t rows, int64_t from, int64_t columns, const uint32_t *added, char *panel) const {
+        static const Numbers numbers;
+        const __m512i table = _mm512_load_si512(ZEROS ? numbers.less_16 : numbers.less_8), fifteen = _mm512_set1_epi16(15);
+        for (int64_t i = 0; i < columns; i += TURNED) {
+            __mmask64 within = columns - i >= TURNED ? ~0ull : (1ull << (columns - i) / 2) - 1;
+            for (int64_t half = 0; half < 2; half++) {
+                __m512i v[16];
+                UNROLLED for (int r = 0; r < 16; r++) {
+                    int64_t row = half * 16 + r;
+                    v[r] = row < rows ? _mm512_maskz_loadu_epi8(within, data + ((first + row) * k + from + i) / 2) : _mm512_setzero_si512();
+                }
+                turn_16(v);
+                char *to = panel + i / 2 * WORD_ROW + half * 64;
+                UNROLLED for (int j = 0; j < 16; j++) {
+                    if (i + 8 * j >= columns) break;
+                    __m512i own = {};
+                    if (ZEROS) own = _mm512_loadu_si512(added + ((from + i + 8 * j) / group - from / group) * PANEL + half * 16);
+                    UNROLLED for (int part = 0; part < 4; part++) {
+                        __m512i number = part ? _mm512_srli_epi16(v[j], 4 * part) : v[j];
+                        if (ZEROS) number = _mm512_add_epi16(_mm512_and_si512(number, fifteen), own);
+                        _mm512_storeu_si512(to + (4 * j + part) * WORD_ROW, _mm512_permutexvar_epi16(number, table));
+                    }
+                }
+            }
+        }
+    }
+
+    // Lines of some rows' columns, a share of them at each call: they are in the second cache when the next panel is made.
+    struct Asked {
+        const char *from;
+        int64_t apart, rows, lines, next;
+
+        void some(int64_t count) {
+            for (; count > 0 && next < rows * lines; count--, next++) _mm_prefetch(from + next / lines * apart + next % lines * EDGE, _MM_HINT_T1);
+        }
+    };
+
+    // One panel, times rows of x; y is added to from the second piece of columns on.
+    void band(int64_t first, int64_t rows, int64_t from, int64_t columns, const bf16 *x, int64_t ldx, int64_t n, float *y, int64_t ldy,
+              Asked asked) const {
+        int64_t g0 = from / group, count = (from + columns - 1) / group - g0 + 1;
+        float *scale = scratch(14, 2 * count * PANEL);
+        uint32_t *added = (uint32_t *)(scale + count * PANEL);
+        for (int64_t r = 0; r < PANEL; r++)
+            for (int64_t g = 0; g < count; g++) {
+                int64_t at = (first + std::min(r, rows - 1)) * in_row + g0 + g;
+                scale[g * PANEL + r] = wide_scales ? ((const float *)scales)[at] : widen(((const bf16 *)scales)[at]);
+                if (zeros) added[g * PANEL + r] = (16u - zeros[at]) * 0x10001u;
+            }
+        char *panel = (char *)scratch(12, PANEL * UNIT_DEPTH / 4);
+        if (zeros)
+            fill<true>(first, rows, from, columns, added, panel);
+        else
+            fill<false>(first, rows, from, columns, added, panel);
+        int64_t lines = asked.rows * asked.lines;
+        for (int64_t g = 0; g < count; g++) {
+            int64_t begin = std::max<int64_t>(0, (g0 + g) * group - from), end = std::min(columns, (g0 + g + 1) * group - from);
+            asked.some((lines + count - 1) / count);
+            pairs_product(panel + begin / 2 * WORD_ROW, (end - begin) * 2, (const char *)(x + from + begin), ldx * 2, n, y, ldy, rows,
+                          {from + begin > 0, nullptr, scale + g * PANEL}, {});
+        }
+    }
+
+    void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        for (int64_t some = 0; some < n; some += AT_UNIT)
+            for (int64_t deep = 0; deep < k; deep += DEEP)
+                for (int64_t r = 0; r < rows; r += PANEL) {
+                    int64_t here = std::min(PANEL, rows - r), columns = std::min(DEEP, k - deep), left = std::min(PANEL, rows - r - PANEL);
+                    Asked asked = {(const char *)data + ((first + r + PANEL) * k + deep) / 2, k / 2, std::max<int64_t>(0, left),
+                                   (columns / 2 + EDGE - 1) / EDGE, 0};
+                    band(first + r, here, deep, columns, (const bf16 *)(in + some * ld), 2 * ld, std::min(AT_UNIT, n - some), y + some * ldy + r,
+                         ldy, asked);
+                }
+    }
+};
+#endif
