@@ -254,9 +254,10 @@ def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads
     work = deque(reads_of(pieces))
     platform.synchronize()  # memory of the parameters may still be in use by what had it before
     threads = min(threads, max(1, len(work)))
+    mode = torch.is_inference_mode_enabled()  # a thread's own: one outside cannot write such weights
     with ThreadPoolExecutor(threads, "weights") as pool:
         readers: list[Future[None]] = [
-            pool.submit(_read_all, work, platform) for _ in range(threads)
+            pool.submit(_read_all, work, platform, mode) for _ in range(threads)
         ]
         try:
             for reader in readers:
@@ -266,10 +267,11 @@ def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads
             wait(readers)
 
 
-def _read_all(work: deque[Work], platform: Platform) -> None:
+def _read_all(work: deque[Work], platform: Platform, inference_mode: bool) -> None:
     """On a thread of the pool: until nothing is left, or something went wrong."""
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference_mode))
             stack.enter_context(platform.stream())  # the current device is a thread's own
             staging: Staging | None = None
             while work:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rorqual import LLM, SamplingParams
 from rorqual.errors import CapacityError, ConfigError, RequestError
@@ -405,3 +406,11 @@ def test_counts_of_drafts_stay_as_they_were_returned():
     llm.generate(PROMPTS[0], params)
     assert sum(out.drafted) > 0
     assert (out.drafted, out.accepted) == before
+
+
+def test_made_where_a_user_is_in_inference_mode() -> None:
+    """Threads that read weights are in the mode of the one that made them."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with torch.inference_mode():
+        inside = LLM(num_pages=16).generate("It was", params)[0].outputs[0].token_ids
+    assert inside == LLM(num_pages=16).generate("It was", params)[0].outputs[0].token_ids
