@@ -254,7 +254,7 @@ def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads
     work = deque(reads_of(pieces))
     platform.synchronize()  # memory of the parameters may still be in use by what had it before
     threads = min(threads, max(1, len(work)))
-    mode = torch.is_inference_mode_enabled()  # a thread's own: one outside cannot write such weights
+    mode = torch.is_inference_mode_enabled()  # of this thread; outside it none could write weights
     with ThreadPoolExecutor(threads, "weights") as pool:
         readers: list[Future[None]] = [
             pool.submit(_read_all, work, platform, mode) for _ in range(threads)
