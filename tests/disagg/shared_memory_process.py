@@ -13,7 +13,8 @@ from torch import Tensor
 
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.cli.main import main
-from rorqual.disagg.experts.lanes import LOOK_SECONDS, CallerLanes
+from rorqual.disagg.experts.lanes import CallerLanes
+from rorqual.disagg.experts.steps_under_way import LOOK_SECONDS
 from rorqual.parallel import cuda_ipc
 from rorqual.parallel.remote import handles
 from rorqual.parallel.remote.handles import HandleCalls
@@ -35,9 +36,8 @@ def put_in_place() -> None:
 def compute_what_has_come(self: CallerLanes, step: Step) -> None:
     """In place of CallerLanes.launch: as on streams of a GPU no call waits in front of another
     lane's or another caller's. Interpreted kernels of several threads must not run at once."""
-    while not self.gate.enter(LOOK_SECONDS):
-        self._leave_done()
-    self.running.append([])
+    self.steps.enter()
+    self.steps.begin()
     left = {number: deque(calls) for number, calls in step.items()}
     while left:
         for number, calls in list(left.items()):
@@ -50,7 +50,7 @@ def compute_what_has_come(self: CallerLanes, step: Step) -> None:
             if not calls:
                 del left[number]
         time.sleep(LOOK_SECONDS / 10)
-    self._leave(1)
+    self.steps.leave_all()
 
 
 def whole_steps() -> list[tuple[type, str, Any]]:

@@ -12,18 +12,25 @@ import logging
 import queue
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rorqual.config.model import collectives_on
-from rorqual.disagg.experts.lanes import LOOK_SECONDS, MOST_GRAPHS, STREAMS, WITHOUT_GRAPHS, Calls
+from rorqual.disagg.experts.lanes import STREAMS
 from rorqual.disagg.experts.step_gate import StepGate
+from rorqual.disagg.experts.steps_under_way import (
+    WITHOUT_GRAPHS,
+    Calls,
+    LaneGraphs,
+    StepsUnderWay,
+    on_stream,
+)
 from rorqual.engine.distributed.network import interface_of
 from rorqual.errors import RorqualError
 from rorqual.parallel.remote.group.forming import FORM_SECONDS
@@ -37,7 +44,7 @@ from rorqual.parallel.remote.group.messages import (
 )
 from rorqual.parallel.remote.group.rows import MISSED, OUT_OF_STEP, GroupRows, slots_of
 from rorqual.parallel.remote.group.store import LinkStore
-from rorqual.parallel.remote.link import LinkError, readable, receive, send, shut
+from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
 
 if TYPE_CHECKING:
@@ -50,7 +57,7 @@ END_SECONDS = 5.0  # for what computes to see that its caller has gone
 
 @dataclass(eq=False)
 class ServingLane:
-    """call, reply: bytes. count [1] int64: calls so far. stream, pool: of a GPU; work: of the
+    """call, reply: bytes. count [1] int64: calls so far. stream, graphs: of a GPU; work: of the
     thread of a CPU."""
 
     call: Tensor
@@ -58,8 +65,7 @@ class ServingLane:
     count: Tensor
     group: LaneGroup | None = None
     stream: Any = None
-    pool: Any = None
-    graphs: OrderedDict[Calls, Any] = field(default_factory=OrderedDict)
+    graphs: LaneGraphs | None = None
     work: queue.SimpleQueue[Calls | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
@@ -80,7 +86,7 @@ class GroupLanes:
         self.form = GroupRows(offer.columns, offer.top_k, shard.dtype, offer.fp8)
         self.over = threading.Event()
         self.failure = ""  # of what computes
-        self.running: list[list[Any]] = []  # events, each after a step
+        self.steps = StepsUnderWay(gate)
         self.lanes: list[ServingLane] = []
         with self._stream():
             try:
@@ -96,7 +102,7 @@ class GroupLanes:
         lane = ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
         if self.on_gpu:
             lane.stream = STREAMS.take(self.device)
-            lane.pool = torch.cuda.graph_pool_handle()
+            lane.graphs = LaneGraphs(lane.stream)
         return lane
 
     @property
@@ -144,7 +150,7 @@ class GroupLanes:
                 )
                 lane.thread.start()
         while True:
-            self._await_message(sock)
+            self.steps.await_message(sock)
             kind, data = receive(sock, MOST_STEP)
             if kind == ExpertMessage.GROUP_END:
                 return
@@ -171,8 +177,8 @@ class GroupLanes:
             for lane in self.lanes:
                 if lane.stream is not None:
                     lane.stream.synchronize()
-                lane.graphs.clear()
-        self._leave(len(self.running))
+                lane.graphs = None
+        self.steps.leave_all()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -183,44 +189,22 @@ class GroupLanes:
 
     # ---- steps
 
-    def _await_message(self, sock: socket.socket) -> None:
-        """While steps are under way, with looks at whether they are done."""
-        while self.running and not readable(sock, LOOK_SECONDS):
-            self._leave_done()
-        self._leave_done()
-
-    def _leave_done(self) -> None:
-        done = 0
-        while done < len(self.running) and all(event.query() for event in self.running[done]):
-            done += 1
-        self._leave(done)
-
-    def _leave(self, count: int) -> None:
-        for _ in range(count):
-            self.running.pop(0)
-            self.gate.leave()
-
     def launch(self, step: Step) -> None:
         if self.on_gpu:
-            self._enter()
+            self.steps.enter()
             self._launch_on_gpu(step)
             return
         for number, calls in step.items():
-            self._enter()
+            self.steps.enter()
             self.lanes[number].work.put(calls)
 
-    def _enter(self) -> None:
-        while not self.gate.enter(LOOK_SECONDS):
-            self._leave_done()
-
     def _launch_on_gpu(self, step: Step) -> None:
-        events: list[Any] = []
-        self.running.append(events)
+        events = self.steps.begin()
         with self.computing, torch.inference_mode(), self._stream():
             # none is captured while another waits for its caller, who waits for both
             works = [(self.lanes[lane], self._graph(lane, calls)) for lane, calls in step.items()]
             for (lane, graph), calls in zip(works, step.values(), strict=True):
-                with _on(lane.stream):
+                with on_stream(lane.stream):
                     if graph is None:
                         self._compute(lane, calls)
                     else:
@@ -233,33 +217,15 @@ class GroupLanes:
         lane = self.lanes[number]
         if len(calls) <= WITHOUT_GRAPHS:
             return None
-        if calls not in lane.graphs:
-            lane.graphs[calls] = self._capture(lane, calls)
-            if len(lane.graphs) > MOST_GRAPHS and lane.stream.query():  # none of them runs
-                lane.graphs.popitem(last=False)
-        lane.graphs.move_to_end(calls)
-        return lane.graphs[calls]
+        assert lane.graphs is not None
+        return lane.graphs.of(calls, partial(self._practise, lane), partial(self._compute, lane))
 
-    def _capture(self, lane: ServingLane, calls: Calls) -> Any:
-        """Computed once before, without messages: kernels compile, libraries make their
-        workspaces. On the lane's own stream and in its own memory, for lanes are replayed side by
-        side."""
-        practice = ServingLane(
+    def _practise(self, lane: ServingLane, calls: Calls) -> None:
+        """Without messages."""
+        own = ServingLane(
             torch.zeros_like(lane.call), torch.zeros_like(lane.reply), torch.zeros_like(lane.count)
         )
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with _on(stream):
-            self._compute(practice, tuple(dict.fromkeys(calls)))
-            stream.synchronize()
-        with _on(lane.stream):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
-            try:
-                self._compute(lane, calls)
-            finally:
-                graph.capture_end()
-        return graph
+        self._compute(own, calls)
 
     def _run_lane(self, lane: ServingLane, sock: socket.socket) -> None:
         """The thread of a lane on a CPU."""
@@ -309,12 +275,6 @@ class GroupLanes:
         reply.sums.copy_(self.shard.run(call.layer, slots, parts.weights, parts.rows))
         reply.head[:1].copy_(lane.count)
         reply.head[1:2].copy_(strange * OUT_OF_STEP + missed * MISSED)
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
 
 
 def _check(shard: ExpertShard, offer: GroupOffer) -> None:

@@ -17,10 +17,10 @@ import logging
 import os
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +28,17 @@ from torch import Tensor
 
 from rorqual.disagg.experts.shard import LOADED_ROWS
 from rorqual.disagg.experts.step_gate import StepGate
+from rorqual.disagg.experts.steps_under_way import (
+    WITHOUT_GRAPHS,
+    Calls,
+    LaneGraphs,
+    StepsUnderWay,
+    on_stream,
+)
 from rorqual.errors import RorqualError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
-from rorqual.parallel.remote.link import LinkError, readable, receive, send, shut
+from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import (
     MOST_LANES_BYTES,
     MOST_STEP,
@@ -51,22 +58,17 @@ if TYPE_CHECKING:
     from rorqual.ops.triton.comm.remote_dispatch import ServerLane
 
 log = logging.getLogger("rorqual.experts")
-MOST_GRAPHS = 256  # of a lane; the one that was not used for longest goes
-LOOK_SECONDS = 0.002  # between two looks at whether a step is done
-WITHOUT_GRAPHS = 1  # calls of a lane at a time that are launched as they come
-Calls = tuple[SharedCall, ...]
 
 
 @dataclass
 class ServedLane:
-    """lane: the caller's calls; practice: as large, of nobody, and never waited for. stream, pool:
-    of a GPU."""
+    """lane: the caller's calls; practice: as large, of nobody, and never waited for. stream,
+    graphs: of a GPU."""
 
     lane: ServerLane
     practice: ServerLane
     stream: Any = None
-    pool: Any = None
-    graphs: OrderedDict[Calls, Any] = field(default_factory=OrderedDict)
+    graphs: LaneGraphs | None = None
 
 
 class LaneStreams:
@@ -112,7 +114,6 @@ class CallerLanes:
         self.kernels = kernels
         self.shard = shard
         self.offer = offer
-        self.gate = gate
         self.computing = computing
         self.device = shard.platform.device
         self.words = shard.platform.host_empty((2,), torch.int32)  # stop, and one that is set
@@ -137,7 +138,7 @@ class CallerLanes:
             except BaseException:
                 self.close()
                 raise
-        self.running: list[Any] = []  # events, each after a step
+        self.steps = StepsUnderWay(gate)
 
     def _lane(self, number: int, areas: Any, memory: Tensor) -> ServedLane:
         inbox = memory.view(self.offer.lanes, areas.inbox_size)[number]
@@ -159,13 +160,17 @@ class CallerLanes:
         lane = ServedLane(made[0], made[1])
         if self.on_gpu:
             lane.stream = STREAMS.take(self.device)
-            lane.pool = torch.cuda.graph_pool_handle()
+            lane.graphs = LaneGraphs(lane.stream)
         return lane
 
     def _load_kernels(self) -> None:
         """Also those of rows in fp8, which only a caller that sends such needs."""
         layer = next(iter(self.shard.layers))
-        with self.computing, torch.inference_mode(), _on(torch.cuda.Stream(self.device)) as stream:
+        with (
+            self.computing,
+            torch.inference_mode(),
+            on_stream(torch.cuda.Stream(self.device)) as stream,
+        ):
             for rows in LOADED_ROWS:
                 if rows <= self.offer.rows:
                     self._compute(self.lanes[0].practice, (SharedCall(layer, rows),))
@@ -190,7 +195,7 @@ class CallerLanes:
         """Until the link ends, with all that was launched."""
         try:
             while True:
-                self._await_message(sock)
+                self.steps.await_message(sock)
                 kind, data = receive(sock, MOST_STEP)
                 if kind != ExpertMessage.STEP:
                     raise LinkError(f"a message of kind {kind} came where a step was to")
@@ -201,7 +206,7 @@ class CallerLanes:
                 with self._stream():
                     for lane in self.lanes:
                         lane.stream.synchronize()
-            self._leave(len(self.running))
+            self.steps.leave_all()
             self.close()
 
     def close(self) -> None:
@@ -211,54 +216,32 @@ class CallerLanes:
                 STREAMS.give_back(lane.stream)
                 lane.stream = None
 
-    def _await_message(self, sock: socket.socket) -> None:
-        """While steps are under way, with looks at whether they are done."""
-        while self.running and not readable(sock, LOOK_SECONDS):
-            self._leave_done()
-        self._leave_done()
-
-    def _leave_done(self) -> None:
-        done = 0
-        while done < len(self.running) and all(event.query() for event in self.running[done]):
-            done += 1
-        self._leave(done)
-
-    def _leave(self, count: int) -> None:
-        for _ in range(count):
-            self.running.pop(0)
-            self.gate.leave()
-
     def launch(self, step: Step) -> None:
         """Without a GPU lanes are computed one after the other, so a step there has one."""
-        while not self.gate.enter(LOOK_SECONDS):
-            self._leave_done()
-        events: list[Any] = []
-        self.running.append(events)
+        self.steps.enter()
+        events = self.steps.begin()
         with self.computing, torch.inference_mode(), self._stream():
             # none is captured while another waits for its caller, who waits for both
             works = [(self.lanes[lane], self._work(lane, calls)) for lane, calls in step.items()]
             for lane, work in works:
-                with _on(lane.stream):
+                with on_stream(lane.stream):
                     work()
                     if self.on_gpu:
                         event = torch.cuda.Event()
                         event.record()
                         events.append(event)
         if not self.on_gpu:
-            self._leave(1)
+            self.steps.leave_all()
 
     def _work(self, number: int, calls: Calls) -> Callable[[], None]:
         lane = self.lanes[number]
         if not self.on_gpu or len(calls) <= WITHOUT_GRAPHS:
             return lambda: self._compute(lane.lane, calls)
-        graph = lane.graphs.get(calls)
-        if graph is None:
-            graph = self._capture(lane, calls)
-            lane.graphs[calls] = graph
-            if len(lane.graphs) > MOST_GRAPHS and lane.stream.query():  # none of them runs
-                lane.graphs.popitem(last=False)
-        lane.graphs.move_to_end(calls)
-        replay: Callable[[], None] = graph.replay
+        assert lane.graphs is not None
+        practise = partial(self._compute, lane.practice)
+        replay: Callable[[], None] = lane.graphs.of(
+            calls, practise, partial(self._compute, lane.lane)
+        ).replay
         return replay
 
     def _compute(self, lane: ServerLane, calls: Calls) -> None:
@@ -270,29 +253,6 @@ class CallerLanes:
             )
             y = self.shard.run(call.layer, slots, weights, parts)
             kernels.send_home(lane, y.contiguous())
-
-    def _capture(self, lane: ServedLane, calls: Calls) -> Any:
-        """Computed once before: kernels compile, libraries make their workspaces. On the lane's
-        own stream and in its own memory, for lanes are replayed side by side. Nothing here waits
-        for what callers' steps wait for."""
-        practice = torch.cuda.Stream(self.device)
-        with _on(practice):
-            self._compute(lane.practice, tuple(dict.fromkeys(calls)))
-            practice.synchronize()
-        with _on(lane.stream):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
-            try:
-                self._compute(lane.lane, calls)
-            finally:
-                graph.capture_end()
-        return graph
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[Any]:
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield stream
 
 
 def _check(shard: ExpertShard, offer: LanesOffer) -> None:

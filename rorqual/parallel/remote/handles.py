@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,12 +42,12 @@ from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.control import ServerLink, said
 from rorqual.parallel.remote.handle_link import HandleLink
 from rorqual.parallel.remote.link import LinkError, receive, send
+from rorqual.parallel.remote.step_calls import ToldCalls
 from rorqual.parallel.remote.wire import (
     MOST_LANES_BYTES,
     BlockName,
     ExpertMessage,
     LanesOffer,
-    SharedCall,
     Step,
     pack_step,
     read_lanes_made,
@@ -83,20 +82,7 @@ class Members(Protocol):
     def describe(self) -> str: ...
 
 
-@dataclass
-class Recording:
-    """The calls of a step that is captured, in order."""
-
-    calls: list[tuple[int, SharedCall]] = field(default_factory=list)
-
-    def step(self) -> Step:
-        found: dict[int, list[SharedCall]] = {}
-        for lane, call in self.calls:
-            found.setdefault(lane, []).append(call)
-        return {lane: tuple(calls) for lane, calls in found.items()}
-
-
-class HandleCalls:
+class HandleCalls(ToldCalls):
     """Of one rank. layers: whose experts are used. noted: `note` and `ended` are called of each
     step, not `check`. `on` once `decide` has found that all servers can be reached so; until then,
     and where it is not, calls go over sockets."""
@@ -114,8 +100,8 @@ class HandleCalls:
     ):
         from rorqual.ops.triton.comm import remote_dispatch as kernels
 
+        super().__init__(platform)
         self.kernels = kernels
-        self.platform = platform
         self.areas = areas
         self.dtype = dtype
         self.fp8 = fp8
@@ -147,13 +133,7 @@ class HandleCalls:
         self.stopped = False
         self.doubtful = False  # whether all that servers were told of was launched
         self.began: deque[float] = deque()  # of steps that nobody has checked yet
-        self.recording: Recording | None = None
-        self.compiling = False
         self.kept: list[ServerLink] = []  # lost, and mapped until the device is at rest
-
-    @property
-    def device(self) -> torch.device:
-        return self.platform.device
 
     @property
     def most(self) -> int:
@@ -348,55 +328,6 @@ class HandleCalls:
         """Steps are given up, perhaps between what servers were told and its launch."""
         self.doubtful = True
         self.began.clear()
-
-    def call(self, lane: int, layer: int, rows: int) -> None:
-        """Kernels of this call are launched next."""
-        if self.compiling:
-            return
-        told = SharedCall(layer, rows)
-        if self._captures():
-            assert self.recording is not None, "a graph whose calls nobody could tell"
-            self.recording.calls.append((lane, told))
-            return
-        self._tell({lane: (told,)})
-
-    @contextmanager
-    def only_compiled(self) -> Iterator[None]:
-        """Kernels are compiled inside, and not run: nobody is told of calls."""
-        self.compiling = True
-        try:
-            yield
-        finally:
-            self.compiling = False
-
-    def _captures(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """While a graph is captured: the calls that are in it."""
-        self.recording = Recording()
-        try:
-            yield self.recording
-        finally:
-            self.recording = None
-
-    def captured(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Captured on the device; the result replays it, and tells its calls before."""
-        with self.record() as found:
-            graph = self.platform.capture(work)
-        step = found.step()
-
-        def replay() -> Tensor:
-            self.replay(step)
-            return graph()
-
-        return replay
-
-    def replay(self, step: Step) -> None:
-        """A graph with these calls is launched next."""
-        if step:
-            self._tell(step)
 
     def _tell(self, step: Step) -> None:
         message = pack_step(step)

@@ -18,8 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,8 +31,9 @@ from rorqual.parallel.remote.group.forming import GroupForming, GroupMember
 from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup, Message
 from rorqual.parallel.remote.group.messages import BACKENDS, GroupOffer
 from rorqual.parallel.remote.group.rows import OUT_OF_STEP, GroupRows, marked
-from rorqual.parallel.remote.handles import HandleCalls, Members, Recording
+from rorqual.parallel.remote.handles import HandleCalls, Members
 from rorqual.parallel.remote.link import LinkError
+from rorqual.parallel.remote.step_calls import ToldCalls
 from rorqual.parallel.remote.wire import (
     GROUP,
     MOST_CALLS,
@@ -76,7 +76,7 @@ class CallingLane:
     coming: Flight | None = None
 
 
-class GroupCalls:
+class GroupCalls(ToldCalls):
     """Of one engine with one rank. rows: of a call, at most; larger ones go over sockets. layers:
     whose experts are used. bind: has NCCL take the network interface of an address. `on` from
     `decide` until the group is over; `left` is called then, between two steps."""
@@ -91,7 +91,7 @@ class GroupCalls:
         num_experts: int,
         bind: Callable[[str], None],
     ):
-        self.platform = platform
+        super().__init__(platform)
         self.form = form
         self.rows = rows
         self.num_lanes = lanes
@@ -117,13 +117,7 @@ class GroupCalls:
         self.handing = False  # the engine's thread is in the library
         self.doubtful = False  # whether all that servers were told of was launched
         self.began: deque[float] = deque()  # of steps that nobody has checked yet
-        self.recording: Recording | None = None
-        self.compiling = False
         self.watch: threading.Thread | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.platform.device
 
     @property
     def backend(self) -> str:
@@ -293,53 +287,6 @@ class GroupCalls:
         self.why = self.over
         self.left()
         log.warning("expert servers are called over tcp from here on: %s", self.over)
-
-    def call(self, lane: int, layer: int, rows: int) -> None:
-        """Messages of this call are launched next."""
-        told = SharedCall(layer, rows)
-        if self._captures():
-            assert self.recording is not None, "a graph whose calls nobody could tell"
-            self.recording.calls.append((lane, told))
-            return
-        self._tell({lane: (told,)})
-
-    def _captures(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    @contextmanager
-    def only_compiled(self) -> Iterator[None]:
-        """Kernels are compiled inside, and not run: nobody is told of calls."""
-        self.compiling = True
-        try:
-            yield
-        finally:
-            self.compiling = False
-
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """While a graph is captured: the calls that are in it."""
-        self.recording = Recording()
-        try:
-            yield self.recording
-        finally:
-            self.recording = None
-
-    def captured(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Captured on the device; the result replays it, and tells its calls before."""
-        with self.record() as found:
-            graph = self.platform.capture(work)
-        step = found.step()
-
-        def replay() -> Tensor:
-            self.replay(step)
-            return graph()
-
-        return replay
-
-    def replay(self, step: Step) -> None:
-        """A graph with these calls is launched next."""
-        if step:
-            self._tell(step)
 
     def _tell(self, step: Step) -> None:
         if self.over:
