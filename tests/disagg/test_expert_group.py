@@ -53,7 +53,7 @@ def engine(servers: list[ExpertProcess], secret_file: str, **more: Any) -> Itera
 
 
 def group_of(llm: LLM) -> GroupCalls:
-    found = llm.engine.worker.group
+    found = llm.engine.worker.remote.group
     assert found is not None
     return found
 

@@ -102,7 +102,7 @@ def test_tokens_are_one_process_s(
     ):
         assert llm.engine.stats.all2all_backend == "expert servers over shared memory"
         assert tokens(llm) == expected
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         told = [link.handles.told for link in calls.active if link.handles is not None]
         assert len(told) == count
@@ -177,7 +177,7 @@ def test_a_step_with_prompts_is_told_whole_too(
         steps.clear()
         assert tokens(llm, 2) == expected[:2]
         assert steps.count(whole) >= 1
-        assert len(llm.engine.worker.handles.active) == 1  # type: ignore[union-attr]
+        assert len(llm.engine.worker.remote.handles.active) == 1  # type: ignore[union-attr]
 
 
 def linked(llm: LLM, count: int) -> None:
@@ -196,7 +196,7 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         serving(shared("all", secret_file), shared("all", secret_file)) as servers,
         engine(servers, secret_file) as llm,
     ):
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         linked(llm, 2)
         stream = iter(llm.stream(TEXTS[0], SHORT))
@@ -230,7 +230,7 @@ def test_steps_in_turns_go_by_the_servers_they_began_with(
         linked(llm, 1)
         runner = llm.engine.worker.runner
         known = llm.engine.worker.experts
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert known is not None
         assert calls is not None
         assert runner.turns is not None
@@ -338,7 +338,7 @@ def test_a_server_that_lives_and_does_not_compute_is_left_out(
         engine(servers, secret_file) as llm,
     ):
         linked(llm, 2)
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         calls.begin()
         calls.abandon()

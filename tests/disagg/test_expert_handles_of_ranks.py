@@ -103,7 +103,7 @@ def test_tokens_are_one_process_s(
     ):
         assert tokens(llm) == expected
         assert llm.generate(TEXTS[0], SHORT)[0].outputs[0].token_ids == expected[0]
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         assert len(calls.active) == count
         assert calls.epoch == 0, calls.failure
@@ -166,7 +166,7 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         linked(llm, 2)
         with in_a_step(llm, servers[0].kill):
             assert tokens(llm) == expected
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         assert [link.address[1] for link in calls.active] == [servers[1].port]
         servers[0].start()
@@ -275,7 +275,7 @@ def told(llm: LLM) -> list[str]:
 
 def stuck(llm: LLM, port: int) -> None:
     """Until this rank waits for that server."""
-    calls = llm.engine.worker.handles
+    calls = llm.engine.worker.remote.handles
     assert calls is not None
     (link,) = (link for link in calls.active if link.address[1] == port)
     assert link.handles is not None
@@ -309,7 +309,7 @@ def test_what_one_rank_loses_in_a_step_all_give_up(
         engine([proxy.port, servers[1].port], secret_file, expert_timeout=60.0, **more) as llm,
     ):
         linked(llm, 2)
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         caller = proxy.other_than(calls.caller) if rank else calls.caller
         reasons = told(llm)
@@ -339,7 +339,7 @@ def test_without_a_holder_on_one_rank_steps_are_given_up_until_it_is_back(
         proxied(servers[1]) as proxy,
         engine([servers[0].port, proxy.port], secret_file, expert_wait=3.0, tp=2) as llm,
     ):
-        calls = llm.engine.worker.handles
+        calls = llm.engine.worker.remote.handles
         assert calls is not None
         assert tokens(llm) == expected
         caller = proxy.other_than(calls.caller)

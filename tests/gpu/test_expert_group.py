@@ -132,7 +132,7 @@ def test_a_server_killed_in_a_captured_step_ends_the_group_and_no_request(
         assert llm.engine.worker.runner.graphs is None
         assert llm.engine.stats.all2all_backend.startswith("expert servers over tcp (")
         assert tokens(llm) == expected
-        calls = llm.engine.worker.group
+        calls = llm.engine.worker.remote.group
         assert calls is not None
         assert calls.watch is not None
         calls.watch.join(30)

@@ -166,8 +166,8 @@ def test_over_shared_memory_tokens_are_one_process_s(
         begun = [found[:8] for found in expected]
         assert short(llm) == begun
         assert short(llm) == begun
-        assert worker.handles is not None
-        assert worker.handles.epoch == 0, worker.handles.failure
+        assert worker.remote.handles is not None
+        assert worker.remote.handles.epoch == 0, worker.remote.handles.failure
     finally:
         llm.engine.close()
 
@@ -255,8 +255,8 @@ def test_two_ranks_give_one_process_s_tokens(
         begun = [found[:8] for found in expected]
         assert short(llm) == begun
         assert short(llm) == begun
-        assert worker.handles is not None
-        assert worker.handles.epoch == 0, worker.handles.failure
+        assert worker.remote.handles is not None
+        assert worker.remote.handles.epoch == 0, worker.remote.handles.failure
     finally:
         llm.engine.close()
 

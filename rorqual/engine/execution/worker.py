@@ -29,13 +29,12 @@ from rorqual.cache.spec import (
     short_name,
 )
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import MLAConfig, ModelConfig, collectives_on
+from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.config import EXE_MODES, OFF, EngineConfig
-from rorqual.engine.distributed.network import interface_of
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
@@ -52,13 +51,13 @@ from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, Micro
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
+from rorqual.engine.remote_experts import RemoteExperts
 from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
 from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
-from rorqual.models.fingerprint import expert_fingerprint
 from rorqual.models.loader import Loadable, load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
@@ -68,16 +67,8 @@ from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel.remote.discovery import ExpertDiscovery
-from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
-from rorqual.parallel.remote.group.calls import GroupCalls
-from rorqual.parallel.remote.group.exchange import GroupExchange
-from rorqual.parallel.remote.group.rows import GroupRows
-from rorqual.parallel.remote.handle_exchange import HandleExchange
-from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
-from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -88,7 +79,6 @@ log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
 STAND_IN_PAGES = 16  # of a model that only compiles
-MOST_REASON = 1000  # bytes of what a rank has against something
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -155,13 +145,6 @@ def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> b
         return False
 
 
-def _collectives_at(address: str) -> None:
-    """Communicators take the interface that has this address of the host."""
-    interface = interface_of(address)
-    if interface is not None:
-        collectives_on(interface)
-
-
 class Worker:
     """Ranks of one engine are made with the same configuration, each with its own place in the
     mesh. `startup`: seconds by phase."""
@@ -171,7 +154,6 @@ class Worker:
         self.platform = platform
         self.mesh = mesh
         self.startup: dict[str, float] = {}
-        self.no_handles = ""  # why expert servers are called over tcp
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
@@ -196,19 +178,15 @@ class Worker:
             if config.num_speculative_tokens
             else 0
         )
-        self.handles = self._handles()
-        self.group = self._group()
-        self.experts = self._experts()
-        self.lanes = RemoteLanes(self.calls_at_once)
-        self.misses = None if self.experts is None or mesh.is_single else MissedExperts()
+        self.remote = self._remote_experts()
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
         self.allreduce_backend = self.all2all_backend = (
             "nowhere (one rank alone)" if config.single_rank_bench else "local"
         )
-        if self.experts is not None:
-            self.all2all_backend = self._expert_transport(self.experts)
+        if self.remote is not None:
+            self.all2all_backend = self.remote.decide()
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
         self.mover = self._mover()
@@ -229,14 +207,15 @@ class Worker:
             self._piecewise_tokens(weight_bytes(self.model)),
         )
         self.runner.mover = self.mover
-        if self._uses_handles:
-            self.runner.calls = self.handles
-        if self.group is not None:
-            self.runner.calls = self.group
-            self.group.left = self._left_group
+        if self.remote is not None:
+            self.runner.calls = self.remote.calls
+            if self.remote.group is not None:
+                self.remote.group.left = self._left_group
+            if self.remote.misses is not None:
+                # on whether a step is given up: asked behind it; the answer waits for the device
+                self.runner.agree = self.remote.agree_on_misses
         if self.alternates:
             self.runner.turns = StepsInTurns()
-        self.runner.agree = None if self.misses is None else self._agree_on_experts
         self.step_times: StepTimes | None = None
         self.runner.micro_batches = self._micro_batches()
         if self.host_pages:
@@ -352,12 +331,10 @@ class Worker:
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
-        handles = self._uses_handles and not self.alternates  # in turns they stop midway
-        recordable = (
-            handles
-            or self._uses_group
-            or records_decode(self.config.parallel, self.model_config.moe)
-        )
+        if self.remote is not None and self.remote.capturable:
+            recordable = not self.alternates  # in turns steps stop midway
+        else:
+            recordable = records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -373,11 +350,8 @@ class Worker:
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
-        if self.experts is not None:  # nobody has measured that it pays, so it must be asked for
-            if not self._uses_handles:
-                return 0
-            assert self.handles is not None
-            wanted = min(wanted or 0, self.handles.areas.rows)
+        if self.remote is not None:  # nobody has measured that it pays, so it must be asked for
+            wanted = min(wanted or 0, self.remote.piecewise_rows)
         elif wanted is None:
             wanted = piecewise_tokens(weights / self.model_config.num_layers)
         return min(wanted, self.batched_tokens)
@@ -436,191 +410,55 @@ class Worker:
         """At one expert server."""
         return 2 if self.alternates else self.config.parallel.most_micro_batches
 
-    def _experts(self) -> ExpertServers | None:
+    def _remote_experts(self) -> RemoteExperts | None:
         config = self.config
         remote = config.remote_experts()
         if remote is None:
             return None
-        model = self.model_config
-        seed = config.seed if config.weights == "random" else None
-        dtype = getattr(torch, self.dtype)
-        servers = ExpertServers(
+        return RemoteExperts(
             remote,
-            expert_fingerprint(config.model, model, dtype, seed),
+            config,
+            self.model_config,
+            getattr(torch, self.dtype),
             self.expert_layers,
-            model.moe.num_experts,
-            self.calls_at_once,
             max(self.batched_tokens, self.decode_rows),
-            self.handles,
-            self.group,
+            self.decode_rows,
+            self.calls_at_once,
+            self.platform,
+            self.mesh,
         )
-        if remote.registry is not None:
-            ExpertDiscovery(servers, remote.registry, remote.servers).start()
-        return servers
+
+    @property
+    def experts(self) -> ExpertServers | None:
+        """Expert servers, where they hold the routed experts."""
+        return None if self.remote is None else self.remote.servers
 
     @property
     def decode_rows(self) -> int:
         """Most rows of a step that decodes."""
         return self.config.max_num_seqs * (self.config.num_speculative_tokens + 1)
 
-    def _handles(self) -> HandleCalls | None:
-        """What calls expert servers by way of shared memory, where this engine may."""
-        transport = self.config.expert_transport
-        if not self.config.remote or transport in ("tcp", "group"):
-            return None
-        reason = self._why_no_handles(transport == "handles")
-        if reason:
-            if transport == "handles":
-                raise ConfigError(f"expert_transport='handles': {reason}; accepted: auto, tcp")
-            self.no_handles = reason
-            return None
-        from rorqual.ops.triton.comm.remote_dispatch import LaneAreas
-
-        model = self.model_config
-        dtype = getattr(torch, self.dtype)
-        rows = min(max(self.batched_tokens, self.decode_rows), MOST_SHARED_ROWS)
-        areas = LaneAreas(rows, model.hidden_size, model.moe.top_k, dtype.itemsize)
-        return HandleCalls(
-            self.platform,
-            areas,
-            dtype,
-            self.config.fp8_dispatch,
-            self.calls_at_once,
-            self.expert_layers,
-            model.moe.num_experts,
-            noted=not self.mesh.is_single,
-        )
-
-    def _why_no_handles(self, asked: bool) -> str:
-        if self.platform.name != "cuda" and not asked:
-            return f"memory of {self.platform.name} is not shared so"
-        if self.decode_rows > MOST_SHARED_ROWS:
-            return f"steps have up to {self.decode_rows} rows"
-        return ""
-
-    def _group(self) -> GroupCalls | None:
-        """What calls expert servers by messages of process groups, where that is asked for."""
-        if self.config.expert_transport != "group":
-            return None
-        if self.decode_rows > MOST_SHARED_ROWS:
-            raise ConfigError(
-                f"expert_transport='group': steps have up to {self.decode_rows} rows; accepted: "
-                f"{MOST_SHARED_ROWS}"
-            )
-        model = self.model_config
-        dtype = getattr(torch, self.dtype)
-        form = GroupRows(model.hidden_size, model.moe.top_k, dtype, self.config.fp8_dispatch)
-        return GroupCalls(
-            self.platform,
-            form,
-            min(max(self.batched_tokens, self.decode_rows), MOST_SHARED_ROWS),
-            self.calls_at_once,
-            self.expert_layers,
-            model.moe.num_experts,
-            _collectives_at,
-        )
-
-    @property
-    def _uses_group(self) -> bool:
-        return self.group is not None and self.group.on
-
     def _left_group(self) -> None:
         """A server is lost, and with it the group: no captured step can be computed any more."""
-        assert self.group is not None
+        assert self.remote is not None
         self.runner.forget()
         self.runner.graphs = None
         self.runner.pieces = None
-        self.all2all_backend = f"expert servers over tcp ({self.group.why})"
-
-    def _expert_transport(self, servers: ExpertServers) -> str:
-        """Decides how experts are called; in words. Collective."""
-        if self.group is not None:
-            try:
-                with self.platform.stream(), torch.inference_mode():
-                    self.group.decide(servers)
-            except BaseException:
-                servers.close()
-                raise
-            log.info("expert servers are called by a process group over %s", self.group.backend)
-            return f"expert servers in a process group over {self.group.backend}"
-        if self.handles is not None:
-            must = self.config.expert_transport == "handles"
-            with self.platform.stream(), torch.inference_mode():
-                self.handles.decide(servers, must, self._agree_on_reasons)
-            self.no_handles = self.handles.why
-            if self.no_handles:
-                servers.wait_for_all(self.config.expert_wait)  # some are linked anew
-        because = f" ({self.no_handles})" if self.no_handles else ""
-        way = "shared memory" if self._uses_handles else f"tcp{because}"
-        log.info("expert servers are called over %s", way)
-        return f"expert servers over {way}"
-
-    @property
-    def _uses_handles(self) -> bool:
-        return self.handles is not None and self.handles.on
+        self.all2all_backend = self.remote.describe_tcp()
 
     def abandon(self) -> None:
         """Steps in flight are nobody's: what is not computed yet never will be."""
         self.runner.abandon()
-        self.lanes.clear()
+        if self.remote is not None:
+            self.remote.lanes.clear()
 
     def close(self) -> None:
         """End the links to expert servers."""
-        if self.group is not None:
+        if self.remote is None:
+            return
+        if self.remote.group is not None:
             self.runner.forget()  # communicators last as long as captured steps with their calls
-        if self.experts is not None:
-            self.experts.close()
-
-    def _remote(self, layer: int) -> RemoteExchange | HandleExchange | None:
-        config = self.config
-        if self.experts is None:
-            return None
-        device = self.platform.device
-        fp8 = config.fp8_dispatch
-        if self.group is not None:
-            return GroupExchange(self.experts, self.lanes, layer, device, fp8, self.group)
-        plain = RemoteExchange(self.experts, self.lanes, layer, device, fp8, self.misses)
-        return plain if self.handles is None else HandleExchange(plain, self.handles)
-
-    def _agree_on_experts(self) -> Callable[[], str]:
-        """Behind a step: which ranks found no holder of an expert or lost a server, and so that all
-        of them give it up; nothing where none did. Over shared memory only the device knows, so it
-        is the device that adds up the ranks' notes, and the host reads them when it collects the
-        step. Collective."""
-        assert self.misses is not None
-        own = self.misses.take()
-        stage = self.mesh.stage
-        missed = torch.zeros(stage.size, dtype=torch.int32, device=self.platform.device)
-        if self.handles is not None and self.handles.on:
-            self.handles.note(own is not None, missed[stage.rank : stage.rank + 1])
-        else:
-            missed[stage.rank] = own is not None
-        fetched = self.platform.fetch(stage.all_reduce(missed))
-
-        def why() -> str:
-            ranks = fetched().nonzero().flatten().tolist()
-            if not ranks:
-                return ""
-            if own is not None:
-                return str(own)
-            if stage.rank in ranks and self.handles is not None:
-                return self.handles.describe_failure()
-            return f"rank {ranges(ranks)} found no holder of an expert, or lost a server"
-
-        return why
-
-    def _agree_on_reasons(self, own: str) -> str:
-        """What ranks have against something, each in its words; nothing where none has. Collective
-        where there are several."""
-        stage = self.mesh.stage
-        if stage.size == 1 or self.config.single_rank_bench:
-            return own
-        told = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
-        text = own.encode()[:MOST_REASON]
-        told[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = stage.all_reduce(told.to(self.platform.device)).cpu().numpy()
-        reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-        return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        self.remote.servers.close()
 
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
@@ -649,7 +487,7 @@ class Worker:
             slot_maps=self.slot_maps,
             picks=self._picks,
             fixed_experts=self.config.fixed_experts,
-            remote=self._remote,
+            remote=self.remote.exchange if self.remote else lambda layer: None,
         )
 
     def _picks(self, layer: int) -> Picks | None:

@@ -14,7 +14,7 @@ is left out, and linked anew with new memory.
 Where other ranks compute beside this one, each has memory of its own at every server, and losses
 of its own. What one of them lost all must know before any takes the step's tokens: so the device
 itself notes, behind the step, whether a wait may have been cut short (`note`), and the ranks add
-up their notes there (engine/execution/worker.py).
+up their notes there (engine/remote_experts.py).
 
 Memory belongs to both sides: a process that ends, or is stopped and goes on much later, writes into
 what nobody else looks at any more.

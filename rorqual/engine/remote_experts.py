@@ -1,0 +1,245 @@
+"""How one rank of an engine calls expert servers: which transport, what every rank agrees on about
+it, and the exchange of each layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rorqual.config.model import ModelConfig, collectives_on
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.network import interface_of
+from rorqual.errors import ConfigError
+from rorqual.models.fingerprint import expert_fingerprint
+from rorqual.parallel.mesh import Mesh
+from rorqual.parallel.remote.config import RemoteConfig
+from rorqual.parallel.remote.discovery import ExpertDiscovery
+from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
+from rorqual.parallel.remote.group.calls import GroupCalls, StepCalls
+from rorqual.parallel.remote.group.exchange import GroupExchange
+from rorqual.parallel.remote.group.rows import GroupRows
+from rorqual.parallel.remote.handle_exchange import HandleExchange
+from rorqual.parallel.remote.handles import HandleCalls
+from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
+from rorqual.platforms.base import Platform
+
+log = logging.getLogger("rorqual.engine")
+MOST_REASON = 1000  # bytes of what a rank has against something
+
+
+class RemoteExperts:
+    """Links to servers begin at once. dtype: of hidden states. layers: those with routed experts.
+    rows: most of a step; decode_rows: most of one that decodes. calls_at_once: at one server.
+    `misses`: what this rank alone found missing in a step, where there are several ranks."""
+
+    def __init__(
+        self,
+        remote: RemoteConfig,
+        config: EngineConfig,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        layers: Sequence[int],
+        rows: int,
+        decode_rows: int,
+        calls_at_once: int,
+        platform: Platform,
+        mesh: Mesh,
+    ):
+        self.config = config
+        self.model = model
+        self.dtype = dtype
+        self.layers = layers
+        self.rows = rows
+        self.decode_rows = decode_rows
+        self.calls_at_once = calls_at_once
+        self.platform = platform
+        self.mesh = mesh
+        self.no_handles = ""  # why servers are called over tcp
+        self.handles = self._handles()
+        self.group = self._group()
+        self.lanes = RemoteLanes(calls_at_once)
+        self.misses = None if mesh.is_single else MissedExperts()
+        self.servers = ExpertServers(
+            remote,
+            expert_fingerprint(
+                config.model, model, dtype, config.seed if config.weights == "random" else None
+            ),
+            layers,
+            model.moe.num_experts,
+            calls_at_once,
+            rows,
+            self.handles,
+            self.group,
+        )
+        if remote.registry is not None:
+            ExpertDiscovery(self.servers, remote.registry, remote.servers).start()
+
+    # ---- the transport
+
+    @property
+    def shared_rows(self) -> int:
+        """Most rows of a call that does not go over tcp."""
+        return min(self.rows, MOST_SHARED_ROWS)
+
+    def _handles(self) -> HandleCalls | None:
+        """What calls by way of shared memory, where this engine may."""
+        transport = self.config.expert_transport
+        if transport in ("tcp", "group"):
+            return None
+        reason = self._why_no_handles(transport == "handles")
+        if reason:
+            if transport == "handles":
+                raise ConfigError(f"expert_transport='handles': {reason}; accepted: auto, tcp")
+            self.no_handles = reason
+            return None
+        from rorqual.ops.triton.comm.remote_dispatch import LaneAreas
+
+        moe = self.model.moe
+        areas = LaneAreas(self.shared_rows, self.model.hidden_size, moe.top_k, self.dtype.itemsize)
+        return HandleCalls(
+            self.platform,
+            areas,
+            self.dtype,
+            self.config.fp8_dispatch,
+            self.calls_at_once,
+            self.layers,
+            moe.num_experts,
+            noted=not self.mesh.is_single,
+        )
+
+    def _why_no_handles(self, asked: bool) -> str:
+        if self.platform.name != "cuda" and not asked:
+            return f"memory of {self.platform.name} is not shared so"
+        if self.decode_rows > MOST_SHARED_ROWS:
+            return f"steps have up to {self.decode_rows} rows"
+        return ""
+
+    def _group(self) -> GroupCalls | None:
+        """What calls by messages of process groups, where that is asked for."""
+        if self.config.expert_transport != "group":
+            return None
+        if self.decode_rows > MOST_SHARED_ROWS:
+            raise ConfigError(
+                f"expert_transport='group': steps have up to {self.decode_rows} rows; accepted: "
+                f"{MOST_SHARED_ROWS}"
+            )
+        moe = self.model.moe
+        form = GroupRows(self.model.hidden_size, moe.top_k, self.dtype, self.config.fp8_dispatch)
+        return GroupCalls(
+            self.platform,
+            form,
+            self.shared_rows,
+            self.calls_at_once,
+            self.layers,
+            moe.num_experts,
+            _collectives_at,
+        )
+
+    def decide(self) -> str:
+        """How experts are called from now on, in words. Collective."""
+        if self.group is not None:
+            try:
+                with self.platform.stream(), torch.inference_mode():
+                    self.group.decide(self.servers)
+            except BaseException:
+                self.servers.close()
+                raise
+            log.info("expert servers are called by a process group over %s", self.group.backend)
+            return f"expert servers in a process group over {self.group.backend}"
+        if self.handles is not None:
+            must = self.config.expert_transport == "handles"
+            with self.platform.stream(), torch.inference_mode():
+                self.handles.decide(self.servers, must, self._agree_on_reasons)
+            self.no_handles = self.handles.why
+            if self.no_handles:
+                self.servers.wait_for_all(self.config.expert_wait)  # some are linked anew
+        because = f" ({self.no_handles})" if self.no_handles else ""
+        way = "shared memory" if self.uses_handles else f"tcp{because}"
+        log.info("expert servers are called over %s", way)
+        return f"expert servers over {way}"
+
+    def describe_tcp(self) -> str:
+        """After the loss of a group, as `decide` has it."""
+        assert self.group is not None
+        return f"expert servers over tcp ({self.group.why})"
+
+    @property
+    def uses_handles(self) -> bool:
+        return self.handles is not None and self.handles.on
+
+    @property
+    def calls(self) -> StepCalls | None:
+        """What steps' calls are launched by, where that is not the host."""
+        return self.handles if self.uses_handles else self.group
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step with its calls can be captured whole."""
+        return self.calls is not None and self.calls.on
+
+    @property
+    def piecewise_rows(self) -> int:
+        """Most rows of a step that can be captured in pieces; 0: none."""
+        return self.shared_rows if self.uses_handles else 0
+
+    # ---- the model's
+
+    def exchange(self, layer: int) -> RemoteExchange | HandleExchange:
+        device = self.platform.device
+        fp8 = self.config.fp8_dispatch
+        if self.group is not None:
+            return GroupExchange(self.servers, self.lanes, layer, device, fp8, self.group)
+        plain = RemoteExchange(self.servers, self.lanes, layer, device, fp8, self.misses)
+        return plain if self.handles is None else HandleExchange(plain, self.handles)
+
+    # ---- what ranks agree on
+
+    def agree_on_misses(self) -> Callable[[], str]:
+        """Behind a step: which ranks found no holder of an expert or lost a server, and so that all
+        of them give it up; nothing where none did. Over shared memory only the device knows, so it
+        is the device that adds up the ranks' notes, and the host reads them when it collects the
+        step. Collective."""
+        assert self.misses is not None
+        own = self.misses.take()
+        stage = self.mesh.stage
+        missed = torch.zeros(stage.size, dtype=torch.int32, device=self.platform.device)
+        if self.handles is not None and self.handles.on:
+            self.handles.note(own is not None, missed[stage.rank : stage.rank + 1])
+        else:
+            missed[stage.rank] = own is not None
+        fetched = self.platform.fetch(stage.all_reduce(missed))
+
+        def why() -> str:
+            ranks = fetched().nonzero().flatten().tolist()
+            if not ranks:
+                return ""
+            if own is not None:
+                return str(own)
+            if stage.rank in ranks and self.handles is not None:
+                return self.handles.describe_failure()
+            return f"rank {ranges(ranks)} found no holder of an expert, or lost a server"
+
+        return why
+
+    def _agree_on_reasons(self, own: str) -> str:
+        """What ranks have against something, each in its words; nothing where none has. Collective
+        where there are several."""
+        stage = self.mesh.stage
+        if stage.size == 1 or self.config.single_rank_bench:
+            return own
+        told = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
+        text = own.encode()[:MOST_REASON]
+        told[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = stage.all_reduce(told.to(self.platform.device)).cpu().numpy()
+        reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+
+
+def _collectives_at(address: str) -> None:
+    """Communicators take the interface that has this address of the host."""
+    interface = interface_of(address)
+    if interface is not None:
+        collectives_on(interface)
