@@ -42,6 +42,24 @@ def bench_comm(
         json_file.write_text(comm.as_json(found, setup) + "\n")
 
 
+HopTransport = Annotated[
+    str,
+    typer.Option(
+        help="tcp; handles: memory that GPUs share, many hops in one captured graph; group: "
+        "a process group, NCCL on GPUs, in one captured graph too, gloo on a CPU, with tcp "
+        "beside it. The latter two with rows in fp8 and in bf16."
+    ),
+]
+ServerDevice = Annotated[
+    str | None,
+    typer.Option(
+        help="With handles, the servers' GPU: such as cuda:1; by default --device, where the "
+        "two take turns, so rows are checked and times mean nothing. With group the first "
+        "server's; each has one of its own."
+    ),
+]
+
+
 def bench_hop(
     servers: Annotated[int, typer.Option(min=1, max=64, help="Expert servers to start.")] = 1,
     rows: Annotated[str, typer.Option(help="Comma-separated rows of a call.")] = "1,8,64,256",
@@ -60,22 +78,8 @@ def bench_hop(
             "(DeepSeek-V3: 2048); 0: none are.",
         ),
     ] = 0,
-    transport: Annotated[
-        str,
-        typer.Option(
-            help="tcp; handles: memory that GPUs share, many hops in one captured graph; group: "
-            "a process group, NCCL on GPUs, in one captured graph too, gloo on a CPU, with tcp "
-            "beside it. The latter two with rows in fp8 and in bf16."
-        ),
-    ] = "tcp",
-    server_device: Annotated[
-        str | None,
-        typer.Option(
-            help="With handles, the servers' GPU: such as cuda:1; by default --device, where the "
-            "two take turns, so rows are checked and times mean nothing. With group the first "
-            "server's; each has one of its own."
-        ),
-    ] = None,
+    transport: HopTransport = "tcp",
+    server_device: ServerDevice = None,
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
@@ -89,13 +93,10 @@ def bench_hop(
     counts = tuple(numbers(rows))
     if transport not in ("tcp", "handles", "group"):
         raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles, group")
-    if transport == "handles":
+    if transport != "tcp":
+        hop = _hop_by_handles if transport == "handles" else _hop_by_group
         sizes = (servers, hidden, experts, top_k)
-        _hop_by_handles(counts, sizes, repeats, (device, server_device), json_file)
-        return
-    if transport == "group":
-        sizes = (servers, hidden, experts, top_k)
-        _hop_by_group(counts, sizes, repeats, (device, server_device), json_file)
+        hop(counts, sizes, repeats, (device, server_device), json_file)
         return
     setup = expert_hop.HopSetup(
         counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type, intermediate

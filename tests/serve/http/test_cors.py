@@ -126,7 +126,7 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 
 def test_flags_repeated_or_as_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeConfig] = []
-    monkeypatch.setattr(launch, "run", lambda config, version: seen.append(config) or 0)
+    monkeypatch.setattr(launch, "run", lambda config, version, early: seen.append(config) or 0)
     line = "serve --allowed-origins http://a --allowed-origins http://b:1 --allow-credentials"
     assert CliRunner().invoke(commands, line.split()).exit_code == 0
     listed = ["serve", "--allowed-origins", '["*"]', "--allowed-methods", '["GET", "POST"]']
