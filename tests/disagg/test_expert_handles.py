@@ -109,6 +109,7 @@ def test_tokens_are_one_process_s(
         assert all(sum(rows) for rows in told)
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_told_whole_before_it_is_replayed(
     secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
