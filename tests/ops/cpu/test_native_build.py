@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -123,3 +124,18 @@ def test_amx_is_compiled_as_its_instructions(tmp_path: Path) -> None:
     run = subprocess.run([disassembler, "-d", str(made)], capture_output=True, text=True)
     for word in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbssd", "tilestored", "tilerelease"):
         assert word in run.stdout, word
+
+
+@pytest.mark.parametrize("vectors", ["avx512", "avx2", "neon", "plain"])
+def test_no_constant_is_defined_twice_for_any_processor(vectors: str) -> None:
+    """Compilers for other processors are rarely there to say so."""
+    found: dict[str, str] = {}
+    for name in native.HEADERS:
+        if name.startswith("vectors/") and vectors not in name:
+            continue
+        text = (native.SOURCE.parent / name).read_text()
+        for line in re.findall(r"^constexpr \w+ ([^;]*);", text, flags=re.M):
+            for constant in re.findall(r"(\w+) = ", line):
+                # one file may have alternatives
+                assert found.setdefault(constant, name) == name, f"{constant} in {name}"
+    assert len(found) > 10

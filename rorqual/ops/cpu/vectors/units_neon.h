@@ -1,7 +1,7 @@
 // BFMMLA and SMMLA, included by units.h: two rows of eight bytes times two of eight give 2 x 2 sums. A panel holds its rows by eights;
 // of each eight bytes of them, the pairs of rows one after the other.
 
-constexpr int64_t EIGHT_ROWS = 8, PIECE = 8;  // rows of a tile either way, bytes of a row in half a register
+constexpr int64_t EIGHT_ROWS = 8, PIECE_BYTES = 8;  // rows of a tile either way, bytes of a row in half a register
 
 struct UnitScope {};
 
@@ -29,15 +29,15 @@ inline bool unit_takes(const float *) { return false; }
 inline void turn_panel(const char *w, int64_t apart_, int64_t rows, int64_t bytes, char *panel) {
     int64_t length = edged(bytes);
     for (int64_t r = 0; r < PANEL; r++) {
-        char *into = panel + r / EIGHT_ROWS * EIGHT_ROWS * length + r % EIGHT_ROWS * PIECE;
-        for (int64_t i = 0; i < length; i += PIECE) {
+        char *into = panel + r / EIGHT_ROWS * EIGHT_ROWS * length + r % EIGHT_ROWS * PIECE_BYTES;
+        for (int64_t i = 0; i < length; i += PIECE_BYTES) {
             char *piece = into + i * EIGHT_ROWS;
-            int64_t held = r < rows ? std::max<int64_t>(0, std::min(PIECE, bytes - i)) : 0;
-            if (held == PIECE) {
-                memcpy(piece, w + r * apart_ + i, PIECE);
+            int64_t held = r < rows ? std::max<int64_t>(0, std::min(PIECE_BYTES, bytes - i)) : 0;
+            if (held == PIECE_BYTES) {
+                memcpy(piece, w + r * apart_ + i, PIECE_BYTES);
                 continue;
             }
-            memset(piece, 0, PIECE);
+            memset(piece, 0, PIECE_BYTES);
             if (held) memcpy(piece, w + r * apart_ + i, held);
         }
     }
@@ -48,7 +48,7 @@ template <class E, class V>
 INLINE void eight_by_eight(const char *panel, int64_t bytes, const char *const (&x)[EIGHT_ROWS], typename SumOf<E>::type *sums, int64_t ld,
                            int64_t count) {
     V acc[4][4] = {};
-    for (int64_t i = 0; i < bytes; i += 2 * PIECE) {
+    for (int64_t i = 0; i < bytes; i += 2 * PIECE_BYTES) {
         uint8x16_t first[4], second[4];
         UNROLLED for (int p = 0; p < 4; p++) {
             uint64x2_t even = fetch<uint64x2_t>(x[2 * p] + i), odd = fetch<uint64x2_t>(x[2 * p + 1] + i);
@@ -56,8 +56,8 @@ INLINE void eight_by_eight(const char *panel, int64_t bytes, const char *const (
             second[p] = vreinterpretq_u8_u64(vzip2q_u64(even, odd));
         }
         UNROLLED for (int q = 0; q < 4; q++) {
-            const uint8_t *at = (const uint8_t *)panel + i * EIGHT_ROWS + q * 2 * PIECE;
-            uint8x16_t low = vld1q_u8(at), high = vld1q_u8(at + EIGHT_ROWS * PIECE);
+            const uint8_t *at = (const uint8_t *)panel + i * EIGHT_ROWS + q * 2 * PIECE_BYTES;
+            uint8x16_t low = vld1q_u8(at), high = vld1q_u8(at + EIGHT_ROWS * PIECE_BYTES);
             UNROLLED for (int p = 0; p < 4; p++) {
                 acc[p][q] = times_2x2(acc[p][q], first[p], low, (const E *)nullptr);
                 acc[p][q] = times_2x2(acc[p][q], second[p], high, (const E *)nullptr);
