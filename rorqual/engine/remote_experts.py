@@ -141,12 +141,8 @@ class RemoteExperts:
     def decide(self) -> str:
         """How experts are called from now on, in words. Collective."""
         if self.group is not None:
-            try:
-                with self.platform.stream(), torch.inference_mode():
-                    self.group.decide(self.servers)
-            except BaseException:
-                self.servers.close()
-                raise
+            with self.platform.stream(), torch.inference_mode():
+                self.group.decide(self.servers)
             log.info("expert servers are called by a process group over %s", self.group.backend)
             return f"expert servers in a process group over {self.group.backend}"
         if self.handles is not None:

@@ -553,3 +553,13 @@ def test_a_slower_server_gets_less(start: Start, secret_file: str, greedy: Any) 
         shares = [found.share for found in servers.stats()]
         assert shares[0] == 1.0
         assert shares[1] < 0.7
+
+
+def test_a_start_that_fails_leaves_no_thread_that_tries_to_connect(secret_file: str) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="experts"):
+        LLM(experts="127.0.0.1:9", expert_secret_file=secret_file, expert_wait=0.2, num_pages=16)
+    deadline = time.monotonic() + 30
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)

@@ -46,6 +46,7 @@ class MemfdDriver:
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.accessible: dict[int, int] = {}  # address: device
+        self.lost = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not name.startswith("cu"):
@@ -63,7 +64,11 @@ class MemfdDriver:
     @property
     def holds(self) -> int:
         """How many things were not given back."""
-        return len(self.mapped) + len(self.reserved) + len(self.open)
+        return max(0, len(self.mapped) + len(self.reserved) + len(self.open) - self.lost)
+
+    def forget(self) -> None:
+        """What is still held is not counted any more."""
+        self.lost += self.holds
 
     def do_cuGetErrorName(self, code: int, name: Any) -> None:
         name._obj.value = NAMES[code]

@@ -179,6 +179,18 @@ class Worker:
             else 0
         )
         self.remote = self._remote_experts()
+        try:
+            self._make_runner()
+        except BaseException:  # nobody else can end the links that have begun
+            if self.remote is not None:
+                self.remote.servers.close()
+            raise
+
+    def _make_runner(self) -> None:
+        """The model, the cache, and what runs steps over them."""
+        config = self.config
+        mesh = self.mesh
+        platform = self.platform
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
