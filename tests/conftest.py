@@ -4,6 +4,7 @@ anything imports Triton."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -49,6 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "longest: exhaustive, and left out of CI's run as well: `make test-all` alone"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests and what they import stay: collections, which some tests ask for again and
+    again, need not look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_exhaustive(item: pytest.Item, seen: set[str]) -> bool:

@@ -117,8 +117,10 @@ def run(
     )
     gc.collect()
     # what is loaded stays: a collection in the middle of a run would look through all of it, in
-    # either engine
-    gc.freeze()
+    # either engine. What somebody froze before is not thawed.
+    own = not gc.get_freeze_count()
+    if own:
+        gc.freeze()
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
     # a rank that runs alone has its own requests alone
     here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
@@ -147,7 +149,8 @@ def run(
         drafts = row.num_speculative_tokens
         prefix = work.trace_prefix(row.concurrency, drafts, len(profiled) == 1)
         row.traces = trace_steps(llm, prompts, work.profile_steps, prefix)
-    gc.unfreeze()
+    if own:
+        gc.unfreeze()
 
 
 def _tell(row: OfflineRow) -> None:

@@ -96,8 +96,11 @@ async def drive(
     bodies = [client.target.body(prompt) for prompt in prompts]
     gate = asyncio.Semaphore(load.concurrency or max(1, len(prompts)))
     gc.collect()
-    # the prompts stay; a collection in the middle of a run would look through all of them
-    gc.freeze()
+    # the prompts stay; a collection in the middle of a run would look through all of them. What
+    # somebody froze before is not thawed.
+    own = not gc.get_freeze_count()
+    if own:
+        gc.freeze()
 
     async def one(body: bytes, record: RequestRecord) -> None:
         try:
@@ -131,7 +134,8 @@ async def drive(
             record.end = time.perf_counter()
     wall = time.perf_counter() - start
     cpu = _cpu_seconds() - before
-    gc.unfreeze()
+    if own:
+        gc.unfreeze()
     return Run(records[:sent], start, wall, cpu)
 
 
