@@ -93,7 +93,7 @@ def test_tokens_are_one_process_s(
         assert int(calls.sent) == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_rows_in_fp8_come_to_the_same_tokens_as_over_sockets(secret_file: str) -> None:
     found = []
     for transport in ("tcp", "group"):
@@ -159,7 +159,7 @@ def test_a_stopped_server_that_goes_on_disturbs_nobody(
         assert tokens(llm) == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_a_server_stopped_for_less_than_the_timeout_only_costs_time(
     secret_file: str, expected: list[list[int]]
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_server_stopped_for_less_than_the_timeout_only_costs_time(
         assert llm.engine.stats.all2all_backend == OVER_GLOO
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_without_a_holder_a_step_waits_and_is_given_up(
     secret_file: str, expected: list[list[int]]
 ) -> None:
@@ -192,7 +192,7 @@ def test_without_a_holder_a_step_waits_and_is_given_up(
         assert tokens(llm) == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_two_engines_share_a_server_and_one_s_end_is_not_the_other_s(
     secret_file: str, expected: list[list[int]]
 ) -> None:
@@ -324,7 +324,7 @@ def test_a_message_that_is_lost_or_comes_twice_is_no_other_s(
         assert llm.engine.stats.all2all_backend.startswith("expert servers over tcp (")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_tokens_stay_while_experts_move(
     start: Start, secret_file: str, expected: list[list[int]]
 ) -> None:

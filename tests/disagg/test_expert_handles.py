@@ -285,7 +285,7 @@ def test_a_stopped_server_that_goes_on_disturbs_nobody(
         assert tokens(llm) == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_without_a_holder_a_step_waits_and_is_given_up(secret_file: str) -> None:
     with (
         serving(shared("0-9", secret_file), shared("6-15", secret_file)) as servers,
@@ -298,7 +298,7 @@ def test_without_a_holder_a_step_waits_and_is_given_up(secret_file: str) -> None
         servers[1].wait()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_two_engines_share_a_server(secret_file: str, expected: list[list[int]]) -> None:
     with (
         serving(shared("all", secret_file)) as servers,
@@ -328,7 +328,7 @@ def test_servers_that_share_nothing_are_called_over_sockets(start: Start, secret
         llm.engine.close()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_a_server_that_lives_and_does_not_compute_is_left_out(
     secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

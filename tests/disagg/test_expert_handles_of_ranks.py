@@ -121,6 +121,7 @@ def test_what_one_rank_cannot_none_does(secret_file: str, monkeypatch: pytest.Mo
             pass
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(
     ("killed", "more"),
     [
@@ -176,6 +177,7 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         assert len(calls.active) == 2
 
 
+@pytest.mark.longest
 def test_a_server_that_is_stopped_in_a_step_and_goes_on_disturbs_nobody(
     secret_file: str, expected: list[list[int]]
 ) -> None:
@@ -331,6 +333,7 @@ def test_what_one_rank_loses_in_a_step_all_give_up(
         assert tokens(llm) == expected
 
 
+@pytest.mark.longest
 def test_without_a_holder_on_one_rank_steps_are_given_up_until_it_is_back(
     secret_file: str, expected: list[list[int]]
 ) -> None:
@@ -358,6 +361,7 @@ def test_without_a_holder_on_one_rank_steps_are_given_up_until_it_is_back(
             llm.generate(TEXTS[0], SHORT)
 
 
+@pytest.mark.longest
 def test_an_interrupt_between_steps_leaves_both_sides_counting_alike(
     secret_file: str, expected: list[list[int]]
 ) -> None:

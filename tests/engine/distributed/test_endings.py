@@ -48,7 +48,7 @@ STARTS = 20
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2, "enable_eplb": True}])
 def test_ranks_end_with_status_0_however_often_they_are_started(
     sizes: dict[str, Any], caplog: pytest.LogCaptureFixture
