@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from typing import Any
 
@@ -55,6 +56,9 @@ def serve(
         limits=ServerLimits(**limits, grammar=GrammarLimits(**grammar)),
         **serving,
     )
+    # until the server handles it: engines end with this process, and an exception of a handler may
+    # come where Python drops it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with EarlyEngines() as early:
         early.begin(server.replicas)  # they import torch while this process imports what it needs
         launch = _server()
