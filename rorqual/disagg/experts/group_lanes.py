@@ -279,15 +279,10 @@ class GroupLanes:
 
 def _check(shard: ExpertShard, offer: GroupOffer) -> None:
     """Raises LinkError."""
-    wanted = {
-        "rows of": (offer.columns, shard.config.hidden_size),
-        "picks of a row": (offer.top_k, shard.config.moe.top_k),
-        "hidden states in": (offer.dtype, str(shard.dtype).removeprefix("torch.")),
-        "messages by": (offer.backend, BACKENDS.get(shard.platform.device.type, "none")),
-    }
-    for name, (theirs, ours) in wanted.items():
-        if theirs != ours:
-            raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
+    shard.check_rows(offer.columns, offer.top_k, offer.dtype)
+    backend = BACKENDS.get(shard.platform.device.type, "none")
+    if offer.backend != backend:
+        raise LinkError(f"messages by {offer.backend} are called for; accepted: {backend}")
 
 
 class GroupLinks:

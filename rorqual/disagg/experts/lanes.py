@@ -257,14 +257,7 @@ class CallerLanes:
 
 def _check(shard: ExpertShard, offer: LanesOffer) -> None:
     """Raises LinkError."""
-    wanted = {
-        "rows of": (offer.columns, shard.config.hidden_size),
-        "picks of a row": (offer.top_k, shard.config.moe.top_k),
-        "hidden states in": (offer.dtype, str(shard.dtype).removeprefix("torch.")),
-    }
-    for name, (theirs, ours) in wanted.items():
-        if theirs != ours:
-            raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
+    shard.check_rows(offer.columns, offer.top_k, offer.dtype)
     if offer.host != host_number():
         raise LinkError("it is on another host")
 

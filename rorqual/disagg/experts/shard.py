@@ -19,6 +19,7 @@ from rorqual.layers.parameter import Build, Target
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.ops.select import ops_for
 from rorqual.parallel.mesh import Mesh
+from rorqual.parallel.remote.link import LinkError
 from rorqual.platforms.base import Platform
 
 NOBODY = -1
@@ -200,6 +201,17 @@ class ExpertShard:
         self._replace(layer)
 
     # ---- for the server
+
+    def check_rows(self, columns: int, top_k: int, dtype: str) -> None:
+        """Raises LinkError where a caller's rows are not those of this model."""
+        wanted = {
+            "rows of": (columns, self.config.hidden_size),
+            "picks of a row": (top_k, self.config.moe.top_k),
+            "hidden states in": (dtype, str(self.dtype).removeprefix("torch.")),
+        }
+        for name, (theirs, ours) in wanted.items():
+            if theirs != ours:
+                raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
 
     def load_kernels(self) -> None:
         """Those that calls need, with nothing to compute. Loading one may wait until the GPU is
