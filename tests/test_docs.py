@@ -70,6 +70,7 @@ SMALL = {
     "simulate": "--requests 4 --input-len 64 --output-len 4",
     "bench layers": "--modules embed_tokens,mla --tokens 1 --repeats 1 --device cpu",
     "bench comm": "--ranks 2 --rows 1 --hidden 128 --experts 4 --top-k 2 --repeats 1",
+    "bench hop": "--repeats 1 --rows 1 --hidden 128 --experts 4 --top-k 2",
     "bench cpu": "--shapes 1 --seed 2 --prompt-len 8 --context 8 --steps 1 --turns 1 --seconds 0 "
     "--threads 1",
     "bench offline": "--concurrency 1 --prompt-len 8 --output-len 3 --repeats 1 --threads 1",
@@ -434,7 +435,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"rorqual bench (cpu|llama-cpp|micro-batches|pages)", only_parse),  # minutes of measuring
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
-    (r"rorqual (generate|chat|info|plan|eplb|simulate|bench (offline|layers|comm))\b", run),
+    (r"rorqual (generate|chat|info|plan|eplb|simulate|bench (offline|layers|comm|hop))\b", run),
 ]
 
 
@@ -504,6 +505,11 @@ def place(
 COMMANDS = list(commands())
 JOBS = list(jobs())
 SNIPPETS = list(snippets())
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *JOBS], ids=lambda command: command.where)
+def test_a_documented_command_has_a_rule(command: Command) -> None:
+    assert rule_of(command)
 
 
 @pytest.mark.exhaustive

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.config.model import collectives_on
 from rorqual.disagg.experts.lanes import STREAMS
+from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.disagg.experts.steps_under_way import (
     WITHOUT_GRAPHS,
@@ -46,9 +47,6 @@ from rorqual.parallel.remote.group.rows import MISSED, OUT_OF_STEP, GroupRows, s
 from rorqual.parallel.remote.group.store import LinkStore
 from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
-
-if TYPE_CHECKING:
-    from rorqual.disagg.experts.shard import ExpertShard
 
 log = logging.getLogger("rorqual.experts")
 WAIT_SECONDS = 1e6  # for a call's rows: the caller's link says when there is no more point to it
@@ -279,7 +277,7 @@ class GroupLanes:
 
 def _check(shard: ExpertShard, offer: GroupOffer) -> None:
     """Raises LinkError."""
-    shard.check_rows(offer.columns, offer.top_k, offer.dtype)
+    check_rows(shard, offer.columns, offer.top_k, offer.dtype)
     backend = BACKENDS.get(shard.platform.device.type, "none")
     if offer.backend != backend:
         raise LinkError(f"messages by {offer.backend} are called for; accepted: {backend}")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rorqual.disagg.experts.shard import LOADED_ROWS
+from rorqual.disagg.experts.shard import LOADED_ROWS, ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.disagg.experts.steps_under_way import (
     WITHOUT_GRAPHS,
@@ -54,7 +54,6 @@ from rorqual.parallel.remote.wire import (
 from rorqual.parallel.shared.handle_passing import DescriptorServer
 
 if TYPE_CHECKING:
-    from rorqual.disagg.experts.shard import ExpertShard
     from rorqual.ops.triton.comm.remote_dispatch import ServerLane
 
 log = logging.getLogger("rorqual.experts")
@@ -257,7 +256,7 @@ class CallerLanes:
 
 def _check(shard: ExpertShard, offer: LanesOffer) -> None:
     """Raises LinkError."""
-    shard.check_rows(offer.columns, offer.top_k, offer.dtype)
+    check_rows(shard, offer.columns, offer.top_k, offer.dtype)
     if offer.host != host_number():
         raise LinkError("it is on another host")
 

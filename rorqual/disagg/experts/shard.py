@@ -202,17 +202,6 @@ class ExpertShard:
 
     # ---- for the server
 
-    def check_rows(self, columns: int, top_k: int, dtype: str) -> None:
-        """Raises LinkError where a caller's rows are not those of this model."""
-        wanted = {
-            "rows of": (columns, self.config.hidden_size),
-            "picks of a row": (top_k, self.config.moe.top_k),
-            "hidden states in": (dtype, str(self.dtype).removeprefix("torch.")),
-        }
-        for name, (theirs, ours) in wanted.items():
-            if theirs != ours:
-                raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
-
     def load_kernels(self) -> None:
         """Those that calls need, with nothing to compute. Loading one may wait until the GPU is
         idle, and it never is while a caller's rows are waited for (lanes.py)."""
@@ -265,3 +254,15 @@ class ExpertShard:
                 data.view(torch.float8_e4m3fn), scale, self.dtype, slots, weights, held.weights
             )
         return y.to(self.dtype)
+
+
+def check_rows(shard: ExpertShard, columns: int, top_k: int, dtype: str) -> None:
+    """Raises LinkError where a caller's rows are not those of this model."""
+    wanted = {
+        "rows of": (columns, shard.config.hidden_size),
+        "picks of a row": (top_k, shard.config.moe.top_k),
+        "hidden states in": (dtype, str(shard.dtype).removeprefix("torch.")),
+    }
+    for name, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            raise LinkError(f"{name} {theirs} are called for; accepted: {ours}")
