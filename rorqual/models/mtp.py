@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from rorqual.config.model import ModelConfig
@@ -23,6 +22,7 @@ class MTPModule:
     model."""
 
     def __init__(self, build: Build, config: ModelConfig, prefix: str, layer: Layer):
+        self.ops = build.ops
         self.layer = layer
         self.token_norm = Norm(build, f"{prefix}.enorm", config.hidden_size, config.norm_eps)
         self.hidden_norm = Norm(build, f"{prefix}.hnorm", config.hidden_size, config.norm_eps)
@@ -38,7 +38,7 @@ class MTPModule:
 
         Returns normed hidden states [T, hidden] for the shared head; writes the module's cache
         at the step's slots."""
-        x = torch.cat((self.token_norm.forward(embedded), self.hidden_norm.forward(hidden)), -1)
+        x = self.ops.beside(self.token_norm.forward(embedded), self.hidden_norm.forward(hidden))
         state = HiddenState(step.layout.enter(self.merge.forward(x)))
         yield from forward_layers([self.layer], state, step)
         assert state.residual is not None

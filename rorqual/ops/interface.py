@@ -9,7 +9,7 @@ where each request brings its own chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
+
+Replay = Callable[[], Tensor]  # computes what was captured once more
 
 
 class AttentionMetadata:
@@ -301,12 +303,29 @@ class Ops:
         ops/rng.py."""
         rng.draw_normal(view, key, std, first, width)
 
+    @property
+    def captures_calls(self) -> bool:
+        """Whether there is a `capture_calls`."""
+        return False
+
+    def capture_calls(
+        self, work: Callable[[], Tensor], memory: Tensor
+    ) -> tuple[Tensor, Replay | None]:
+        """The result of `work`, and what computes it again where it was from inputs where they
+        were, without Python in between; None where that cannot be. memory [bytes] uint8 holds the
+        tensors that `work` allocates, so that one `Replay` with this memory is in use at a time."""
+        raise AssertionError(f"the {self.name} backend captures no calls")
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host
         memory costs a wait for the ids here."""
         if table.device == ids.device:
             return table.index_select(0, ids)
         return table.index_select(0, ids.to(table.device)).to(ids.device)
+
+    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+        """[T, A] and [T, B] as the columns of one tensor."""
+        return torch.cat((a, b), -1)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.norm(x, weight, eps)

@@ -112,6 +112,7 @@ class RouterWeights:
     bias: Tensor | None
     config: MoEConfig
     num_fused_shared_experts: int = 0
+    scratch: Any = field(default=None, compare=False)  # whatever a backend derives once a layer
 
 
 @dataclass

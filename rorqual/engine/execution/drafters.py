@@ -4,19 +4,21 @@ there). A fixed sequence of device operations, so that a graph can hold it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.captured_forward import CapturedForward
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampling import DRAFT, TOKEN, distribution
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
 from rorqual.layers.forward_batch import ForwardBatch
-from rorqual.models.transformer import Predictor, Transformer
+from rorqual.models.transformer import Pass, Predictor, Transformer
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
-from rorqual.parallel.overlap import run
+from rorqual.parallel.overlap import run, run_one
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,15 @@ class MTPDrafter:
 
     reads_hidden = True
 
-    def __init__(self, model: Transformer, pool: KVPool, rows: RequestState, window: bool = True):
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KVPool,
+        rows: RequestState,
+        window: bool = True,
+        captured: CapturedForward | None = None,
+    ):
+        self.captured = captured
         self.model = model
         self.pool = pool
         self.rows = rows
@@ -106,7 +116,7 @@ class MTPDrafter:
                 positions = positions + 1
                 step = self._row_step(work, positions)
                 following = newest
-            hidden = self._hidden(modules[min(place, len(modules) - 1)], following, hidden, step)
+            hidden = self._hidden(min(place, len(modules) - 1), following, hidden, step)
             if any(common.sampled) and place < max(num_speculative_tokens, kept - 1):
                 wide = variant is not SamplingVariant.GREEDY
                 logits = self.model.logits(hidden.index_select(0, last), common.sampled, wide)
@@ -122,20 +132,32 @@ class MTPDrafter:
             self.rows.limit.index_select(0, work.slots).clamp(max=num_speculative_tokens),
         )
 
-    def _hidden(
-        self, module: Predictor, following: Tensor, hidden: Tensor, step: ForwardBatch
-    ) -> Tensor:
-        """What the module makes of the tokens after the step's and of the hidden states before."""
-        assert self.model.embed is not None, "prediction modules have the embedding beside them"
+    def _hidden(self, index: int, following: Tensor, hidden: Tensor, step: ForwardBatch) -> Tensor:
+        """What a module makes of the tokens after the step's and of the hidden states before."""
+        module = self.model.mtp[index]
+        captured = self.captured
+        if captured is not None and captured.takes(step):
+            work = partial(self._one_pass, module)
+            return captured.run(f"module {index}", work, step, following, hidden)
         passes = []
         start = 0
         for part in step.parts or (step,):
-            stop = start + part.num_tokens
-            embedded = self.model.embed.forward(following[start:stop], part.layout)
-            passes.append(module.forward(embedded, hidden[start:stop], part))
-            start = stop
+            rows = slice(start, start + part.num_tokens)
+            passes.append(self._pass(module, part, following[rows], hidden[rows]))
+            start = rows.stop
         found = run(passes)
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _pass(
+        self, module: Predictor, step: ForwardBatch, following: Tensor, hidden: Tensor
+    ) -> Pass:
+        assert self.model.embed is not None, "prediction modules have the embedding beside them"
+        return module.forward(self.model.embed.forward(following, step.layout), hidden, step)
+
+    def _one_pass(
+        self, module: Predictor, step: ForwardBatch, following: Tensor, hidden: Tensor
+    ) -> Tensor:
+        return run_one(self._pass(module, step, following, hidden))
 
     def _all(self, rows: Tensor) -> Tensor:
         return torch.arange(rows.shape[0], device=rows.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.captured_forward import CapturedForward
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
 from rorqual.engine.execution.forward_batch_builder import (
@@ -64,11 +65,14 @@ class ModelRunner:
         speculation: Speculation | None = None,
         compiled: CompiledForward | NpuCompiledForward | None = None,
         piecewise_tokens: int = 0,
+        captured: CapturedForward | None = None,
     ):
         """`max_len`: positions a row may reach, the drafts of all steps in flight included.
         `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts, of up to
-        so many tokens, are captured in pieces."""
+        so many tokens, are captured in pieces. captured: passes of steps of decoding alone, on a
+        CPU."""
         self.compiled = compiled
+        self.captured = captured
         self.mover: ExpertMover | None = None
         self.calls: StepCalls | None = None  # to expert servers, from the device
         # on whether a step is given up: asked behind it; the answer waits for the device
@@ -117,7 +121,7 @@ class ModelRunner:
         if speculation is None:
             return None
         if speculation.drafter == "mtp":
-            return MTPDrafter(self.model, self.pool, self.rows, speculation.window)
+            return MTPDrafter(self.model, self.pool, self.rows, speculation.window, self.captured)
         self.rows.keep_history(self.max_len + 1)
         return NgramDrafter(self.rows)
 
@@ -179,6 +183,8 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Let go of captured steps."""
+        if self.captured:
+            self.captured.forget()
         if self.graphs:
             self.graphs.graphs.clear()
         if self.pieces:
@@ -387,10 +393,15 @@ class ModelRunner:
         if self.compiled and metadata.decodes:
             return self.compiled(batch.step)
         step = batch.step
+        if self.captured and metadata.decodes and self.captured.takes(step):
+            return self.captured.run("model", self._whole_pass, step)
         fits = self.pieces and not metadata.decodes and not step.parts
         if self.pieces and fits and self.pieces.fits(step.num_tokens):
             return self.pieces.run(step)
         return self.model.compute(step, self._every_row(metadata))
+
+    def _whole_pass(self, step: ForwardBatch) -> Tensor:
+        return self.model.compute(step, every_row=True)
 
     def _every_row(self, metadata: StepMetadata) -> bool:
         return metadata.decodes or self.sampler.reads_hidden or metadata.scores

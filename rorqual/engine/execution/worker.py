@@ -34,6 +34,7 @@ from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
+from rorqual.engine.captured_forward import CapturedForward
 from rorqual.engine.config import EXE_MODES, OFF, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
@@ -217,6 +218,7 @@ class Worker:
             self.speculation,
             self.compiled,
             self._piecewise_tokens(weight_bytes(self.model)),
+            self._captured(pool),
         )
         self.runner.mover = self.mover
         if self.remote is not None:
@@ -391,6 +393,14 @@ class Worker:
             else None
         )
         return CompiledForward(self.model, pool, self.model.ops, folder)
+
+    def _captured(self, pool: KVPool) -> CapturedForward | None:
+        """On a CPU a captured decode step is the forward pass as a list of compiled calls."""
+        fits = self.mesh.is_single and self.remote is None and not self.alternates
+        wanted = EXE_MODES[self.config.exe_mode] == "auto" and self.model.ops.captures_calls
+        if not (fits and wanted):
+            return None
+        return CapturedForward(self.model, pool, self.decode_rows, self.max_row_len)
 
     # ---- the model
 

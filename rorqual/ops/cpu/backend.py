@@ -16,8 +16,16 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.cpu import quantized
+from rorqual.ops.cpu.captured import capture
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
-from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
+from rorqual.ops.interface import (
+    AttentionMetadata,
+    GQAWeights,
+    MLAWeights,
+    Ops,
+    Replay,
+    TokenPlaces,
+)
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is
@@ -101,6 +109,27 @@ class CpuOps(Ops):
     def _products(self, x: Tensor, *weights: Tensor) -> Native | None:
         """The same for calls that are little but a product."""
         return self._native(x, *weights, rows=self.many_rows.get(x.dtype, 0))
+
+    @property
+    def captures_calls(self) -> bool:
+        return self.native is not None
+
+    def capture_calls(
+        self, work: Callable[[], Tensor], memory: Tensor
+    ) -> tuple[Tensor, Replay | None]:
+        assert self.native is not None
+        out, captured = capture(self.native, work, memory)
+        return out, captured.replay if captured else None
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        fits = table.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
+        native = self.native if fits else None
+        return native.embed(ids, table) if native else super().embed(ids, table)
+
+    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+        fits = a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
+        native = self.native if fits else None
+        return native.beside(a, b) if native else super().beside(a, b)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         native = self._native(x, weight) if x.dim() == 2 else None
@@ -332,7 +361,6 @@ class CpuOps(Ops):
         if native is None:
             return super().router(x, w)
         ids, weights = native.router(x, w)
-        weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
         return reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -347,7 +375,10 @@ class CpuOps(Ops):
         base: Tensor | None = None,
     ) -> Tensor:
         y = self._experts(hidden_of(x), ids, weights, w)
-        return y if base is None else y + base
+        if base is None:
+            return y
+        native = self._native(y) if y.dtype == base.dtype and base.is_contiguous() else None
+        return native.add_to(y, base) if native else y + base
 
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every

@@ -323,6 +323,13 @@ void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum,
 }
 
 template <class T>
+void add_to(T *y, const T *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) keep_lanes(load(y + i) + load(x + i), y + i);
+    for (; i < n; i++) narrow(widen(y[i]) + widen(x[i]), y + i);
+}
+
+template <class T>
 void linear(const T *x, const T *w, const T *bias, T *y, int64_t n, int64_t rows, int64_t k) {
     gemm(x, n, w, rows, k, y, bias);
 }
@@ -542,7 +549,12 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
                 sum += weights[t * r.top_k + i] = score[e];
             }
             float factor = float(r.scaling) / (r.normalize ? sum + 1e-20f : 1);
-            for (int64_t i = 0; i < r.top_k; i++) weights[t * r.top_k + i] *= factor;
+            for (int64_t i = 0; i < r.top_k; i++) {
+                T rounded;
+                float &weight = weights[t * r.top_k + i];
+                narrow(weight * factor, &rounded);
+                weight = r.rounded ? widen(rounded) : weight * factor;
+            }
         }
     });
 }
@@ -601,6 +613,26 @@ void rq_add_norm(int wide, const void *x, const void *residual, const void *weig
     PICK(add_norm(F(x), F(residual), F(weight), FW(normed), FW(sum), n, d, float(eps)),
          add_norm(B(x), B(residual), B(weight), BW(normed), BW(sum), n, d, float(eps)))
 }
+
+// out [n, row] = rows `ids` of table [rows, row], `row` bytes each. Returns the first id that is none, and then copies nothing; else n.
+int64_t rq_embed(const void *table, const int64_t *ids, void *out, int64_t n, int64_t rows, int64_t row) {
+    for (int64_t t = 0; t < n; t++)
+        if (ids[t] < 0 || ids[t] >= rows) return t;
+    for (int64_t t = 0; t < n; t++) memcpy((char *)out + t * row, (const char *)table + ids[t] * row, row);
+    return n;
+}
+
+// out: n rows, each the `first` bytes of a row of a and then the `second` bytes of one of b.
+void rq_beside(const void *a, const void *b, void *out, int64_t n, int64_t first, int64_t second) {
+    for (int64_t t = 0; t < n; t++) {
+        char *row = (char *)out + t * (first + second);
+        memcpy(row, (const char *)a + t * first, first);
+        memcpy(row + first, (const char *)b + t * second, second);
+    }
+}
+
+// y += x, of n numbers.
+void rq_add(int wide, void *y, const void *x, int64_t n) { PICK(add_to(FW(y), F(x), n), add_to(BW(y), B(x), n)) }
 
 void rq_linear(int wide, const void *x, const void *w, const void *bias, void *y, int64_t n, int64_t rows, int64_t k) {
     PICK(linear(F(x), F(w), F(bias), FW(y), n, rows, k), linear(B(x), B(w), B(bias), BW(y), n, rows, k))
@@ -740,3 +772,5 @@ void rq_write_probs(const float *logits, int64_t stride, int64_t m, int64_t v, c
     });
 }
 }
+
+#include "captured.h"

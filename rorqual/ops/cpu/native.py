@@ -42,6 +42,7 @@ HEADERS = (
     "int4_pairs.h",
     "int4_panels.h",
     "sampling.h",
+    "captured.h",
 )
 PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
 # Of compilers for aarch64 all know -mcpu, not all -march.
@@ -85,10 +86,13 @@ _I = ctypes.c_int
 _P = ctypes.c_void_p
 _D = ctypes.c_double
 _N = ctypes.c_int64
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_lacking": (),
     "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
+    "rq_embed": (_P, _P, _P, _N, _N, _N),
+    "rq_beside": (_P, _P, _P, _N, _N, _N),
+    "rq_add": (_I, _P, _P, _N),
     "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
     "rq_mlp": (_I, _P, _P, _P, _P, _N, _N, _N),
     "rq_mla_prologue": (_I, _P, _P, _P, _P, _P, _P, _P, _N),
@@ -108,10 +112,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
+    "rq_capturable": (ctypes.c_char_p,),
+    "rq_replay": (_P, _N),
 }
 # the others return nothing
 _RESULTS: dict[str, Any] = {
     "rq_lacking": ctypes.c_char_p,
+    "rq_embed": _N,
+    "rq_capturable": _N,
+    "rq_replay": _N,
     "rq_experts": _N,
     "rq_experts_packed": _N,
 }
@@ -138,7 +147,7 @@ def library(processor: str = "native", more: tuple[str, ...] = ()) -> ctypes.CDL
             "the CPU kernels could not be built (%s): decoding uses torch calls alone", error
         )
         return None
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
@@ -212,6 +221,14 @@ class Native:
     def __init__(self, kernels: ctypes.CDLL):
         self.lib = kernels
         self.lib.rq_threads(torch.get_num_threads())
+        self.kept: list[Any] | None = (
+            None  # while calls are captured: what they read by its address
+        )
+
+    def keep(self, what: Any) -> None:
+        """To be called with what compiled calls read and nothing else may hold."""
+        if self.kept is not None:
+            self.kept.append(what)
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -231,6 +248,29 @@ class Native:
             eps,
         )
         return normed, total
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows `ids` of a table of any dtype; an id that is none is an IndexError."""
+        rows, columns = table.shape
+        out = table.new_empty(ids.shape[0], columns)
+        given = (*_pointers(table, ids), out.data_ptr())
+        sizes = (ids.shape[0], rows, columns * table.element_size())
+        known = self.lib.rq_embed(*given, *sizes)
+        if known < ids.shape[0]:
+            raise IndexError(f"token id {int(ids[known])} is not below {rows}")
+        return out
+
+    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+        """Columns of a, then of b, of one dtype."""
+        out = a.new_empty(a.shape[0], a.shape[1] + b.shape[1])
+        rows = (a.shape[1] * a.element_size(), b.shape[1] * b.element_size())
+        self.lib.rq_beside(*_pointers(a, b, out), a.shape[0], *rows)
+        return out
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """y, with x added to it."""
+        self.lib.rq_add(_wide(y), *_pointers(y, x), y.numel())
+        return y
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
@@ -363,21 +403,28 @@ class Native:
         self.lib.rq_causal(_wide(q), _pointer(q), *at, *sizes, scale)
 
     def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
-        """The routed experts alone; their weights are not rounded."""
-        moe = w.config
-        ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
-        weights = torch.empty(x.shape[0], moe.top_k)
-        grouped = moe.method != "greedy" and moe.n_group > 1
-        kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
-        flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
-        sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
-        matrices = (_pointer(w.gate), _pointer(w.bias))
-        settings = _Router(*sizes, *map(int, flags), moe.scaling, *matrices)
-        at = ctypes.addressof(settings)
+        """The routed experts alone."""
+        ids = torch.empty(x.shape[0], w.config.top_k, dtype=torch.int64)
+        weights = torch.empty(x.shape[0], w.config.top_k)
+        at = ctypes.addressof(self._settings_of(w))
         self.lib.rq_route(
             _wide(x), _wide(w.gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape
         )
         return ids, weights
+
+    def _settings_of(self, w: RouterWeights) -> _Router:
+        """For the kernel; valid while `w` is."""
+        matrices = (_pointer(w.gate), _pointer(w.bias))
+        if w.scratch is None or w.scratch[0] != matrices:
+            moe = w.config
+            grouped = moe.method != "greedy" and moe.n_group > 1
+            kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
+            flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
+            sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
+            w.scratch = (matrices, _Router(*sizes, *map(int, flags), moe.scaling, *matrices))
+        settings: _Router = w.scratch[1]
+        self.keep(settings)
+        return settings
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
         """Ids may repeat within a token; one that is neither a slot nor -1 is an IndexError, and

@@ -188,6 +188,7 @@ def experts(native: Native, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWe
     assert second is not None
     if first.format != second.format:  # W4A16 takes all of four bits
         held = [_described(matrix, W4A16) for matrix in (w.gate_up, w.down)]
+    native.keep(held)
     unknown = native.lib.rq_experts_packed(
         int(x.dtype == torch.float32),
         *(ctypes.addressof(matrix) for matrix in held if matrix is not None),

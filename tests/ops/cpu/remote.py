@@ -68,7 +68,7 @@ class Remote:
         return lambda *given: self.call(name, given)
 
     def call(self, name: str, given: tuple[Any, ...]) -> int:
-        types = native._SIGNATURES[name]
+        types = native.SIGNATURES[name]
         assert len(types) == len(given)
         structs = STRUCTS.get(name, {})
         parts = [struct.pack("<q", len(name)), name.encode(), struct.pack("<q", len(given))]

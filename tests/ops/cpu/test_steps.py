@@ -42,6 +42,24 @@ def test_norm_and_residual(native: Native, dtype: torch.dtype, columns: int) -> 
         check(got, want)
 
 
+@DTYPES
+@pytest.mark.parametrize("columns", [1, 37, 2048])
+def test_rows_are_fetched_joined_and_added(
+    native: Native, dtype: torch.dtype, columns: int
+) -> None:
+    table = draw(dtype, 9, columns)
+    ids = torch.tensor([8, 0, 3, 3])
+    rows = native.embed(ids, table)
+    assert torch.equal(rows, table[ids])
+    other = draw(dtype, 4, 5)
+    assert torch.equal(native.beside(rows, other), torch.cat((rows, other), 1))
+    more = draw(dtype, 4, columns)
+    assert torch.equal(native.add_to(rows.clone(), more), rows + more)
+    for wrong in (9, -1):
+        with pytest.raises(IndexError, match=f"{wrong} is not below 9"):
+            native.embed(torch.tensor([0, wrong]), table)
+
+
 def places(rope: int) -> TokenPlaces:
     angles = torch.rand(TOKENS, rope // 2) * 6
     return TokenPlaces(angles.cos(), angles.sin(), torch.randperm(3 * PAGE)[:TOKENS])
