@@ -82,7 +82,9 @@ class EtcdList:
         self.etcd.wipe()
 
 
-@pytest.fixture(params=["router", *KINDS])
+@pytest.fixture(
+    params=["router", *(pytest.param(kind, marks=pytest.mark.longest) for kind in KINDS)]
+)
 def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Registry]:
     made: Registry
     if request.param == "router":
