@@ -346,7 +346,7 @@ class Engine:
 
     def expert_load(self) -> Counts:
         """See Executor; nothing where it is not recorded."""
-        if not self.config.counts_picks:
+        if not self.config.counts_expert_load:
             return []
         counts = self.executor.expert_load()
         if counts:

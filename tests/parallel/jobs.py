@@ -286,7 +286,7 @@ def exchange(
     generator = torch.Generator().manual_seed(3)
     up = torch.randn(experts, 2 * size, hidden, generator=generator) / 16
     down = torch.randn(experts, hidden, size, generator=generator) / 6
-    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
+    held = [slot_map.physical_to_logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
     columns = slice(*mesh.axes["expert_tp"].shard.span(size))
     gate_up = Weight(
         torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous()

@@ -155,7 +155,7 @@ def exchanges(
         assert share is not None
         layer, plain = (ExchangeLayer(sizes, groups, x, name, fp8) for _ in range(2))
         share(layer.mesh, layer.moe, x)
-        if layer.axis.peers is not None:
+        if layer.axis.p2p_dispatch is not None:
             check(layer, plain, sizes.checked)
             yield from _shared(
                 layer, f"{name} symm{' fp8' * fp8}", published(sizes, x) if fp8 else None
@@ -169,14 +169,14 @@ def _shared(
     from rorqual.ops.triton.comm import dispatch_combine as kernels
     from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 
-    peers = layer.axis.peers
+    peers = layer.axis.p2p_dispatch
     axis = layer.axis
     x = layer.x
     assert isinstance(peers, P2PDispatchBuffers)
     buffer = peers.buffers[0]
     capacity = x.shape[0]
     columns = x.shape[1]
-    place = kernels.ExpertPlacement(len(layer.store.mine))
+    place = kernels.ExpertPlacement(len(layer.store.local_slots))
     rows = layer.rows_away()
     picks = ROUTING_BYTES * layer.ids.shape[1]
     row = fp8_row_bytes(columns) if layer.fp8 else columns * x.element_size()

@@ -433,7 +433,7 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         engine.collect()
         hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
         for layer, load in zip(layers, before, strict=True):
-            layer.exchange.record_load = engine.config.counts_picks
+            layer.exchange.record_load = engine.config.counts_expert_load
             layer.exchange.load.add_(load)
         runner.graphs = graphs
         runner.compiled = compiled
