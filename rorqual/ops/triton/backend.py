@@ -518,9 +518,9 @@ class TritonOps(Ops):
         drafts: Tensor,
         num_drafts: Tensor,
         slots: Tensor,
-        taken: Tensor | None,
+        accepted: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, taken)
+        return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, accepted)
 
     def commit_tokens(
         self,
