@@ -118,7 +118,7 @@ def leave(ring, factors, unit, there, stage, free, phase, M: gl.constexpr, STAGE
 
 @gluon.jit
 def _begin(ring, xt, wt, done, never, turn, by_turns, WHO: gl.constexpr):
-    """A product under way, which takes the registers of `done`."""
+    """A product in flight, which uses the registers of `done`."""
     mbarrier.wait(ring.turns.index(WHO), turn, pred=by_turns > 0)
     part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
     mbarrier.arrive(ring.turns.index(1 - WHO), count=1, pred=by_turns > 0)

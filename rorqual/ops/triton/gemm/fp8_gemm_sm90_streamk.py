@@ -97,7 +97,7 @@ def _await(x_here, w_here, stage, phase):
 
 @gluon.jit
 def _begin(inputs, weights, stage, spare, never):
-    """The product of a stage, under way. Of `spare` nothing but its registers is used."""
+    """The product of a stage, in flight. Only the registers of `spare` are used."""
     return warpgroup_mma(
         weights.index(stage),
         inputs.index(stage).permute((1, 0)),

@@ -26,7 +26,7 @@ DOT_TOKENS = 16
 MOST_TOKENS = 8  # of ordinary arithmetic
 COLUMNS = 16  # of a product on tensor cores
 ELEMENTS = 8192  # of a program's piece of a matrix
-HEAD = 128  # columns that one scale stands for
+HEAD = 128  # columns of a scale
 
 
 @triton.jit(do_not_specialize=["tokens"])

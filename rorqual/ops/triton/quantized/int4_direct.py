@@ -52,7 +52,7 @@ SHARED = 200 * 1024  # bytes of a tile's tokens
 PORTABLE_SHARED = 88 * 1024  # before sm_90
 
 
-# (order, blocks or None, count or None, limit) of moe/align.ExpertBlocks or of picks by themselves
+# (order, blocks or None, count or None, limit) of moe/align.ExpertBlocks or of unsorted pairs
 Places = tuple[Tensor, Tensor | None, Tensor | None, int]
 
 
@@ -387,7 +387,7 @@ def _int4_gate_up_kernel(
     if index < (gl.load(count) if SORTED else limit):
         part = gl.arange(0, 2 * N, along(BYTES, 1))
         inner = part // N * INNER + gl.minimum(column + part % N, INNER - 1)
-        # of an absent pick's block nothing is stored; it reads the first expert's weights
+        # a block without an expert reads the first expert's weights and stores nothing
         row = gl.maximum(expert, 0).to(gl.int64) * (2 * INNER) + inner
         w_tile, scales = weights_of(w, w_scale, row, HIDDEN, PARTS, GROUP, BYTES, SUMS)
         given = ask_first(w_tile, CHUNKS, DEPTH)
@@ -416,7 +416,7 @@ def _int4_down_kernel(
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
     SORTED: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y[pick] = down[expert] h[row], 16 WARPS TILES columns a program."""
+    """y[pair] = down[expert] h[row], 16 WARPS TILES columns per program."""
     COPY: gl.constexpr = copy_layout(WARPS, PARTS)
     BYTES: gl.constexpr = bytes_layout(WARPS, PARTS, TILES)
     SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
@@ -450,7 +450,7 @@ def _int4_down_kernel(
         out_column = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
         target = y + pick.to(gl.int64)[None, :] * HIDDEN + out_column[:, None]
         gl.store(target, found, mask=there[None, :] & (out_column < HIDDEN)[:, None])
-    wait_for_inputs(DEPENDENT)  # whoever waits for this kernel waits for the first product, too
+    wait_for_inputs(DEPENDENT)  # so kernels that wait for this one also wait for the first GEMM
 
 
 @gluon.jit
@@ -589,7 +589,7 @@ def gate_up(
     x: Tensor, weight: Weight, h: Tensor, places: Places, tile: DirectTile, m: int, top_k: int
 ) -> None:
     """h[row] = silu(gate x) * (up x). x [T, hidden] of 16 bits, weight [slots, 2 inner, hidden]
-    that `takes` takes, h [picks, inner]."""
+    that `takes` accepts, h [pairs, inner]."""
     inner = weight.data.shape[1] // 2
     order, table, count, limit = places
     tile = _fitted(tile, weight.columns, m)
@@ -602,7 +602,7 @@ def gate_up(
 def down(
     h: Tensor, weight: Weight, y: Tensor, places: Places, tile: DirectTile, m: int, early: bool
 ) -> None:
-    """y[pick] = down h[row]. h [picks, inner], weight [slots, hidden, inner], y [picks, hidden].
+    """y[pair] = down h[row]. h [pairs, inner], weight [slots, hidden, inner], y [pairs, hidden].
     early: the kernel before is `gate_up`, so `places` are there before it ends."""
     hidden = weight.data.shape[1]
     order, table, count, limit = places
