@@ -33,7 +33,7 @@ from rorqual.parallel.mesh import Mesh, ProcessGroups
 WAYS = (("allgather_ep", False), ("alltoall", False), ("low_latency", False), ("low_latency", True))
 SHARED = (("allgather_ep", False), ("low_latency", False), ("low_latency", True))
 GATHER_TOLERANCE = 2**-5  # of the largest sum: a few roundings of a bf16 sum in another order
-PUBLISHED = {"hidden": 7168, "experts": 256, "top_k": 8}  # DeepEP's figures are for these alone
+PUBLISHED = {"hidden": 7168, "experts": 256, "top_k": 8}  # sizes of DeepEP's published figures
 
 Call = Callable[[], object]
 Share = Callable[[Mesh, MoEConfig, Tensor], None]
@@ -41,8 +41,8 @@ Share = Callable[[Mesh, MoEConfig, Tensor], None]
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for
-    the same, as published."""
+    """`sent`: bytes that leave a rank, if they depend on the routing. peer_us: DeepEP's published
+    time for the same."""
 
     name: str
     axis: Axis
@@ -112,7 +112,7 @@ class ExchangeLayer:
     def _experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, places: Tensor, weights: Tensor, *_: Any
     ) -> Tensor:
-        """Experts in fp8 take such rows as they are."""
+        """fp8 rows are returned unchanged, as fp8 experts use them directly."""
         if not self.exact:
             return torch.empty(x.shape, dtype=dtype, device=x.device)
         return self._experts(reference.dequantize_activation(x, scale, dtype), places, weights)
@@ -136,7 +136,7 @@ class ExchangeLayer:
             self.exact = True
 
     def rows_away(self) -> float:
-        """Rows that leave a rank for other ranks, the mean of all ranks; as many come back."""
+        """Rows sent to other ranks, mean over ranks; as many are returned."""
         mask = wanted(self.store, self.ids, self.axis.size)
         away = mask.sum() - mask[:, self.axis.rank].sum()
         return float(self.axis.all_reduce(away)) / self.axis.size
@@ -145,7 +145,7 @@ class ExchangeLayer:
 def exchanges(
     sizes: Sizes, groups: ProcessGroups, x: Tensor, share: Share | None
 ) -> Iterator[ExchangeCase]:
-    """All ways over the process group, then, given a way to share memory, those over that."""
+    """All exchanges over the process group, then, given `share`, those over shared memory."""
     for name, fp8 in WAYS:
         layer = ExchangeLayer(sizes, groups, x, name, fp8)
         yield ExchangeCase(
