@@ -188,7 +188,7 @@ def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
     ]
     entries = [exact_entries(own)[:, None] for own in rows]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
-    # nobody reads tokens that do not exist
+    # tokens that do not exist are not read
     seen = torch.tensor([n >= queries for n in lens for _ in range(queries)], device="cuda")
     configs = mla.configs_for(heads * queries, BF16, fp8_cache=True)
 

@@ -139,9 +139,7 @@ def test_layers_give_the_same_sums(fields: dict[str, Any], tokens: int) -> None:
     torch.testing.assert_close(
         run_stages(one.stages(), x), run_stages(other.stages(), x), rtol=1e-5, atol=1e-5
     )
-    assert torch.equal(one.exchange.load, other.exchange.load), (
-        "picks of shared experts are not counted"
-    )
+    assert torch.equal(one.exchange.load, other.exchange.load), "shared experts are not counted"
     assert one.exchange.load.sum() == tokens * one.moe.top_k
 
 

@@ -140,7 +140,7 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
 
 
 def call(mesh: Mesh, number: int, tokens: list[int], dtype: torch.dtype) -> Given:
-    """Every third call wants the first experts alone: nobody asks for those of the last ranks."""
+    """Every third call wants the first experts alone: none of the last ranks' experts are used."""
     generator = torch.Generator().manual_seed(1000 * number + mesh.dp_rank)
     count = tokens[mesh.dp_rank]
     x = torch.randn(count, HIDDEN, generator=generator).to(dtype)

@@ -1,5 +1,5 @@
-"""Exchanges alone: the weighted sums of all experts on one device, whoever holds the tokens and
-whoever holds the experts."""
+"""Exchanges alone: the weighted sums of all experts on one device, for every distribution of tokens
+and experts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["allgather_ep", "alltoall", "low_latency"])
-def test_load_counts_logical_picks_of_the_tokens_submitted(pool: RankPool, exchange: str) -> None:
+def test_load_counts_logical_experts_of_dispatched_tokens(pool: RankPool, exchange: str) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": exchange}
     results = pool.run(
         "exchange", 2, sizes=sizes, tokens=[5, 2], routing="first", slots=REPLICAS, steps=2

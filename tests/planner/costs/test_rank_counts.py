@@ -240,7 +240,7 @@ def test_nothing_is_sent_where_attention_and_dense_layers_are_data_parallel() ->
     ).messages
 
 
-def test_copies_a_pick_or_blocks() -> None:
+def test_copies_per_expert_or_blocks() -> None:
     """A low-latency exchange of DeepEP's sends eight copies of a token wherever they go; this
     engine's one to each of the other ranks."""
     config = model_of("deepseek-v3")

@@ -27,7 +27,7 @@ from rorqual.planner.simulator.simulator import Simulation
 
 
 def loads(seed: int, layers: int = 4, experts: int = 64) -> Floats:
-    """Some experts are picked much more often than others."""
+    """Some experts get many more tokens than others."""
     found: Floats = np.random.default_rng(seed).lognormal(0.0, 1.0, (layers, experts))
     return found
 
