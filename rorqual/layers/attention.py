@@ -17,7 +17,7 @@ from rorqual.ops.interface import GQAWeights
 from rorqual.parallel.shard import Shard
 
 
-def kv_cut(tp: Shard, groups: int) -> Shard:
+def kv_shard(tp: Shard, groups: int) -> Shard:
     """The key-value heads of a rank: a share of them, or one head that several ranks replicate if
     tp exceeds `groups`."""
     return tp if groups >= tp.count else Shard(tp.index * groups // tp.count, groups)
@@ -37,7 +37,7 @@ class GQA:
         groups = self.config.num_kv_heads
         dim = self.config.head_dim
         shard = build.mesh.tp.shard
-        shared = kv_cut(shard, groups)
+        shared = kv_shard(shard, groups)
         names = (("q_proj", heads, shard), ("k_proj", groups, shared), ("v_proj", groups, shared))
         parts = [
             Part(f"{prefix}.{name}", count * dim, self.config.bias, held)

@@ -316,7 +316,7 @@ class MLA:
             nope, rope, v = self._decompressed(plane, segments[0], q.dtype)
             return self.ops.decompressed_attention(q, (nope, rope), v, segments[0], self.scale)
         # fp32: rounding after each stretch would let errors grow with the number of stretches
-        found = PartialAttention.over_nothing(q, self.config.v_dim)
+        found = PartialAttention.over_no_keys(q, self.config.v_dim)
         for stretch in segments:
             assert isinstance(stretch, Stretch)
             nope, rope, v = self._decompressed(plane, stretch, q.dtype)

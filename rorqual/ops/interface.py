@@ -191,7 +191,7 @@ class PartialAttention:
     total: Tensor
 
     @staticmethod
-    def over_nothing(q: Tensor, width: int) -> PartialAttention:
+    def over_no_keys(q: Tensor, width: int) -> PartialAttention:
         """Over no keys, for queries q [Q, H, D] and values of `width` columns."""
         return PartialAttention(
             q.new_zeros(*q.shape[:2], width, dtype=torch.float32),

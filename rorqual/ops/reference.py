@@ -291,15 +291,15 @@ def unpack_heads(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide * scales[..., None]).to(dtype)
 
 
-def by_query_head(x: Tensor, heads: int) -> Tensor:
+def repeat_kv(x: Tensor, heads: int) -> Tensor:
     """Keys or values [L, G, D] repeated for each query head, fp32: [L, H, D]."""
     return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)).float()
 
 
-def seen_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
+def masked_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
     """Attention scores [H, Q, L] fp32. Query i sees keys up to `first` + i; other scores are
     -inf."""
-    scores = torch.einsum("qhd,khd->hqk", q.float(), by_query_head(k, q.shape[1])) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.float(), repeat_kv(k, q.shape[1])) * scale
     allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(first)
     return scores.masked_fill_(~allowed, float("-inf"))
 
@@ -312,8 +312,8 @@ def whole_keys(nope: Tensor, rope: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of one request. q [Q, H, D]: the last Q of its L positions; k [L, G, D]; v [L, G,
     Dv]. Returns [Q, H, Dv]."""
-    weights = seen_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1])).to(q.dtype)
+    weights = masked_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, repeat_kv(v, q.shape[1])).to(q.dtype)
 
 
 def partial_attention(
@@ -330,10 +330,10 @@ def partial_attention(
     Query i sees keys up to `first` + i: all if that is at least L - 1, none if it is negative,
     which gives 0 and -inf.
     """
-    scores = seen_scores(q, k, scale, first)
+    scores = masked_scores(q, k, scale, first)
     total = scores.logsumexp(-1)
     weights = scores.sub_(_finite(total)[..., None]).exp_()
-    out = torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1]))
+    out = torch.einsum("hqk,khd->qhd", weights, repeat_kv(v, q.shape[1]))
     return out, total.t()
 
 
@@ -471,14 +471,14 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
     weights = tempered(wide, temperature[:, None], peak[:, None])
     floor = torch.full_like(peak, float("-inf"))
     if filters:
-        weights = cut(weights, top_k, top_p, min_p)
+        weights = apply_filters(weights, top_k, top_p, min_p)
         floor = wide.masked_fill(weights == 0, float("inf")).amin(-1)
     return Distribution(
         logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1)
     )
 
 
-def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Zero the tokens that top-k, then top-p over the rest, then min-p exclude. Tokens tied with
     the last one kept are kept. weights [M, V]: unnormalized probabilities; the others [M]."""
     ordered = weights.sort(-1, descending=True).values
@@ -494,7 +494,7 @@ def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return weights.masked_fill(weights < threshold, 0)
 
 
-def invert(weights: Tensor, numbers: Tensor) -> Tensor:
+def inverse_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
     """[M] int64: the token at which the cumulative sum of weights [M, V] exceeds the fraction
     numbers [M] of its total."""
     cumulative = weights.cumsum(-1)
@@ -508,7 +508,7 @@ def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
     """One token per row, [M] int64, by inverting the cumulative distribution, in vocabulary order,
     at numbers [M] in [0, 1) fp64."""
     greedy = given.summary[:, 0] < GREEDY_TEMPERATURE
-    return torch.where(greedy, given.best, invert(given.probs(), numbers))
+    return torch.where(greedy, given.best, inverse_cdf(given.probs(), numbers))
 
 
 def sample_residual(
@@ -529,7 +529,7 @@ def sample_residual(
         if q is None or q_rows is None
         else (p - q[q_rows]).clamp_(min=0)
     )
-    return torch.where((rest.sum(-1) > 0) & (rows >= 0), invert(rest, numbers), -1)
+    return torch.where((rest.sum(-1) > 0) & (rows >= 0), inverse_cdf(rest, numbers), -1)
 
 
 def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:

@@ -26,7 +26,7 @@ from rorqual.parallel.exchange_gather import pack, unpack
 from rorqual.parallel.layout import Layout
 
 
-def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
+def destination_mask(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
     """[T, ranks] bool: the ranks to which a token with experts in `slots` is sent: all ranks of an
     expert's expert_tp block."""
     groups = store.shard.count
@@ -91,7 +91,7 @@ class AllToAllExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
         slots = self.store.to_physical(ids, layout.counted, layout.first_row)
-        mask = wanted(self.store, slots, axis.size)
+        mask = destination_mask(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.start_all_to_all_fixed(counts)
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
@@ -139,7 +139,7 @@ class LowLatencyExchange(StoreExchange):
         axis = layout.moe_axis
         slots = self.store.to_physical(ids, layout.counted, layout.first_row)
         capacity = max(layout.moe_rows or (x.shape[0],))
-        mask = wanted(self.store, slots, axis.size)
+        mask = destination_mask(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1
         token = _filled(place.masked_fill(~mask, capacity), capacity)
         row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity

@@ -42,7 +42,7 @@ class P2PMemory:
         host memory. Collective over the axis. Raises RuntimeError on every rank if it fails on
         any."""
         with torch.cuda.device(device):
-            mine, name = on_all(axis, lambda: _export(size), device)
+            mine, name = run_on_all_ranks(axis, lambda: _export(size), device)
             names = (
                 axis.all_gather(torch.tensor([list(name)], dtype=torch.uint8, device=device))
                 .cpu()
@@ -54,7 +54,7 @@ class P2PMemory:
             theirs = {
                 rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank
             }
-            found = on_all(
+            found = run_on_all_ranks(
                 axis,
                 lambda: (
                     {rank: Mapping.of(handle, size) for rank, handle in theirs.items()}
@@ -70,7 +70,7 @@ class P2PMemory:
         return P2PMemory(own, table, stop, found)
 
 
-def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
+def run_on_all_ranks(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
     """Run `work`, which waits for no other rank, on every rank and return this rank's result.
     Raises RuntimeError on every rank if it fails on any: a container may forbid what it needs."""
     reason = ""

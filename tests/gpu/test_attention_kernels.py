@@ -246,7 +246,7 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
     tables = torch.zeros(1, 40, dtype=torch.int64, device="cuda")
     lens = torch.tensor([length], device="cuda")
     (share,) = shares_of(AttentionMetadata(tables, lens, (queries,), (length + 30,)), size, 64)
-    found = PartialAttention.over_nothing(q, 128)
+    found = PartialAttention.over_no_keys(q, 128)
     begin = 0
     for stretch in share.segments:
         own = slice(begin, begin + stretch.max_kv_lens[0])

@@ -38,7 +38,7 @@ from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
-from rorqual.parallel.p2p_memory import on_all
+from rorqual.parallel.p2p_memory import run_on_all_ranks
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.request import SamplingParams
@@ -402,7 +402,7 @@ def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
             raise RuntimeError("no permission\nand more")
 
     try:
-        on_all(axis, make, CPU)
+        run_on_all_ranks(axis, make, CPU)
     except RuntimeError as error:
         return str(error)
     return ""

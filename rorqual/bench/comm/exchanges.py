@@ -26,7 +26,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.comm_counters import ROUTING_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import ExpertStore, SlotMap
-from rorqual.parallel.exchange_alltoall import wanted
+from rorqual.parallel.exchange_alltoall import destination_mask
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 
@@ -137,7 +137,7 @@ class ExchangeLayer:
 
     def rows_away(self) -> float:
         """Rows sent to other ranks, mean over ranks; as many are returned."""
-        mask = wanted(self.store, self.ids, self.axis.size)
+        mask = destination_mask(self.store, self.ids, self.axis.size)
         away = mask.sum() - mask[:, self.axis.rank].sum()
         return float(self.axis.all_reduce(away)) / self.axis.size
 

@@ -42,7 +42,7 @@ def rebalance(
     layers, slots = present.shape
     plan = place(weight, slots, ranks, speeds=speeds)
     wanted = balancedness_by_layer(plan, weight, ranks, speeds) * (1 - within)
-    found = renamed(plan, present, ranks) if speeds is None else plan
+    found = match_placement(plan, present, ranks) if speeds is None else plan
     fewest = moved(present, found, ranks)
     left = np.arange(layers)
     spare = slots - weight.shape[1]
@@ -172,7 +172,7 @@ def _recopied(placement: Ints, weight: Floats, changes: int, ranks: int) -> Ints
 # ---- permute another plan's ranks and slots to match the current placement
 
 
-def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
+def match_placement(plan: Ints, present: Ints, ranks: int) -> Ints:
     """`plan` with ranks, and slots within a rank, permuted so that most experts stay where they
     are. Ranks must be equally fast."""
     layers = len(plan)
@@ -190,10 +190,10 @@ def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
         common[every, theirs] = -1
         common[every, :, ours] = -1
     chosen = np.take_along_axis(by_rank(plan, ranks), source[..., None], 1)
-    return settled(chosen.reshape(plan.shape), present, ranks)
+    return keep_slots(chosen.reshape(plan.shape), present, ranks)
 
 
-def settled(placement: Ints, present: Ints, ranks: int) -> Ints:
+def keep_slots(placement: Ints, present: Ints, ranks: int) -> Ints:
     """Permute slots within each rank so that experts it already has stay in their slots."""
     new, old = by_rank(placement, ranks), by_rank(present, ranks)
     experts = int(max(new.max(), old.max())) + 1

@@ -150,7 +150,7 @@ def _make_room(
     held[logical[moved], full] = False
 
 
-def unplanned(layers: int, experts: int) -> Ints:
+def identity_placement(layers: int, experts: int) -> Ints:
     """Every expert once, in order."""
     return np.tile(np.arange(experts), (layers, 1))
 
@@ -217,7 +217,7 @@ def held_by(placement: Ints, experts: int, ranks: int) -> Bools:
     return found
 
 
-def combined(loads: Sequence[Any]) -> Floats:
+def combined_loads(loads: Sequence[Any]) -> Floats:
     """Combine the loads of several workloads, with equal weight in each layer for any number of
     tokens."""
     parts = []

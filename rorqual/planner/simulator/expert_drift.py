@@ -18,7 +18,14 @@ from rorqual.engine.balance.moves import Move, changed_slots
 from rorqual.engine.balance.policy import DISTURBANCE, BalanceStats, LoadWindow, RebalancePolicy
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.load_file import loads_by_layer, read_expert_load
-from rorqual.parallel.eplb.placement import Floats, Ints, balancedness, combined, place, unplanned
+from rorqual.parallel.eplb.placement import (
+    Floats,
+    Ints,
+    balancedness,
+    combined_loads,
+    identity_placement,
+    place,
+)
 from rorqual.planner.simulator.settings import SimulationSettings
 
 MOST_SLOTS = 16  # of a rank in one move, as engine/balance/mover.py has it
@@ -50,7 +57,7 @@ class ExpertDrift:
             raise ConfigError(f"eplb_window={self.window} must be at least 1")
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"eplb_threshold={self.threshold} must lie between 0 and 1")
-        combined(self.loads)  # of one shape
+        combined_loads(self.loads)  # of one shape
 
     @staticmethod
     def read(
@@ -68,13 +75,17 @@ class ExpertDrift:
         place_ = min(now / self.period, len(self.loads) - 1.0)
         low = int(place_)
         share = place_ - low
-        first = combined(self.loads[low : low + 1])
-        return first if not share else first * (1 - share) + combined([self.loads[low + 1]]) * share
+        first = combined_loads(self.loads[low : low + 1])
+        return (
+            first
+            if not share
+            else first * (1 - share) + combined_loads([self.loads[low + 1]]) * share
+        )
 
     def first_placement(self) -> Ints:
         layers, experts = self.loads[0].shape
         if not self.redundant and not self.moves:
-            return unplanned(layers, experts)
+            return identity_placement(layers, experts)
         return place(self.loads[0], experts + self.redundant, self.ranks)
 
 

@@ -17,7 +17,7 @@ from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.load_file import loads_by_layer, read_expert_load
-from rorqual.parallel.eplb.placement import Floats, balancedness, place, unplanned
+from rorqual.parallel.eplb.placement import Floats, balancedness, identity_placement, place
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.costs.routing import Routing
@@ -261,7 +261,7 @@ def _judged(loads: dict[str, Floats], ranks: int, copies: int | None) -> tuple[f
     other = []
     for name, load in loads.items():
         if copies is None:
-            same.append(balancedness(unplanned(*load.shape), load, ranks))
+            same.append(balancedness(identity_placement(*load.shape), load, ranks))
             continue
         made = place(load, load.shape[1] + copies, ranks)
         same.append(balancedness(made, load, ranks))
