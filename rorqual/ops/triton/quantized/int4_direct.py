@@ -1,17 +1,16 @@
-"""Products of int4 weights and a few tokens in 16 bits, in Gluon: weights go from memory to the
-registers of the tensor cores, through nothing between.
+"""GEMM of int4 weights and a few 16-bit tokens, in Gluon: weights are loaded from global memory
+directly to tensor core registers.
 
-A weight is used once, so a copy in shared memory is bytes written and read for nothing. A warp owns
-16 weight rows and one of PARTS equal parts of the columns; lane 4 r + q reads the 16 bytes of a
-chunk of 128 columns that int4_order.py puts side by side for it, of rows r and r + 8, and unpacks
-them into its part of the left operand of mma.m16n8k16. DEPTH chunks are on their way to registers.
-Tokens, M of them, lie in shared memory, all their columns: every warp reads its part. A tile of 128
-columns and 16 rows is about 120 instructions for 8 tokens, where the form with wgmma (operands.py)
-takes 204. The chunks of a warp are written out one after another: carried around a loop, each byte
-would have a register of its own.
+A weight is used once, so staging it in shared memory would be wasted traffic. A warp has 16 weight
+rows and one of PARTS equal parts of the columns; lane 4 r + q reads its 16 adjacent bytes
+(int4_order.py) of a chunk of 128 columns, of rows r and r + 8, and unpacks them to its part of the
+left operand of mma.m16n8k16. DEPTH chunks are loaded ahead. All columns of the M tokens are in
+shared memory: every warp reads its part. A tile of 128 columns and 16 rows takes about 120
+instructions for 8 tokens; the form with wgmma (operands.py) takes 204. The chunks of a warp are
+unrolled: in a loop, each byte would have its own register.
 
-Weights are asked for before the kernel waits for the one that makes the tokens, where the experts
-do not depend on it: no kernel of a step writes weights.
+Weights are loaded before the kernel waits for the one that computes the tokens, if the experts do
+not depend on it: no kernel of a step writes weights.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 CHUNK = 128  # columns
 HALF = gl.constexpr(64)
 GROUPS_TAKEN = (64, 128)  # columns that share a scale
-MOST_CHUNKS = 24  # of a warp: they are written out
+MOST_CHUNKS = 24  # of a warp: they are unrolled
 PARTS_TAKEN = (1, 2, 4, 8)
 FEWEST_TOKENS = 8  # of a tile
 SHARED = 200 * 1024  # bytes of a tile's tokens
@@ -58,9 +57,8 @@ Places = tuple[Tensor, Tensor | None, Tensor | None, int]
 
 @dataclass(frozen=True)
 class DirectTile:
-    """warps: side by side, each with `tiles` times 16 weight rows; parts: of the columns, each with
-    such warps; depth: chunks on their way; registers: of a thread at most, 0: as many as the
-    compiler takes."""
+    """warps: each with `tiles` times 16 weight rows. parts: of the columns, each with this many
+    warps. depth: chunks loaded ahead. registers: most per thread; 0: the compiler's choice."""
 
     warps: int
     parts: int
@@ -187,7 +185,7 @@ def high_numbers(packed, kind: gl.constexpr):
 
 @gluon.jit
 def ask(w_tile, chunk):
-    """The bytes of a chunk, on their way."""
+    """Load the bytes of a chunk."""
     return gl.load(w_tile + chunk * HALF, cache_modifier=".cg")
 
 
@@ -272,7 +270,7 @@ def add_chunk(
     first = piece.slice(LOW, HALF, 2).permute((0, 2, 1)).load(RIGHT)
     second = piece.slice(HIGH, HALF, 2).permute((0, 2, 1)).load(RIGHT)
     none = gl.full(acc.shape, 0.0, gl.float32, SUMS)
-    # two chains of products: one would wait for itself
+    # two independent chains of products: a single one would wait for its own results
     below = mma_v2(low, first, none)
     above = mma_v2(high, second, none)
     if GROUP == HALF:
@@ -522,7 +520,7 @@ def takes(weight: Weight) -> bool:
     """Weights as int4_order.py lays them out in chunks of 128 columns, without zero points, tokens
     in 16 bits."""
     return (
-        not INTERPRETED  # Triton's interpreter takes no Gluon
+        not INTERPRETED  # Triton's interpreter does not support Gluon
         and weight.turned
         and weight.activation == "wide"
         and weight.zero is None
