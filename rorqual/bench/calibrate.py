@@ -1,9 +1,9 @@
 """`rorqual bench calibrate`: measure this machine's GPU and write the YAML that the planner reads.
 
-Bandwidth is a large copy (read and write counted), arithmetic the products of real layers at
-several row counts, each the median of repeated calls over more data than any cache holds; the
-shortest kernel and the gap between launches come from trains of tiny kernels; collectives run where
-several ranks were started (torchrun). All data is random: products of zeros run faster.
+Bandwidth is from a large copy (read and write counted), arithmetic from the GEMMs of real layers at
+several row counts, each the median of repeated calls over more data than any cache holds. The
+shortest kernel and the gap between launches are from sequences of tiny kernels. Collectives are
+measured if several ranks were started (torchrun). All data is random: GEMMs of zeros run faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CARD_SHAPES = [
 CARD_ROWS = [1, 16, 64, 128, 512, 4096]
 HOST_SHAPES = [(1024, 256), (512, 1024), (1024, 1024), (2048, 1024)]
 HOST_ROWS = [1, 8, 32, 128]
-ROTATED = 256 * 2**20  # bytes of weights that take turns, above every cache
+ROTATED = 256 * 2**20  # bytes of rotated weights, larger than every cache
 
 
 @dataclass
@@ -222,9 +222,9 @@ def _collective(clock: Clock, kind: str, size: int, world: int) -> float:
 def as_card(
     found: Calibration, platform: Platform, name: str, base: DeviceSpec | None
 ) -> dict[str, Any]:
-    """The entry for a file of devices. With a `base` GPU, peaks and links are its data and the
-    measured figures fractions of them; without one the measured figures stand as peaks, and
-    links are loopback's until a user's edit says better."""
+    """The entry for a file of devices. With a `base` GPU, peaks and links are from its data and the
+    measured figures are fractions of them; without one the measured figures are the peaks, and
+    links are loopback's until the user edits them."""
     today = datetime.date.today().isoformat()
     what = f"rorqual bench calibrate, {device_name(platform)}, torch {torch.__version__}, {today}"
     entry: dict[str, Any] = {

@@ -64,8 +64,8 @@ Work = Callable[[Ops], Tensor]
 
 @dataclass
 class FirstLight:
-    """One entry: error, the largest deviation over the definition's largest value; milliseconds,
-    the median of a call, launched alone; failed: the operator's words."""
+    """One entry. error: largest deviation over the reference's largest value. milliseconds: median
+    of single calls. failed: the operator's error message."""
 
     name: str
     error: float | None = None
@@ -185,7 +185,7 @@ def _mla(given: Inputs, rows: int, length: int) -> Work:
     kv_norm = given.normal(MLA.kv_lora_rank)
     x = given.normal(rows, HIDDEN)
     latent = given.normal(pages, PAGE, MLA.kv_lora_rank)
-    # rotated keys lie as the operators leave them, so that those of before count for nothing
+    # rotated keys have the operators' layout, so older entries cannot be reused
     rope = torch.zeros(pages, PAGE, MLA.rope_dim, dtype=torch.bfloat16, device=given.device)
 
     def run(ops: Ops) -> Tensor:

@@ -74,7 +74,7 @@ def planned(files: list[Path], settings: EplbSettings) -> tuple[dict[str, Any], 
 
     ep = settings.ep
     speeds = settings.speed or None
-    load = plans.combined([moe_layers_of(read_expert_load(path)) for path in files])
+    load = plans.combined_loads([moe_layers_of(read_expert_load(path)) for path in files])
     judged = moe_layers_of(read_expert_load(settings.evaluate)) if settings.evaluate else load
     if judged.shape != load.shape:
         raise ConfigError(
@@ -83,7 +83,7 @@ def planned(files: list[Path], settings: EplbSettings) -> tuple[dict[str, Any], 
         )
     layers, experts = load.shape
     slots = experts + settings.redundant
-    before = plans.unplanned(layers, experts) if experts % ep == 0 else None
+    before = plans.identity_placement(layers, experts) if experts % ep == 0 else None
     if settings.present is not None:
         there = moe_layers_of(read_expert_load(settings.present))
         before = plans.place(there, slots, ep, speeds=speeds)

@@ -1,8 +1,8 @@
-"""What a device can do and how devices are joined: frozen data read from YAML. No torch.
+"""Specifications of devices and their interconnects: frozen data read from YAML. No torch.
 
-The devices that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has
-the same form. Units in the file are those of datasheets (GiB, GB/s, TFLOP/s, us), here they are
-bytes, bytes a second, operations a second and seconds.
+Shipped devices are in planner/data/devices.yaml, measurements beside it; a user's file has the same
+format. Files use datasheet units (GiB, GB/s, TFLOP/s, us); here they are bytes, bytes/s,
+operations/s and seconds.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
 
 @dataclass(frozen=True)
 class Interconnect:
-    """One direction, for one device: `bandwidth` in bytes a second, `latency` of a small message
-    in seconds; `span` devices are joined."""
+    """One direction, for one device. `bandwidth`: bytes/s. `latency`: of a small message, seconds.
+    `span`: number of connected devices."""
 
     bandwidth: float
     latency: float
@@ -62,13 +62,13 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One rank's device. `flops` by the dtype that is multiplied; a dtype that is missing is not
-    multiplied at all.
+    """One rank's device. `flops`: peak operations/s by input dtype; a missing dtype is not
+    supported.
 
-    achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product
-    reach, where measured. engine_device: what --device names it, where `auto` would not find it.
-    launch_gap: seconds between two kernels launched one by one. collectives:
-    measured seconds, {kind: {ranks: [[bytes, seconds], ...]}}.
+    achieved_bandwidth, achieved_flops: measured fractions of the peaks for a large copy and a large
+    GEMM. engine_device: its --device name, if `auto` would not find it. launch_gap: seconds between
+    two kernels launched one by one. collectives: measured, {kind: {ranks: [[bytes, seconds],
+    ...]}}.
     """
 
     name: str
@@ -91,7 +91,7 @@ class DeviceSpec:
     measured: str | None = None
 
     def peak(self, dtype: str) -> float:
-        """Operations a second; fp8 weights on a device without fp8 are widened and multiplied as
+        """Operations/s; on a device without fp8, fp8 weights are converted to and multiplied as
         bf16."""
         if dtype in self.flops:
             return self.flops[dtype]
@@ -172,8 +172,8 @@ def _check_fields(name: str, data: Mapping[str, Any]) -> None:
 
 
 def read_device(name: str, data: Any) -> DeviceSpec:
-    """One entry of a devices file. Raises ConfigError naming the device, the field and what is
-    accepted."""
+    """Read one entry of a devices file. Raises ConfigError with the device, the field and the
+    accepted values."""
     if not isinstance(data, dict):
         raise ConfigError(f"device {name} must be a table of fields, not {type(data).__name__}")
     if "based_on" in data:
@@ -259,8 +259,8 @@ def known_devices() -> list[str]:
 
 
 def load_device(name: str, file: str | Path | None = None) -> DeviceSpec:
-    """A device that ships, by name; or one of a YAML `file`: `name` may be that file's path where
-    it holds one device."""
+    """A shipped device by name, or a device of a YAML `file`; `name` may be the path of a file with
+    one device."""
     path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
     if path is None:
         return read_device(name, _raw(name))

@@ -1,10 +1,9 @@
 """Read a Hugging Face `config.json` into a ModelConfig, validating everything once.
 
-Both spellings are read: transformers 4 (`rope_scaling` + `rope_theta`, `torch_dtype`) and 5
-(`rope_parameters`, `dtype`). A field that would change the mathematics and is not supported is
-refused by name; so is a field never heard of, unless the caller lists it in `ignore_fields`. So are
-the fields of rope_scaling, rope_parameters and quantization_config, which `ignore_fields` calls by
-both names: quantization_config.scale_fmt.
+Accepts transformers 4 (`rope_scaling` + `rope_theta`, `torch_dtype`) and 5 (`rope_parameters`,
+`dtype`). Rejects, by name, unsupported fields that change the result, and unknown fields unless the
+caller lists them in `ignore_fields`. The same holds for fields of rope_scaling, rope_parameters and
+quantization_config, whose names have a prefix: quantization_config.scale_fmt.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _fields(names: str) -> frozenset[str]:
 
 
 # Fields without effect on inference results: bookkeeping, training, and generation defaults that
-# live elsewhere.
+# are read elsewhere.
 HARMLESS = _fields(
     """architectures model_type transformers_version auto_map _name_or_path name_or_path use_cache
     initializer_range attention_dropout pretraining_tp ep_size num_mtp_layers aux_loss_alpha
@@ -117,7 +116,7 @@ def read_config_file(
     ignore_fields: Iterable[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The config.json of a folder, with `overrides` in place of its fields."""
+    """Read the config.json of a folder; `overrides` replace its fields."""
     path = Path(folder) / "config.json"
     try:
         data = json.loads(path.read_text())
@@ -131,8 +130,8 @@ def read_config_file(
 
 
 def read_config(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> ModelConfig:
-    """`data` is the object a config.json holds. Raises ConfigError, naming the field, for what is
-    invalid or would be computed wrongly."""
+    """`data`: the object in a config.json. Raises ConfigError, naming the field, for invalid or
+    unsupported values."""
     if not isinstance(data, Mapping):
         raise ConfigError("config.json must hold an object")
     family = _family(data)
@@ -237,7 +236,7 @@ class _Reader:
         return value
 
     def integers(self, name: str, single: bool = False) -> tuple[int, ...]:
-        """A list of integers; with `single`, one alone will do."""
+        """A list of integers; with `single`, also a single one."""
         value = self.get(name, [])
         found = [value] if single and not isinstance(value, list) else value
         if not isinstance(found, list) or not all(
@@ -257,7 +256,7 @@ class _Reader:
         off: Mapping[str, tuple[Any, ...]],
         owner: str,
     ) -> None:
-        """As `refuse`, for the fields of an object. `off`: values that change nothing."""
+        """`refuse` for the fields of a nested object. `off`: values without effect."""
         for field, value in values.items():
             full = f"{name}.{field}"
             if field in honoured or full in self.ignored or value in off.get(field, ()):
@@ -271,7 +270,7 @@ class _Reader:
     def strings(
         self, name: str, values: Mapping[str, Any], field: str, patterns: bool = False
     ) -> list[str]:
-        """A list of modules' names; with `patterns`, `re:` and a regular expression too."""
+        """A list of module names; with `patterns`, also `re:` and a regular expression."""
         found = values.get(field)
         if found is None:
             return []
@@ -287,8 +286,8 @@ class _Reader:
         return found
 
     def rope_fields(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """The fields of rope_scaling or rope_parameters and where they stand: in the object itself,
-        or once for each kind of layer. All layers here are of one kind and share one embedding."""
+        """(path, fields) of rope_scaling or rope_parameters. The fields may be repeated for each
+        kind of layer, and must then be equal: all layers share one rotary embedding."""
         values = self.mapping(name)
         if not any(isinstance(value, Mapping) for value in values.values()):
             return name, values
@@ -408,7 +407,7 @@ def _read_deepseek(reader: _Reader) -> ModelConfig:
             f"num_key_value_heads={reader.get('num_key_value_heads')} must equal "
             f"num_attention_heads={heads} for MLA"
         )
-    # A missing q_lora_rank takes the published default; an explicit null means a single q_proj.
+    # a missing q_lora_rank is the published default; an explicit null means a single q_proj
     q_lora = reader.data.get("q_lora_rank", 1536)
     attention = MLAConfig(
         num_heads=heads,
@@ -454,7 +453,7 @@ def _deepseek_moe(reader: _Reader, third: bool) -> MoEConfig:
         n_group=reader.integer("n_group", default=8 if third else 1),
         topk_group=reader.integer("topk_group", default=4 if third else 1),
         norm_topk_prob=norm,
-        # The published V2 code scales only what it does not normalize.
+        # the published V2 code scales weights only if it does not normalize them
         scaling=1.0 if norm and not third else scaling,
     )
     _check_groups(moe)

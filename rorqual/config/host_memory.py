@@ -1,4 +1,4 @@
-"""How much memory the host has left, and whether that is enough. No torch."""
+"""Free memory of the host, and checks of it. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def meminfo(key: str) -> int:
 
 
 def _cgroup_free() -> float:
-    """Bytes left under a container's limit, infinite where there is none."""
+    """Bytes left under the container's limit, infinite without one."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
@@ -30,8 +30,8 @@ def available_host_memory() -> int:
 
 
 def check_room(wanted: float, ranks: int, beside: int = 0, free: int | None = None) -> None:
-    """wanted: GiB of kv_host_memory for each of so many ranks of a host; beside: bytes that each
-    of them takes as well; free: what the host has, None for this one. Raises ConfigError."""
+    """Check that `ranks` ranks of a host fit: wanted GiB of kv_host_memory and `beside` other bytes
+    each. free: the host's free bytes; None: of this host. Raises ConfigError."""
     if free is None:
         free = available_host_memory()
     if ranks * (int(wanted * 2**30) + beside) <= free:
@@ -44,5 +44,5 @@ def check_room(wanted: float, ranks: int, beside: int = 0, free: int | None = No
 
 
 def host_number() -> int:
-    """The same for all processes of a running machine, and hardly for any other's."""
+    """A number that identifies this host until its next boot."""
     return int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15], 16)

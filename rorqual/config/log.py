@@ -1,4 +1,4 @@
-"""How this program logs: a record's message is one line, whatever a stranger's text holds."""
+"""Logging: a record's message is one line, even if it contains untrusted text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from rorqual.errors import escaped
 
-# of the HTTP request on whose behalf a line is written
+# id of the HTTP request for which a line is logged
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class LineFormatter(logging.Formatter):
-    """Characters that a terminal or a reader of lines would act on are escaped. A traceback keeps
-    its lines, each indented: none can pass for a record."""
+    """Escapes control characters and line breaks. Lines of a traceback are indented, so that none
+    can be taken for a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         name = request_id.get()
@@ -32,7 +32,7 @@ def _indented(text: str) -> str:
 
 
 def log_to_stderr(form: str, level: int) -> None:
-    """As logging.basicConfig: nothing changes where the root logger has a handler."""
+    """As logging.basicConfig: does nothing if the root logger has a handler."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

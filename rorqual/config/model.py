@@ -1,8 +1,8 @@
-"""What a model is: frozen data with the formulas that belong to it. No torch. hf.py reads it from a
+"""The model configuration: frozen data and its formulas. No torch. hf.py reads it from a
 config.json.
 
-Also the few things the environment decides: where caches live, which compiler there is, and what
-whoever started this process says of it.
+Also what the environment configures: cache folders, the compiler, collectives, a launcher's
+variables and the secret.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RopeConfig:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     def longest(self, trained: int) -> int:
-        """Positions of the longest sequence, of a model whose file says `trained`: with YaRN it
-        may be as it was before the factor was added, or count the stretched positions itself."""
+        """Longest sequence of a model whose file says `trained` positions, which with YaRN may be
+        the length before or after scaling."""
         if self.kind != "yarn":
             return trained
         return max(trained, int(self.factor * self.original_max_position))
@@ -67,7 +67,7 @@ class RopeConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on MLA's softmax scale (GQA models carry it in cos and sin alone)."""
+        """Factor on MLA's softmax scale (GQA models have it only in cos and sin)."""
         if self.kind == "default" or not self.mscale_all_dim:
             return 1.0
         return self.yarn_mscale(self.factor, self.mscale_all_dim) ** 2
@@ -147,7 +147,7 @@ class ModelConfig:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and tuned configurations live: RORQUAL_CACHE, else the user's cache
+    """Folder of compiled kernels and tuned configurations: RORQUAL_CACHE, else the user's cache
     folder."""
     given = os.environ.get("RORQUAL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -155,8 +155,7 @@ def cache_folder() -> Path:
 
 
 def triton_cache_folder() -> Path | None:
-    """Where Triton is to keep compiled kernels. None where TRITON_CACHE_DIR or TRITON_HOME say
-    so themselves."""
+    """Folder for Triton's compiled kernels; None if TRITON_CACHE_DIR or TRITON_HOME is set."""
     return (
         None
         if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
@@ -165,7 +164,7 @@ def triton_cache_folder() -> Path | None:
 
 
 def environment_for_child(names: Sequence[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Variables with these names, or that begin so: for a child that is to know no others."""
+    """Environment variables with these names or prefixes, for a child that gets no others."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -174,37 +173,36 @@ def environment_for_child(names: Sequence[str], prefixes: tuple[str, ...]) -> di
 
 
 def hccl_buffer_mb() -> int | None:
-    """MB of a communicator's buffer between NPUs, where the environment names them."""
+    """MB of a communicator's buffer between NPUs; None if the environment does not set it."""
     given = os.environ.get("HCCL_BUFFSIZE", "")
     return int(given) if given.isdigit() else None
 
 
 def hccl_on_vector_cores() -> None:
-    """Collectives between NPUs run on their vector cores, not by the device's CPU, unless the
-    environment says otherwise: what decode steps want. Before the first communicator is made."""
+    """Run NPU collectives on vector cores instead of the device's CPU, which is faster for decode,
+    unless the environment sets it. Call before the first communicator is created."""
     os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
 
 
 def child_environment() -> dict[str, str]:
-    """What a process started by this one inherits: the same environment, and the folder this
-    package was imported from."""
+    """Environment of a child process: this one's, with the folder of this package on
+    PYTHONPATH."""
     folder = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
 
 
 def collectives_on(interface: str) -> None:
-    """Collectives between ranks take this network interface, unless the environment names
-    another."""
+    """Use this network interface for collectives, unless the environment names another."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # without the sign NCCL takes all names that begin so
+    # without "=" NCCL uses all interfaces with this prefix
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 @contextmanager
 def nccl_unwatched() -> Iterator[None]:
-    """For communicators that are made inside, torch's watchdog ends no process where a member is
-    lost: somebody else sees that, and sees to it."""
+    """For communicators created inside, torch's watchdog does not end the process when a member is
+    lost: the engine detects and handles that itself."""
     changes = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -219,7 +217,7 @@ def nccl_unwatched() -> Iterator[None]:
 
 
 def visible_device(number: int) -> int:
-    """Where the host's GPU `number` stands among those that this process sees
+    """Index of the host's GPU `number` among those visible to this process
     (CUDA_VISIBLE_DEVICES)."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else []
@@ -227,8 +225,8 @@ def visible_device(number: int) -> int:
 
 
 def torchrun_variables() -> dict[str, str]:
-    """What torchrun, or whoever starts ranks in its way, tells a process about its place; those
-    that are set."""
+    """The variables that torchrun, or a compatible launcher, sets for a rank; those that are
+    set."""
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -242,7 +240,7 @@ def torchrun_variables() -> dict[str, str]:
 
 
 def shared_secret(file: str | None) -> bytes | None:
-    """What all ranks of an engine on several hosts know: the content of `file`, else
+    """The shared secret of an engine's ranks on several hosts: the content of `file`, else
     RORQUAL_SECRET, else None. Raises ConfigError."""
     text = os.environ.get("RORQUAL_SECRET", "")
     if file is not None:
@@ -266,9 +264,9 @@ def shared_secret(file: str | None) -> bytes | None:
 
 @contextmanager
 def compiler_caches_in(folder: Path) -> Iterator[None]:
-    """torch.compile reads and writes its caches in `folder` meanwhile. torch takes that place
-    from the environment and from nowhere else, so the variable is set for as long as something
-    is compiled. The folder is the user's alone: what torch finds there, it runs."""
+    """Inside, torch.compile's caches are in `folder`. torch reads the folder only from the
+    environment, so the variable is set during compilation. Only the user may access the folder,
+    since torch runs code that it finds there."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     before = os.environ.get(TORCH_CACHE)
     os.environ[TORCH_CACHE] = str(folder)

@@ -1,5 +1,5 @@
-"""Fields of a dataclass that a user may set. What an option means, its other names and what it
-accepts are said once, at the field: recipes, keyword arguments and flags are made from that."""
+"""Dataclass fields that users may set. A field defines its help, aliases and accepted values once,
+for recipes, keyword arguments and flags."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rorqual.errors import ConfigError
 @dataclass(frozen=True)
 class FieldOption:
     """aliases: other names in recipes, keyword arguments and, with dashes, as flags. flags: all
-    the flags, where they are not made from the names. group: the heading in a command's help.
-    env: a variable read where the flag is not given. choices: the values accepted; at_least_one:
-    an integer above 0 (or None, where that is the default)."""
+    flags, if not derived from the names. group: heading in a command's help. env: variable read if
+    the flag is not given. choices: accepted values. at_least_one: an integer above 0 (or None, if
+    that is the default)."""
 
     help: str
     group: str | None = None
@@ -28,18 +28,18 @@ class FieldOption:
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that is an option; `more` are those of FieldOption."""
+    """A dataclass field that is an option; `more`: other fields of FieldOption."""
     return dataclasses.field(default=default, metadata={"option": FieldOption(help, **more)})
 
 
 def same_option(cls: type, name: str) -> Any:
-    """A field with the default and the help of another dataclass's."""
+    """A field with the default and the help of the same field of another dataclass."""
     (found,) = (item for item in dataclasses.fields(cls) if item.name == name)
     return dataclasses.field(default=found.default, metadata=found.metadata)
 
 
 def options_of(cls: type) -> dict[str, FieldOption]:
-    """By field name; fields that are no options are left out."""
+    """The options by field name."""
     return {
         item.name: item.metadata["option"]
         for item in dataclasses.fields(cls)
@@ -48,8 +48,8 @@ def options_of(cls: type) -> dict[str, FieldOption]:
 
 
 def by_field(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with aliases replaced by the names of fields. Other names are kept. Raises
-    ConfigError where an option is given under two names."""
+    """`data` with aliases replaced by field names. Unknown names are kept. Raises ConfigError if an
+    option is given under two names."""
     fields = {alias: name for name, item in options_of(cls).items() for alias in item.aliases}
     found: dict[str, Any] = {}
     given: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Where spans are sent, by flag or by the variables that OpenTelemetry's SDKs know."""
+"""Where spans are sent: a flag, or OpenTelemetry's environment variables."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_otlp_endpoint(given: str | None) -> None:
 
 
 def traces_url(given: str | None) -> str | None:
-    """The whole URL that spans are posted to; None where nobody asks for them. given: of a flag,
-    which goes before the environment; PATH is added where it names no other."""
+    """The URL that spans are posted to; None if tracing is off. given: the flag's value, which
+    overrides the environment; PATH is added if it has no path."""
     if given is not None:
         return given if urlsplit(given).path.strip("/") else given.rstrip("/") + PATH
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() == "none":

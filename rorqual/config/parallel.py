@@ -1,8 +1,8 @@
-"""How a model is spread over ranks: independent sizes for its parts, validated in one place. No
+"""How a model is split over ranks: independent sizes for its parts, validated in one place. No
 torch.
 
-A world of `pp` pipeline stages, each of `stage = tp * dp` ranks. Within a stage a rank's number is
-dp_rank * tp + tp_rank. The same ranks are cut anew for each part of a layer:
+A world has `pp` pipeline stages of `stage = tp * dp` ranks each. Within a stage a rank's number is
+dp_rank * tp + tp_rank. Each part of a layer groups the same ranks differently:
 
 | part      | groups of a stage                                             | what a group shares  |
 | --------- | ------------------------------------------------------------- | -------------------- |
@@ -17,8 +17,8 @@ dp_rank * tp + tp_rank. The same ranks are cut anew for each part of a layer:
 | LM head   | groups of head_tp ranks                                       | rows of the          |
 |           |                                                               | vocabulary           |
 
-Groups are blocks of neighbouring ranks, so groups of dense_tp, embed_tp or head_tp lie inside an
-attention group or consist of whole ones.
+Groups are blocks of consecutive ranks, so a dense_tp, embed_tp or head_tp group is inside an
+attention group or consists of whole ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rorqual.errors import ConfigError
 
 MOST_MICRO_BATCHES = 8
 AUTO = "auto"
-MOST_AUTO_PARTS = 4  # that micro_batches="auto" chooses among
+MOST_AUTO_PARTS = 4  # most micro-batches that micro_batches="auto" chooses
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 REMOTE = "remote"  # experts in other processes (parallel/remote)
 
@@ -49,7 +49,7 @@ _parallel = partial(option, group="Parallel")
 
 
 def read_micro_batches(value: object) -> int | str:
-    """A number of parts, or "auto". Raises ConfigError."""
+    """A number of micro-batches, or "auto". Raises ConfigError."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number == AUTO:
         return AUTO
@@ -64,8 +64,8 @@ def read_micro_batches(value: object) -> int | str:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by
-    columns over the whole stage), pipeline_turns is pp."""
+    """Defaults: dense_tp, embed_tp and head_tp are tp; ep is 1 (experts split by columns over the
+    whole stage); pipeline_turns is pp."""
 
     tp: int = _parallel(
         1,
@@ -207,7 +207,7 @@ class ParallelConfig:
 
     @property
     def most_micro_batches(self) -> int:
-        """Parts that a step may have."""
+        """Most micro-batches of a step."""
         return MOST_AUTO_PARTS if isinstance(self.micro_batches, str) else self.micro_batches
 
     @property
@@ -230,23 +230,23 @@ class ParallelConfig:
 
     @property
     def places_experts(self) -> bool:
-        """Whether experts lie where their load says, not in order."""
+        """Whether experts are placed by their load, not in order."""
         return self.redundant_experts > 0 or self.enable_eplb
 
     def expert_slots(self, num_experts: int) -> int:
-        """Of a layer with so many experts, on all ranks together."""
+        """Expert slots of a layer with `num_experts` experts, on all ranks together."""
         return num_experts + self.redundant_experts
 
     def stage_layers(self, num_layers: int, pp_rank: int) -> range:
-        """The layers of one pipeline stage: as equal as possible, longer stages first (the last
-        one has the head as well)."""
+        """The layers of one pipeline stage: as even as possible, longer stages first (the last one
+        also has the head)."""
         each, more = divmod(num_layers, self.pp)
         start = pp_rank * each + min(pp_rank, more)
         return range(start, start + each + (pp_rank < more))
 
 
 def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
-    """Raise ConfigError, naming the rule, where `model` cannot be cut that way."""
+    """Raises ConfigError, naming the rule, if `model` cannot be split that way."""
 
     def divides(name: str, size: int, what: str, count: int) -> None:
         if count % size:
@@ -293,7 +293,7 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
 
 
 def _check_slots(experts: int, sizes: ParallelConfig) -> None:
-    """Every rank has as many slots, and no expert twice."""
+    """All ranks must have equally many slots, and none an expert twice."""
     most = experts * (sizes.ep - 1)
     redundant = sizes.redundant_experts
     if sizes.expert_slots(experts) % sizes.ep or redundant > most:
@@ -306,7 +306,7 @@ def _check_slots(experts: int, sizes: ParallelConfig) -> None:
 
 
 def _check_blocks(model: ModelConfig, sizes: ParallelConfig) -> None:
-    """Quantized weights are cut between blocks of their scales, never inside one."""
+    """Quantized weights can only be split between scale blocks."""
     attention = model.attention
     outputs = attention.num_heads * (
         attention.head_dim if isinstance(attention, GQAConfig) else attention.v_dim

@@ -1,5 +1,4 @@
-"""The age of a process, signals that reach it with its parent, what it dies with, and its end. No
-torch."""
+"""Process helpers: age, signals to the process group, death of the parent, exit. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-# a terminal's Ctrl-C, or a manager of services, sends them to every process of a group
+# a terminal's Ctrl-C, or a service manager, sends these to every process of a group
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1  # prctl(2)
-FLUSH_FAILED = 120  # the interpreter's own exit status where its output cannot be written
+FLUSH_FAILED = 120  # Python's exit status if stdout or stderr cannot be flushed
 
 
 def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock: imports and loading
-    included."""
+    """Seconds since this process was started, by the kernel's clock, including imports."""
     started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf(
         "SC_CLK_TCK"
     )
@@ -31,8 +29,8 @@ def process_age() -> float:
 
 @contextmanager
 def group_signals_blocked() -> Iterator[None]:
-    """Around the start of a child that will call `ignore_group_signals`: until then they are
-    blocked in it, so an interrupt while it imports is its parent's to answer."""
+    """Use around the start of a child that will call `ignore_group_signals`: until then the signals
+    are blocked in it, so that only the parent handles an interrupt while the child imports."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
@@ -41,16 +39,16 @@ def group_signals_blocked() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """The parent drains, then says when to leave. In the main thread."""
+    """The parent handles the signals and tells this process when to exit. In the main thread."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # its own children must not find them blocked
+    # children of this process must not inherit the block
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; where `parent` has ended already, end now.
-    Linux; elsewhere the end of the link to the parent has to do."""
+    """Ask the kernel for SIGKILL when the parent exits; if `parent` has exited already, exit now.
+    Linux only; elsewhere rely on the closed connection to the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -58,21 +56,21 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process as `sys.exit(status)` in its main thread would, exit handlers and all, but
-    without taking the interpreter and the libraries apart, and without waiting for threads.
+    """End this process like `sys.exit(status)` in the main thread, with exit handlers, but without
+    finalizing the interpreter and libraries, and without waiting for threads.
 
-    For processes that had process groups. Where a thread comes back from a collective while the
-    interpreter is taken apart, Python ends that thread with C++ frames on its stack, and the
-    whole process aborts ("terminate called without an active exception"), whatever its status was
-    to be. Groups outlive `destroy_process_group` wherever something holds them. Call it last: what
-    only `__del__` or a library's own destructor would release must have been closed.
+    For processes that had process groups. If a thread returns from a collective during interpreter
+    finalization, Python ends that thread with C++ frames on its stack, and the whole process aborts
+    ("terminate called without an active exception") instead of returning its status. Groups outlive
+    `destroy_process_group` while anything references them. Call it last: resources that only
+    `__del__` or a library's destructor would release must have been closed.
     """
-    # logging, tempfile, multiprocessing and whoever else registered
+    # logging, tempfile, multiprocessing and others
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError):  # nobody reads any more, or it was closed
+        except (OSError, ValueError):  # the reader is gone, or the stream is closed
             status = status or FLUSH_FAILED
     os._exit(status)

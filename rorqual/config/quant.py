@@ -1,6 +1,6 @@
-"""How matrices of a checkpoint are held and multiplied. No torch.
+"""Quantization of a checkpoint's matrices. No torch.
 
-A WeightScheme is what one matrix is; a QuantConfig says which matrix has which.
+A WeightScheme describes one matrix; a QuantConfig maps modules to schemes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from functools import cached_property
 from rorqual.errors import ConfigError
 
 BITS = {"fp8": 8, "int8": 8, "int4": 4}
-GROUPS = (128, 64, 32)  # of columns that share a scale, as published
+GROUPS = (128, 64, 32)  # group sizes (columns that share a scale) of published checkpoints
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """One matrix [rows, columns].
+    """The format of one matrix [rows, columns].
 
-    kind: wide (the model's dtype), fp8 (e4m3), int8 or int4. block: rows x columns that share a
-    scale, 0 columns being a whole row. symmetric: no zero points. activation: what the product's
-    rows are rounded to, as ACTIVATIONS lists. layout: how the file names and packs its tensors
-    (layers/weight_format); "wide" for a kind that is not wide: rounded while it is read.
+    kind: wide (unquantized, the model's dtype), fp8 (e4m3), int8 or int4. block: rows x columns
+    that share a scale; 0 columns: a whole row. symmetric: no zero points. activation: what the
+    product's input is rounded to, one of ACTIVATIONS. layout: how the file names and packs its
+    tensors (layers/weight_format); "wide" with another kind: quantized while loading.
     """
 
     kind: str = "wide"
@@ -31,7 +31,7 @@ class WeightScheme:
     symmetric: bool = True
     activation: str = "wide"
     layout: str = "wide"
-    ordered: bool = False  # columns name their groups (GPTQ's desc_act)
+    ordered: bool = False  # each column has a group index (GPTQ's desc_act)
 
     @property
     def is_wide(self) -> bool:
@@ -43,17 +43,17 @@ class WeightScheme:
 
     @property
     def bits(self) -> int:
-        """Of an element of a kind that is not wide."""
+        """Bits of a quantized element."""
         return BITS[self.kind]
 
     @property
     def column_unit(self) -> int:
-        """A cut between ranks falls on multiples of so many columns."""
+        """Columns can be split between ranks at multiples of this."""
         return self.block[1] or (2 if self.kind == "int4" else 1)
 
     def fitted(self, columns: int) -> WeightScheme:
-        """For a matrix of so many columns: one scale a row where they are fewer than a group, and
-        where they are no multiple of it, the next smaller group that divides them."""
+        """The scheme for a matrix with `columns` columns: one scale per row if they are fewer than
+        a group; if they are no multiple of it, the next smaller group size that divides them."""
         rows, group = self.block
         if rows > 1 or not group or columns % group == 0:
             return self
@@ -66,7 +66,7 @@ class WeightScheme:
         return -(-columns // self.block[1]) if self.block[1] else 1
 
     def describe(self) -> str:
-        """As `rorqual info` has it: int4 weights in groups of 128."""
+        """For `rorqual info`: int4 weights in groups of 128."""
         if self.is_wide:
             return "wide"
         rows, columns = self.block
@@ -81,16 +81,16 @@ class WeightScheme:
         return f"{self.kind} in {places}{zero}" if columns else f"{self.kind}, {places}{zero}"
 
 
-# What a product rounds its rows to first. A scale covers a token, or a token's 128 columns; ue8m0:
-# it is a power of two.
+# Quantization of a product's input. A scale covers a token or 128 columns of it. ue8m0: scales
+# are powers of two.
 ACTIVATIONS = ("wide", "fp8_group", "fp8_group_ue8m0", "fp8_token", "int8_group", "int8_token")
 WIDE = WeightScheme()
 FP8_BLOCK = WeightScheme("fp8", (128, 128), activation="fp8_group", layout="scale_inv")
 
 
 def is_named(names: frozenset[str], module: str) -> bool:
-    """Whether one of the names is the module, a module around it, or the last, first or middle
-    part of its path."""
+    """Whether one of the names is the module, a parent of it, or a first, middle or last part of
+    its path."""
     parts = module.split(".") if names else []
     return any(
         ".".join(parts[start:stop]) in names
@@ -101,7 +101,7 @@ def is_named(names: frozenset[str], module: str) -> bool:
 
 @dataclass(frozen=True)
 class ModuleList:
-    """Modules by name, or `re:` and a regular expression that matches from their beginning."""
+    """Modules by name, or by `re:` and a regular expression that matches the start of the name."""
 
     names: tuple[str, ...] = ()
 
@@ -121,9 +121,9 @@ class ModuleList:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """`scheme` for every linear layer that is not in `ignored`, unless one of `rules` names it:
-    (modules, scheme), the first that does. scheme None: only what a rule names. head: of the output
-    head, which is wide without it, whatever the others say."""
+    """`scheme` applies to every linear layer not in `ignored`, unless one of `rules` names it:
+    (modules, scheme), the first match. scheme None: only modules in rules are quantized. head: the
+    scheme of the output head, which is unquantized without it, regardless of the others."""
 
     scheme: WeightScheme | None = FP8_BLOCK
     ignored: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class QuantConfig:
         return not self.of(module).is_wide
 
     def of(self, module: str, columns: int = 0) -> WeightScheme:
-        """Of the module's matrix, which has so many columns."""
+        """The scheme of a module's matrix with `columns` columns."""
         if module in self._ignored:
             return WIDE
         found = next((scheme for names, scheme in self._rules if module in names), self.scheme)
@@ -152,18 +152,18 @@ class QuantConfig:
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """Those that some matrix may have."""
+        """All schemes that a matrix may have."""
         own = [scheme for scheme in (self.scheme, self.head) if scheme is not None]
         return tuple(dict.fromkeys([*own[:1], *(scheme for _, scheme in self.rules), *own[1:]]))
 
     @property
     def of_head(self) -> QuantConfig | None:
-        """Of the output head alone; None where it is wide."""
+        """The configuration of the output head alone; None if it is unquantized."""
         return None if self.head is None else QuantConfig(self.head)
 
     @property
     def rounds_rows_to_fp8(self) -> bool:
-        """Whether some products take rows in e4m3 with a scale for each 128 columns."""
+        """Whether some products take e4m3 input with a scale for each 128 columns."""
         return any(scheme.activation.startswith("fp8_group") for scheme in self.schemes)
 
     def describe(self) -> str:
@@ -173,15 +173,15 @@ class QuantConfig:
 def scheme_of(
     quant: QuantConfig | None, modules: Iterable[str], columns: int = 0
 ) -> WeightScheme | None:
-    """The one scheme of modules merged into one matrix; None where they have several."""
+    """The scheme of modules merged into one matrix; None if their schemes differ."""
     found = {quant.of(module, columns) if quant else WIDE for module in modules}
     return found.pop() if len(found) == 1 else None
 
 
-# ---- rounded here: wide checkpoints as they are read, and by `rorqual quantize`
+# ---- quantized here: unquantized checkpoints while loading, and by `rorqual quantize`
 
 
-# The absorbed products read kv_b head by head; the head decides between near tokens.
+# not quantized: absorbed products read kv_b head by head; the head decides between close tokens
 LEFT_WIDE = ("kv_b_proj", "lm_head")
 
 

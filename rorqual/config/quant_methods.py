@@ -1,7 +1,7 @@
-"""The quantization_config of a config.json, as each method's tools write it, into a QuantConfig. No
-torch.
+"""Read the quantization_config of a config.json, as each method's tools write it, into a
+QuantConfig. No torch.
 
-Fields that would change the result and are not known are refused by name, as in hf.py.
+Unknown fields that may change the result are rejected by name, as in hf.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Values = Mapping[str, Any]
 
 
 class FieldReader(Protocol):
-    """What hf.py's reader of a config.json offers. ignored: the fields a user says to pass by."""
+    """The interface of hf.py's reader of a config.json. ignored: fields that the user skips."""
 
     ignored: frozenset[str]
 
@@ -56,7 +56,7 @@ def refused(field: str, value: Any, accepted: str) -> ConfigError:
     return ConfigError(f"{NAME}.{field}={value!r} is not supported; accepted: {accepted}")
 
 
-# ---- fp8: DeepSeek's blocks, and one number a matrix
+# ---- fp8: DeepSeek's blocks, and one scale per matrix
 
 
 MODULE_LISTS = ("modules_to_not_convert", "ignored_layers")
@@ -71,7 +71,7 @@ FP8_TENSOR = WeightScheme("fp8", activation="fp8_token", layout="tensor")
 
 
 def _ignored(reader: FieldReader, values: Values, patterns: bool = False) -> tuple[str, ...]:
-    """Two names for one list; whoever writes both means the layers of either."""
+    """The union of two lists: both names mean the same."""
     names = [
         item for field in MODULE_LISTS for item in reader.strings(NAME, values, field, patterns)
     ]
@@ -146,7 +146,7 @@ GPTQ_FIELDS = _fields(
     """quant_method bits group_size desc_act sym lm_head checkpoint_format dynamic
     modules_in_block_to_quantize pack_dtype"""
 )
-# what the tool was told when it chose the numbers
+# settings of the quantization tool, without effect on loading
 GPTQ_HISTORY = _fields(
     """damp_percent damp_auto_increment static_groups true_sequential dataset tokenizer model_name
     model_name_or_path model_file_base_name meta use_exllama use_cuda_fp16 model_seqlen
@@ -200,7 +200,7 @@ def _listed(names: Any) -> list[Any]:
 
 
 def _left_by_gptq(dynamic: Any) -> tuple[str, ...]:
-    """The modules that `dynamic` leaves wide: `-:` and a pattern."""
+    """The modules that `dynamic` leaves unquantized: `-:` and a pattern."""
     if not isinstance(dynamic, Mapping):
         raise refused("dynamic", dynamic, "an object of patterns")
     for name in dynamic:

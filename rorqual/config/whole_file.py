@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a reader sees the old or the new one, whoever writes."""
+"""Atomic file replacement: a reader sees the old or the new file, even with several writers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Makes the folder. OSError where it cannot be; then nothing is left behind."""
+    """Creates the folder if needed. Raises OSError, and then leaves no temporary file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:

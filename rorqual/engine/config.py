@@ -619,7 +619,7 @@ class EngineConfig:
             raise ConfigError("enable_eplb does not go with single_rank_bench: nothing can move")
 
     @property
-    def counts_picks(self) -> bool:
+    def counts_expert_load(self) -> bool:
         return self.record_expert_load or self.enable_eplb or self.expert_rebalance
 
     def _check_capture_sizes(self) -> None:

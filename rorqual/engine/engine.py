@@ -28,7 +28,7 @@ from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
 from rorqual.engine.step_trace import MOST_STEPS, TraceFile
 from rorqual.errors import ConfigError, ExpertsMissing, RequestError
-from rorqual.parallel.eplb.placement import Ints, balancedness_by_layer, unplanned
+from rorqual.parallel.eplb.placement import Ints, balancedness_by_layer, identity_placement
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class Engine:
 
     def expert_load(self) -> Counts:
         """See Executor; nothing where it is not recorded."""
-        if not self.config.counts_picks:
+        if not self.config.counts_expert_load:
             return []
         counts = self.executor.expert_load()
         if counts:
@@ -374,7 +374,7 @@ class Engine:
         maps = initial_maps(self.config, self.model_config)
         layers = self.worker.expert_layers
         if not maps:
-            return unplanned(len(layers), self.model_config.moe.num_experts)
+            return identity_placement(len(layers), self.model_config.moe.num_experts)
         return np.array([maps[layer] for layer in layers])
 
     def launch(self) -> bool:

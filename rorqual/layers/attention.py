@@ -17,16 +17,16 @@ from rorqual.ops.interface import GQAWeights
 from rorqual.parallel.shard import Shard
 
 
-def kv_cut(tp: Shard, groups: int) -> Shard:
-    """Which key-value heads belong to the query heads of a rank: its share, or one that several
-    ranks hold where tp exceeds them."""
+def kv_shard(tp: Shard, groups: int) -> Shard:
+    """The key-value heads of a rank: a share of them, or one head that several ranks replicate if
+    tp exceeds `groups`."""
     return tp if groups >= tp.count else Shard(tp.index * groups // tp.count, groups)
 
 
 class GQA:
-    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the
-    step's tokens, a partial sum over tp; writes the step's keys and values to the cache before
-    attending."""
+    """forward: this rank's rows of the residual stream, [rows, hidden], to [T, hidden] of the
+    step's tokens, a partial sum over tp. Writes the step's keys and values to the cache before it
+    attends."""
 
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str):
         assert isinstance(config.attention, GQAConfig)
@@ -37,7 +37,7 @@ class GQA:
         groups = self.config.num_kv_heads
         dim = self.config.head_dim
         shard = build.mesh.tp.shard
-        shared = kv_cut(shard, groups)
+        shared = kv_shard(shard, groups)
         names = (("q_proj", heads, shard), ("k_proj", groups, shared), ("v_proj", groups, shared))
         parts = [
             Part(f"{prefix}.{name}", count * dim, self.config.bias, held)

@@ -1,4 +1,4 @@
-"""Embedding and language-model head, each with the rows of the vocabulary that this rank holds."""
+"""Vocabulary-parallel embedding and language-model head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rorqual.parallel.layout import Layout, MultiRankLayout, head_rows, return_l
 
 
 class Embedding:
-    """forward: token ids [T] to [T, hidden], complete on every rank of the attention group."""
+    """forward: token ids [T] to [T, hidden], on every rank of the attention group."""
 
     def __init__(self, build: Build, name: str, vocabulary: int, hidden: int, axis: str = "embed"):
         self.ops = build.ops
@@ -38,7 +38,7 @@ class Embedding:
         return self.mesh.tp.all_reduce(partial)
 
     def _partial(self, ids: Tensor) -> Tensor:
-        """Rows of the tokens whose entries are here, zero for the others."""
+        """[T, hidden]: zero for tokens outside this rank's part of the vocabulary."""
         place = ids - self.start
         outside = (place < 0) | (place >= self.stop - self.start)
         return self.ops.embed(place.masked_fill(outside, 0), self.table).masked_fill_(
@@ -50,25 +50,21 @@ class Embedding:
 
 
 class Head:
-    """Logits over the whole vocabulary, or its best entry, from hidden states that every rank of
-    the attention group holds.
-
-    `counts` are the rows of each data-parallel rank, needed where head_tp exceeds tp. A tied head
-    takes the embedding's table.
-    """
+    """Logits over the whole vocabulary, from hidden states that every rank of the attention group
+    has. A tied head uses the embedding's table."""
 
     def __init__(self, build: Build, vocabulary: int, hidden: int, tied: Embedding | None):
         self.mesh = build.mesh
         self.tied = tied
         self.vocabulary = vocabulary
         self.shard = build.mesh.axes["head"].shard
-        # Quantized checkpoints leave the head wide; one that is asked for is its own.
+        # quantized checkpoints leave the head unquantized; of_head is the format asked for it
         own = build.quant.of_head if build.quant else None
         part = Part("lm_head", vocabulary, shard=self.shard)
         self.linear = None if tied else Linear(replace(build, quant=own), [part], hidden)
 
     def finalize(self) -> None:
-        """Once the weights are there. A wide head stays as it was loaded."""
+        """Call once, after loading. An unquantized head stays as loaded."""
         if self.linear is not None and self.linear.weight.quantized:
             self.linear.finalize()
 
@@ -81,8 +77,9 @@ class Head:
     def forward(
         self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True
     ) -> Tensor:
-        """[N, hidden] to [N, vocabulary], fp32 where `wide`; else it may be the activations'
-        dtype, in which the product comes: enough to find the largest."""
+        """[N, hidden] to [N, vocabulary]. `wide`: fp32; else it may be the activations' dtype,
+        which is enough for an argmax. `counts`: rows of each data-parallel rank, needed if head_tp
+        exceeds tp."""
         if self.shard.count == 1:
             logits = self._local(hidden)
             return logits.float() if wide else logits

@@ -1,5 +1,4 @@
-"""The routed experts of one layer that are held here: their weights, and where the file's tensors
-go."""
+"""The routed experts of one layer on this rank: their weights and their checkpoint targets."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def mlp_targets(
     std: tuple[float, float],
     formats: tuple[WeightFormat, WeightFormat],
 ) -> Iterator[Target]:
-    """The columns from `start` on of an MLP; shape: of its gate in the file; std and formats: of
-    gate and up, and of down."""
+    """Targets of an MLP's intermediate columns from `start` on. shape: of its gate in the file;
+    std, formats: (gate and up, down)."""
     size = down.columns
     for index, part in enumerate(("gate_proj", "up_proj")):
         rows = gate_up.part(index * size, (index + 1) * size)
@@ -38,11 +37,12 @@ def mlp_targets(
     yield from formats[1].targets(Matrix(f"{name}.down_proj", down, window, std[1]))
 
 
-class HeldExperts:
-    """`held`: the slots that are here; where it is None, those of this rank. `local_fraction`: as
-    in ExpertWeights. Where `fused_shared` is not 0, shared experts stand behind the routed ones in
-    the same tensors, a shared MLP of S times an expert's columns as S experts. `room`: slots that
-    there is memory for, if more than are held; nothing is loaded into the others."""
+class LocalExperts:
+    """`local_slots`: the physical slots to load; None: those of this rank. `room`: slots to
+    allocate, if more than are loaded. `local_fraction`: as in ExpertWeights.
+
+    `fused_shared`: number of shared experts stored after the routed ones in the same tensors; a
+    shared MLP of S times an expert's columns counts as S experts."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HeldExperts:
         hidden: int,
         moe: MoEConfig,
         slots: SlotMap | None = None,
-        held: Sequence[int] | None = None,
+        local_slots: Sequence[int] | None = None,
         room: int = 0,
     ):
         self.moe = moe
@@ -59,11 +59,11 @@ class HeldExperts:
         self.hidden = hidden
         self.absent_matrix = partial(_absent_matrix, build)
         self._choose_formats(build)
-        self.fused_shared = self._fused_shared(build, slots) if held is None else 0
+        self.fused_shared = self._fused_shared(build, slots) if local_slots is None else 0
         self.slots = slots or SlotMap.identity(moe.num_experts)
         ep = build.mesh.axes["ep"].shard
-        self.slots_here = self.slots.local(ep) if held is None else held
-        self.room = max(room, len(self.slots_here))
+        self.local_slots = self.slots.local(ep) if local_slots is None else local_slots
+        self.room = max(room, len(self.local_slots))
         self.local_fraction = self.room / self.slots.num_slots
         self.columns = range(*build.mesh.axes["expert_tp"].shard.span(moe.intermediate_size))
         self.weights = self._empty(build)
@@ -74,9 +74,9 @@ class HeldExperts:
         )
 
     def _fused_shared(self, build: Build, slots: SlotMap | None) -> int:
-        """How many shared experts stand among the routed ones: all or none. All, where the
-        backend asks for it and a rank holds of them what it holds of every routed expert (the
-        same columns, in the same format) for the same tokens (none travels)."""
+        """How many shared experts are fused with the routed ones: all or none. All, if the backend
+        fuses them and this rank holds the same columns of them, in the same format, as of every
+        routed expert, for the same tokens (nothing is dispatched)."""
         moe = self.moe
         sizes = build.mesh.sizes
         here = slots is None and possible_exchanges(sizes, moe) == ("local",)
@@ -84,8 +84,8 @@ class HeldExperts:
         return moe.num_shared if here and alike and self._fits_shared(build) else 0
 
     def _fits_shared(self, build: Build) -> bool:
-        """Whether the backend asks for it, and shared experts are of the routed ones' format and
-        can be cut into as many."""
+        """Whether the backend fuses shared experts, and these have the routed experts' format and
+        can be split into as many."""
         moe = self.moe
         if not (build.ops.fuses_shared_experts and moe.num_shared):
             return False
@@ -98,7 +98,7 @@ class HeldExperts:
         return whole and schemes == [self.gate_up_format.scheme, self.down_format.scheme]
 
     def _choose_formats(self, build: Build) -> None:
-        """One for the gates and ups of all experts, one for their downs."""
+        """One format for all gate and up matrices, one for all down matrices."""
         experts = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
         ups = [f"{name}.{part}" for name in experts for part in ("gate_proj", "up_proj")]
         downs = [f"{name}.down_proj" for name in experts]
@@ -117,21 +117,21 @@ class HeldExperts:
         )
 
     def parts(self) -> list[Tensor]:
-        """All that an expert consists of, each [slots here, ...]: data, scales, zero points."""
+        """All tensors of the experts, each [local slots, ...]: data, scales, zero points."""
         weights = (self.weights.gate_up, self.weights.down)
         return [part for weight in weights for part in weight.tensors()]
 
     def finalize(self, ops: Ops) -> None:
-        """Once the weights are there."""
+        """Call once, after loading."""
         ops.prepare_experts(self.weights, f"{self.prefix}.experts")
 
     def targets(self) -> Iterator[Target]:
         gate_up = self.weights.gate_up
         down = self.weights.down
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
-        for place, slot in enumerate(self.slots_here):
+        for place, slot in enumerate(self.local_slots):
             yield from self._slot_targets(
-                names[self.slots.logical[slot]],
+                names[self.slots.physical_to_logical[slot]],
                 gate_up[place],
                 down[place],
                 self.columns.start,
@@ -139,9 +139,9 @@ class HeldExperts:
                 self.std,
             )
         for number in range(self.fused_shared):
-            place = len(self.slots_here) + number
+            place = len(self.local_slots) + number
             yield from self._fused_shared_targets(number, gate_up[place], down[place])
-        held = {self.slots.logical[slot] for slot in self.slots_here}
+        held = {self.slots.physical_to_logical[slot] for slot in self.local_slots}
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
@@ -157,14 +157,13 @@ class HeldExperts:
         experts: int,
         std: tuple[float, float],
     ) -> Iterator[Target]:
-        """One expert: the columns from `start` on of an MLP as wide as so many experts."""
+        """One expert: the columns from `start` on of an MLP as wide as `experts` experts."""
         shape = (experts * self.moe.intermediate_size, self.hidden)
         formats = (self.gate_up_format, self.down_format)
         yield from mlp_targets(name, gate_up, down, start, shape, std, formats)
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
-        """One of the shared experts among the routed ones; also from a checkpoint that holds
-        their gates and ups in one tensor."""
+        """One fused shared expert; the checkpoint may have their gate and up in one tensor."""
         name = f"{self.prefix}.shared_experts"
         each = self.moe.intermediate_size
         size = len(self.columns)
@@ -189,17 +188,18 @@ class HeldExperts:
         yield from self.absent_matrix(self.down_format, f"{name}.down_proj", shape)
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
-        """Checkpoints that keep all experts of a layer in one tensor."""
+        """For checkpoints that have all experts of a layer in one tensor."""
         places = [
-            (place, self.slots.logical[slot], 1) for place, slot in enumerate(self.slots_here)
+            (place, self.slots.physical_to_logical[slot], 1)
+            for place, slot in enumerate(self.local_slots)
         ]
-        if self.slots.is_identity and isinstance(self.slots_here, range):
-            places = [(0, self.slots_here.start, len(self.slots_here))]
+        if self.slots.is_identity and isinstance(self.local_slots, range):
+            places = [(0, self.local_slots.start, len(self.local_slots))]
         for place, first, count in places:
             yield from self._stacked_run(names, slice(place, place + count), first)
 
     def _stacked_run(self, names: list[str], run: slice, first: int) -> Iterator[Target]:
-        """The slots `run`, which hold the experts from `first` on."""
+        """The slots `run`, which hold consecutive experts from `first` on."""
         experts = self.moe.num_experts
         size = len(self.columns)
         total = self.moe.intermediate_size

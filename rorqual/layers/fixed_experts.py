@@ -1,7 +1,7 @@
-"""A dense layer computed as experts: its columns cut into pieces as wide as an expert, the first of
-which is shared and the others are experts that every token picks with weight 1. DeepSeek-V3's dense
-layers have 18432 columns, one shared and eight fixed experts of 2048: ranks that share experts
-share them too, with no group of their own for dense layers."""
+"""A dense layer computed as experts: its intermediate columns are split into pieces as wide as an
+expert. The first piece is a shared expert; every token is routed to all others with weight 1. The
+dense layers then use the expert-parallel ranks and need no group of their own. DeepSeek-V3: 18432
+columns are one shared and eight fixed experts of 2048."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 
 def fixed_experts_of(model: ModelConfig) -> int:
-    """Of each dense layer, beside the shared one."""
+    """Fixed experts of each dense layer, without the shared one."""
     return model.dense_intermediate // model.moe.intermediate_size - 1
 
 
 def check_fixed_experts(model: ModelConfig, sizes: ParallelConfig) -> None:
-    """Raise ConfigError where dense layers cannot be cut into experts."""
+    """Raises ConfigError if dense layers cannot be split into experts."""
     size = model.moe.intermediate_size
     if model.dense_intermediate % size or fixed_experts_of(model) < 1:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_fixed_experts(model: ModelConfig, sizes: ParallelConfig) -> None:
 
 
 class SharedColumns:
-    """This rank's part of the first columns of a dense MLP."""
+    """This rank's part of the shared expert: the first columns of a dense MLP."""
 
     def __init__(
         self, build: Build, hidden: int, size: int, formats: tuple[WeightFormat, WeightFormat]
@@ -77,7 +77,7 @@ class SharedColumns:
 
 
 class FixedExperts(ExpertLayer):
-    """Stands for a DenseMLP of the model's dense layers, and takes its weights."""
+    """Replaces the DenseMLP of a dense layer and loads its weights."""
 
     def __init__(self, build: Build, prefix: str, model: ModelConfig):
         moe = model.moe
@@ -118,7 +118,7 @@ class FixedExperts(ExpertLayer):
         )
 
     def finalize(self) -> None:
-        """Once the weights are there: as the backend wants them."""
+        """Call once, after loading: converts weights to the backend's layout."""
         for weight in (self.first.gate_up, self.first.down):
             self.ops.prepare_weight(weight, self.prefix)
         self.ops.prepare_experts(self.exchange.experts, self.prefix)
@@ -133,7 +133,7 @@ class FixedExperts(ExpertLayer):
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
     def targets(self) -> Iterator[Target]:
-        """The first columns of the dense layer are shared."""
+        """The first columns of the dense layer are the shared expert."""
         first = self.first
         yield from self._part(first.gate_up, first.down, first.columns.start)
         experts = self.exchange.experts

@@ -1,4 +1,4 @@
-"""Step: everything one forward pass needs to know, passed from hand to hand, never global."""
+"""Everything one forward pass needs, passed as an argument and never global."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ Between = Callable[..., Tensor]  # (step, *inputs)
 
 
 class PieceRecorder(Protocol):
-    """Captures a forward pass in pieces, between which something is computed anew each time."""
+    """Captures a forward pass as piecewise graphs, with eager calls in between."""
 
     def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
-        """Where the result of `work`, of this shape and the inputs' dtype, will be when the next
-        piece runs. Inputs and result begin with the step's tokens."""
+        """Run `work` eagerly between two pieces. Returns the buffer of its result, of this shape
+        and the inputs' dtype. The first dimension of inputs and result is the step's tokens."""
 
 
 @dataclass
 class ForwardBatch:
-    """Packed tokens of several requests, decoding requests first, then those with a chunk of
-    prompt.
+    """Packed tokens of several requests: decoding requests first, then those with a prefill chunk.
 
-    token_ids, positions [T] int64; `places`: how attention rotates the tokens and where it writes
-    them. `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None
-    where a kind is absent; both, on a rank that has no token. `layout` says where tokens are on
-    several ranks: Transformer.layout makes it. `recorder`: the pass is captured for any step of so
-    many tokens, whose segments are not known yet. `parts`: the step is computed as these, side by
-    side in the packed tokens. `layer_written`: called once a layer has launched what it writes to
-    its pages.
+    token_ids, positions [T] int64. `places`: rotation angles and cache slots of the tokens.
+    `logit_rows` [N] int64: rows that need logits. `decode`, `prefill`: None if the step has no such
+    requests; both are None on a rank without tokens. `layout`: where the rows are on several ranks,
+    from Transformer.layout. `recorder`: set during a piecewise capture, which is for any step of
+    this many tokens, so the segments are unknown. `parts`: the micro-batches of the step, in the
+    order of the packed tokens. `layer_written`: called after a layer has launched its cache writes.
     """
 
     token_ids: Tensor
@@ -53,8 +51,7 @@ class ForwardBatch:
     layer_written: Callable[[], None] | None = None
 
     def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
-        """Some of the packed tokens, those of whole requests, as a step of their own. It has no
-        logit rows."""
+        """A slice of the packed tokens, of whole requests, as its own batch without logit rows."""
         split = self.decode_tokens
         places = self.places
         return ForwardBatch(
@@ -70,12 +67,12 @@ class ForwardBatch:
 
     @property
     def idle(self) -> bool:
-        """No token is on this rank."""
+        """Whether this rank has no tokens."""
         return not self.segments and self.recorder is None
 
     def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
-        """`work(step, *inputs)`, which depends on what segments are in the step: now, or each time
-        a captured pass is replayed."""
+        """`work(step, *inputs)`, which depends on the step's segments: called now, or at each
+        replay of a piecewise capture."""
         if self.recorder is None:
             return work(self, *inputs)
         return self.recorder.between(work, inputs, shape)
@@ -90,7 +87,7 @@ class ForwardBatch:
 
     @cached_property
     def segments(self) -> list[tuple[AttentionMetadata, slice]]:
-        """Each segment with the slice of the packed tokens it owns."""
+        """Each segment with its slice of the packed tokens."""
         split = self.decode_tokens
         found = []
         if self.decode:
@@ -101,7 +98,7 @@ class ForwardBatch:
 
 
 def _requests(segment: AttentionMetadata | None, start: int, stop: int) -> AttentionMetadata | None:
-    """Those whose tokens are `start` to `stop` of the segment."""
+    """The requests whose tokens are `start` to `stop` of the segment."""
     if segment is None or start >= stop:
         return None
     starts = list(accumulate(segment.query_lens, initial=0))

@@ -1,5 +1,5 @@
-"""Linear layers: each knows its weight's format, the names of the checkpoint matrices merged into
-it, and what part of them it holds."""
+"""Linear layers. Each knows its weight's format, the checkpoint matrices merged into it, and its
+shard of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rorqual.parallel.shard import WHOLE, Shard
 @dataclass(frozen=True)
 class Part:
     """One checkpoint matrix inside a merged weight: its module name (no `.weight`), its rows in
-    the file, whether it has a bias, and which of its rows are here."""
+    the file, whether it has a bias, and this rank's shard of the rows."""
 
     name: str
     rows: int
@@ -39,12 +39,12 @@ class Part:
 
 
 class Linear:
-    """y = x W^T + b with W [sum of part rows, columns]; `merged` names a checkpoint tensor that may
-    hold all parts at once.
+    """y = x W^T + b with W [sum of part rows, columns]. `merged`: name of a checkpoint tensor that
+    may hold all parts at once.
 
-    Column-parallel: the parts say which rows are here, and y holds those columns. Row-parallel:
-    `cut` says which columns are here, x holds those columns, and y is a partial sum; rank 0 alone
-    adds the bias.
+    Column-parallel: the parts have shards, and y has this rank's columns. Row-parallel: `shard`
+    splits the columns of W, x has this rank's columns, and y is a partial sum; only rank 0 adds the
+    bias.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Linear:
         return self.ops.linear(x, self.weight, self.bias)
 
     def finalize(self) -> None:
-        """Once the weights are there: as the backend wants them."""
+        """Call once, after loading: converts the weight to the backend's layout."""
         self.ops.prepare_weight(self.weight, self.merged or self.parts[0].name)
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Hold the loaded matrix in `dtype`, whatever it was in the file."""
+        """Convert the loaded matrix to `dtype`."""
         self.weight = Weight(dequantize(self.weight, dtype))
         self.format = format_of(WIDE)
 
@@ -98,7 +98,7 @@ class Linear:
             yield from self._merged_targets()
 
     def _places(self) -> Iterator[tuple[Part, int, int]]:
-        """Each part with its rows in the weight."""
+        """Each part with the start and stop of its rows in the weight."""
         start = 0
         for part in self.parts:
             yield part, start, start + part.local
@@ -127,8 +127,8 @@ class Linear:
                 )
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """(first row in the merged tensor, start and stop in the weight) of each run of rows:
-        one where nothing is cut."""
+        """(first row in the merged tensor, start and stop in the weight) of each run of rows; one
+        run if nothing is sharded."""
         if all(part.shard.count == 1 for part in self.parts):
             yield 0, 0, sum(part.rows for part in self.parts)
             return

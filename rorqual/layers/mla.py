@@ -40,17 +40,17 @@ from rorqual.ops.reference import Weight, dequantize, in_8_bits, whole_keys
 from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
 
-# the published models norm both latents with this, whatever rms_norm_eps says
+# the published models use this for both latent norms, not rms_norm_eps
 LATENT_NORM_EPS = 1e-6
-RANDOM_SCALE = 0.04  # of an int8 cache with random weights: normed latents end at about 5
+RANDOM_SCALE = 0.04  # int8 cache scale with random weights: normed latents are below about 5
 
 
 class MLA:
-    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the
-    step's tokens, a partial sum over tp; writes the step's cache entries before attending.
+    """forward: this rank's rows of the residual stream, [rows, hidden], to [T, hidden] of the
+    step's tokens, a partial sum over tp. Writes the step's cache entries before it attends.
 
-    Over tp the heads are split; the projections to latents, and the latent cache, are on every
-    rank. `config` counts this rank's heads.
+    tp splits the heads; the down projections and the latent cache are replicated. `config` counts
+    this rank's heads.
     """
 
     def __init__(
@@ -86,14 +86,13 @@ class MLA:
         )
         self.dtype = build.dtype
         self.name = prefix
-        # of an int8 cache whose scale is the checkpoint's
+        # scale of an int8 cache, from the checkpoint
         self.cache_scale: Tensor | None = None
         if build.ops.static_cache_scales:
             self.cache_scale = build.empty(1, dtype=torch.float32).fill_(torch.nan)
 
     def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
-        """One GEMM takes the hidden state to [query or its latent | key-value latent | rope
-        key]."""
+        """One GEMM maps the hidden state to [query or its latent | key-value latent | rope key]."""
         mla = config.attention
         assert isinstance(mla, MLAConfig)
         rows = mla.num_heads * mla.qk_dim
@@ -121,8 +120,8 @@ class MLA:
             yield Target(name, self.cache_scale, fill=RANDOM_SCALE, is_scale=True, optional=True)
 
     def finalize(self) -> None:
-        """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16:
-        absorbed products read it head by head."""
+        """Call once, after loading: derives what the chosen forms need. fp8 kv_b becomes bf16,
+        since absorbed products read it head by head."""
         self.kv_b.widen(self.dtype)
         materialized = "AM_CC_ME" in (self.prefill_form, self.decode_form)
         q_norm, q_b = (
@@ -175,7 +174,7 @@ class MLA:
         return first, second, third
 
     def form_weights(self, form: str) -> list[Tensor]:
-        """The matrices the form multiplies by: what must be held, and read at each step."""
+        """The matrices that the form reads at each step."""
         first = (
             [self.down.weight.data]
             if self.q_b is not None
@@ -214,7 +213,7 @@ class MLA:
         return step.between(self._attend_segments, inputs, shape)
 
     def _latents(self, planes: dict[str, Tensor]) -> LatentCache | None:
-        """None in the form CD, which caches keys and values."""
+        """The latent cache; None in the form CD, which caches keys and values."""
         latent = planes.get("latent")
         if latent is None or "rope" not in planes:
             return latent
@@ -222,8 +221,8 @@ class MLA:
         return SplitLatent(latent, planes["rope"], scale)
 
     def _decodes_alone(self, step: ForwardBatch) -> bool:
-        """Whether prologue and attention may be one op: all tokens are of one segment, in the
-        absorbed form, and queries are made from hidden states."""
+        """Whether prologue and attention can be one op: all tokens decode, in the absorbed form,
+        and no latents are gathered."""
         layout = step.layout
         return (
             self.decode_form == "A_CC_ME"
@@ -235,7 +234,7 @@ class MLA:
     def _attend_segments(
         self, step: ForwardBatch, q: Tensor, query_in: Tensor | None = None
     ) -> Tensor:
-        # the usual step: nothing to slice, nothing to join
+        # the common case: nothing to slice or concatenate
         if step.prefill is None and step.decode is not None:
             return self.attend(self.decode_form, query_in, q, step, step.decode, slice(None))
         outs = []
@@ -248,8 +247,8 @@ class MLA:
     def _prologue(
         self, x: Activation, step: ForwardBatch, plane: LatentCache | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and
-        the latents are gathered."""
+        """As ops.mla_prologue. If tokens are sharded, each rank projects its own tokens to latents,
+        which are then gathered."""
         w = self.weights
         layout = step.layout
         places = step.places
@@ -261,8 +260,8 @@ class MLA:
         return query, *self.ops.mla_up(query, entries, w, places, plane)
 
     def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cache entries [N, C + rope] to keys [N, H, nope] and, shared by all heads, [N, rope],
-        and values [N, H, v]."""
+        """Cache entries [N, C + rope] to keys [N, H, nope], rope keys [N, rope] shared by all
+        heads, and values [N, H, v]."""
         mla = self.config
         latent, k_rope = entries.split((mla.kv_lora_rank, mla.rope_dim), -1)
         up = self.kv_b.forward(latent.contiguous()).view(
@@ -280,7 +279,7 @@ class MLA:
         segment: AttentionMetadata,
         part: slice,
     ) -> Tensor:
-        """`query_in`: for a materialized form, see MLAWeights."""
+        """`query_in`: the input of the query projection, for the materialized form."""
         planes = step.pool.layers[self.index]
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
@@ -293,7 +292,7 @@ class MLA:
         if form == "AM_CC_ME":
             assert query_in is not None
             return self._attend_materialized(query_in, plane, step, segment, part)
-        # an 8-bit cache keeps latent and rope key apart
+        # an 8-bit cache has no concatenated latent and rope key
         if form == "A_CC" and isinstance(plane, Tensor) and not in_8_bits(plane):
             return self._attend_joined(q, plane, segment)
         return self.out.forward(self.ops.mla_absorbed(q, self.weights, plane, segment, self.scale))
@@ -301,9 +300,9 @@ class MLA:
     def _attend_decompressed(
         self, q: Tensor, plane: LatentCache, segment: AttentionMetadata
     ) -> Tensor:
-        """Never more of the cache decompressed at once than ops/stretch.py allows: keys and
-        values of all heads are many times the latents they are made of. The step's own tokens are
-        in the cache by now and no exception, so that the bound holds for a step of any size."""
+        """Decompresses at most as many cached tokens at once as ops/stretch.py allows: keys and
+        values of all heads are many times larger than their latents. The step's own tokens are
+        read from the cache too, so the bound holds for a step of any size."""
         page = (plane if isinstance(plane, Tensor) else plane.latent).shape[1]
         tokens = stretch_tokens(self.config, q.element_size(), q.device.type, page)
         shares = self.ops.shares(segment, tokens, page)
@@ -316,13 +315,13 @@ class MLA:
         if len(segments) == 1:
             nope, rope, v = self._decompressed(plane, segments[0], q.dtype)
             return self.ops.decompressed_attention(q, (nope, rope), v, segments[0], self.scale)
-        # Sums are kept in fp32: rounded after each stretch they would drift with their number.
-        found = PartialAttention.over_nothing(q, self.config.v_dim)
+        # fp32: rounding after each stretch would let errors grow with the number of stretches
+        found = PartialAttention.over_no_keys(q, self.config.v_dim)
         for stretch in segments:
             assert isinstance(stretch, Stretch)
             nope, rope, v = self._decompressed(plane, stretch, q.dtype)
             self.ops.decompressed_attention(q, (nope, rope), v, stretch, self.scale, found)
-            del nope, rope, v  # before the next stretch is decompressed: one at a time
+            del nope, rope, v  # free them before the next stretch is decompressed
         return found.out.to(q.dtype)
 
     def _decompressed(

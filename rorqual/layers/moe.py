@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, and sparse over an Exchange."""
+"""Feed-forward layers: dense, and mixture of experts over an Exchange."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
-from rorqual.layers.experts import HeldExperts
+from rorqual.layers.experts import LocalExperts
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.parameter import Build, Target
-from rorqual.layers.picks import Picks
+from rorqual.layers.routing_simulator import SimulatedRouting
 from rorqual.ops.activation import Activation, hidden_of, room_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.interface import Ops
@@ -24,12 +24,12 @@ from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
-# A plain function that takes what the stage before it returned; the first takes [T, hidden].
+# A function of the previous stage's result; the first stage takes [T, hidden].
 Stage = Callable[[Any], Any]
 
 
 def run_stages(stages: Sequence[Stage], x: Tensor) -> Any:
-    """All stages one after the other, for a caller with nothing to do at the hand-overs."""
+    """Run all stages in order, with nothing in between."""
     for stage in stages:
         x = stage(x)
     return x
@@ -37,8 +37,9 @@ def run_stages(stages: Sequence[Stage], x: Tensor) -> Any:
 
 @dataclass
 class MoEInFlight:
-    """Tokens on their way to their experts and back: `ticket` is the exchange's. shared: the
-    shared expert's result where it does not come back with the routed experts'."""
+    """State between the stages of an MoE layer. `ticket`: what Exchange.dispatch returned.
+    shared: the shared expert's result, if the exchange does not return it with the routed
+    experts'."""
 
     x: Activation
     layout: Layout
@@ -48,7 +49,7 @@ class MoEInFlight:
 
 class DenseMLP:
     """SwiGLU of `intermediate` columns, split over the dense group: [T, hidden] to [T, hidden],
-    both as the layout says."""
+    both distributed as the layout says."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, intermediate: int):
         self.ops = build.ops
@@ -69,11 +70,11 @@ class DenseMLP:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
-        """One: a dense layer waits for nobody."""
+        """One stage: a dense layer has no hand-over."""
         return (partial(self.forward, layout=layout),)
 
     def partial(self, rows: Activation) -> Tensor:
-        """What this rank's columns add to the sums of rows of the whole dense group."""
+        """This rank's partial sums for the rows of the whole dense group."""
         return self.ops.mlp(rows, self.gate_up.weight, self.down.weight)
 
     def finalize(self) -> None:
@@ -86,7 +87,7 @@ class DenseMLP:
 
 
 class SharedMLP(Protocol):
-    """A dense layer beside experts."""
+    """A shared expert: a dense layer beside the routed experts."""
 
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> Tensor: ...
 
@@ -94,14 +95,15 @@ class SharedMLP(Protocol):
 
 
 class ExpertLayer:
-    """Experts behind an Exchange, and a dense layer beside them: what follows the dispatch."""
+    """Routed experts behind an Exchange, and an optional shared expert: the stages after the
+    dispatch."""
 
     ops: Ops
     exchange: Exchange
     shared: SharedMLP | None
 
     def exchange_stages(self, dispatch: Stage, layout: Layout) -> tuple[Stage, ...]:
-        """With a hand-over before the host waits for anything."""
+        """The stages; forward yields between them, before the host waits for the exchange."""
         send = (self.send,) if self.exchange.counts_first(layout) else ()
         return (dispatch, *send, self.run_experts, self.combine)
 
@@ -110,8 +112,9 @@ class ExpertLayer:
         return work
 
     def run_experts(self, work: MoEInFlight) -> MoEInFlight:
-        """The experts, and beside them the shared expert: over the rows that the exchange has
-        gathered, whose sums then come back together, or else over the layer's own."""
+        """Routed and shared experts. The shared expert takes the rows that the exchange gathered,
+        if it did, and its sums are returned with the routed ones; else it takes the layer's own
+        rows."""
         rows = self.exchange.dense_rows(work.ticket)
         if self.shared is None or rows is None:
             self.exchange.run_experts(work.ticket)
@@ -130,11 +133,11 @@ class ExpertLayer:
 class MoE(ExpertLayer):
     """Routed experts behind an Exchange, plus shared experts.
 
-    Where `fused_shared_experts` is not 0, shared experts stand behind the routed ones in the same
-    tensors, a shared MLP of S times an expert's columns as S experts, and every token picks them:
-    no kernels of their own. Else they are a layer beside the exchange, computed while it is under
-    way, on rows that it gathered where these are the rows they need. remote: the exchange of a
-    layer whose experts are in other processes; none is here then."""
+    If `fused_shared_experts` is not 0, shared experts are stored after the routed ones in the same
+    tensors (a shared MLP of S times an expert's columns as S experts), every token is routed to
+    them, and they need no kernels of their own. Else they are a DenseMLP, computed while the
+    exchange is in flight. remote: the exchange of a layer whose experts are in other processes;
+    this rank then holds none."""
 
     exchange: Exchange
 
@@ -151,8 +154,10 @@ class MoE(ExpertLayer):
         self.moe = moe
         self.prefix = prefix
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
-        self.held = HeldExperts(build, prefix, hidden, moe, slots, None if remote is None else ())
-        self.fused_shared_experts = self.held.fused_shared
+        self.local_experts = LocalExperts(
+            build, prefix, hidden, moe, slots, None if remote is None else ()
+        )
+        self.fused_shared_experts = self.local_experts.fused_shared
         self.router = RouterWeights(
             build.empty(moe.num_experts, hidden, dtype=gate_dtype),
             build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None,
@@ -163,15 +168,15 @@ class MoE(ExpertLayer):
         self.shared: DenseMLP | None = (
             DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         )
-        self.slots = self.held.slots
+        self.slots = self.local_experts.slots
         self.exchange = remote or self._exchange(build, slots)
-        self.picks: Picks | None = None
+        self.simulated_routing: SimulatedRouting | None = None
         self.dtype = build.dtype
 
     def _exchange(self, build: Build, slots: SlotMap | None) -> Exchange:
         store = ExpertStore(
             self.slots,
-            self.held.weights,
+            self.local_experts.weights,
             self.ops.experts,
             build.device,
             build.mesh.axes["ep"].shard,
@@ -181,19 +186,20 @@ class MoE(ExpertLayer):
         return make_exchange(build.mesh.sizes, self.moe, store, self.ops.dispatch_combine)
 
     def slot_parts(self) -> list[Tensor]:
-        """All that an expert consists of, each [slots here, ...]: data, scales, zero points."""
-        return self.held.parts()
+        """All tensors of the experts, each [local slots, ...]: data, scales, zero points."""
+        return self.local_experts.parts()
 
     def remap(self, slots: SlotMap, rows: Tensor) -> None:
-        """The weights here have been moved as `slots` says; rows: SlotMap.rows on the device."""
+        """Use another slot map, after the weights have been moved. rows: the map's
+        logical_to_physical() on the device."""
         self.slots = slots
         self.exchange.remap(slots, rows)
         self.ops.weights_changed(self.slot_parts())
 
     def finalize(self) -> None:
-        """Once the weights are there."""
+        """Call once, after loading."""
         self.router.gate = self.ops.prepare_router_weight(self.router.gate, self.dtype)
-        self.held.finalize(self.ops)
+        self.local_experts.finalize(self.ops)
         if self.shared is not None:
             self.shared.finalize()
 
@@ -203,30 +209,29 @@ class MoE(ExpertLayer):
         return self.ops.router(x, self.router)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
-        """What a layer chains, with a hand-over between two stages: others may compute there while
-        tokens travel. One stage where nothing travels."""
+        """The stages of the layer. Between two of them other micro-batches may compute while tokens
+        are in flight. One stage if nothing is sent."""
         if self.is_one_op:
             return (partial(self.forward, layout=layout),)
         return self.exchange_stages(partial(self.dispatch, layout=layout), layout)
 
     @property
     def is_one_op(self) -> bool:
-        """Whether router and experts are one op: the exchange would pass ids and weights on as
-        they are."""
+        """Whether router and experts are one op: the exchange would use ids and weights
+        unchanged."""
         exchange = self.exchange
         return (
             isinstance(exchange, LocalExchange)
             and exchange.store.plain
             and not exchange.record_load
-            and self.picks is None
+            and self.simulated_routing is None
         )
 
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
-        """[T, hidden], or the sum over each token's experts left to the norm that follows, where
-        the layout says that one does."""
+        """[T, hidden], or a DeferredMoESum if the layout says that a norm follows directly."""
         if not room_of(x).shape[0]:
             return hidden_of(x)
-        experts = self.ops.experts_deferred if layout.norm_sums else self.ops.routed_experts
+        experts = self.ops.experts_deferred if layout.defers_moe_sum else self.ops.routed_experts
         shared = None
         if self.shared is not None:
             with self.ops.side_stream():
@@ -236,15 +241,17 @@ class MoE(ExpertLayer):
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
         ids, weights = self.route(rows)
-        if self.picks is not None:
+        if self.simulated_routing is not None:
             routed = self.moe.top_k
-            ids = torch.cat((self.picks(ids[:, :routed], layout.first_row), ids[:, routed:]), 1)
+            ids = torch.cat(
+                (self.simulated_routing(ids[:, :routed], layout.first_row), ids[:, routed:]), 1
+            )
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.held.std[0])
+        yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.local_experts.std[0])
         if self.router.bias is not None:
             yield Target(f"{self.prefix}.gate.e_score_correction_bias", self.router.bias)
         if self.shared:
             yield from self.shared.targets()
-        yield from self.held.targets()
+        yield from self.local_experts.targets()

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or joined with the addition to the residual stream before it."""
+"""RMSNorm, alone or fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rorqual.parallel.collectives import Axis
 
 
 class Norm:
-    """quantize_output: only products of the layer's own weights follow, so that where these are
-    fp8 the rows are wanted in fp8. before_router: a router is the first to read them."""
+    """quantize_output: only linear layers of the layer itself read the output, so it is quantized
+    if their weights are fp8. before_router: a router reads the output first."""
 
     def __init__(
         self,
@@ -38,9 +38,8 @@ class Norm:
     def add(
         self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
     ) -> tuple[Activation, Tensor]:
-        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place
-        where all-reduce, addition and norm fuse, or the sum over a token's experts, addition and
-        norm."""
+        """(norm(x + residual), x + residual), x being a partial sum over `axis`. Fuses all-reduce,
+        addition and norm, or the sum over a token's experts, addition and norm."""
         if isinstance(x, DeferredMoESum):
             if residual is not None and (axis is None or axis.size == 1):
                 return self.ops.sum_add_norm(

@@ -1,5 +1,5 @@
-"""Where checkpoint tensors go. A layer lists its Targets; the loader fills them from a file, or
-from a seed."""
+"""Where checkpoint tensors go. A layer lists its Targets; the loader fills them from a file or from
+a seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rorqual.config.quant import QuantConfig, WeightScheme, scheme_of
 from rorqual.errors import ConfigError
-from rorqual.layers.picks import Picks
+from rorqual.layers.routing_simulator import SimulatedRouting
 from rorqual.ops.interface import Ops
 from rorqual.parallel.exchange import Exchange, SlotMap
 from rorqual.parallel.mesh import Mesh
@@ -22,8 +22,7 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True)
 class Window:
-    """Where a shard lies in the file's matrix: the matrix's shape, and the shard's first row and
-    column."""
+    """A shard of a matrix in the file: the matrix's shape, and the shard's first row and column."""
 
     shape: tuple[int, int]
     row: int = 0
@@ -32,11 +31,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Convert:
-    """How a window of the file's tensor, `extent` in shape, becomes what is kept. It is read in
-    pieces along its first axis, `unit` places or a multiple at a time; `store(places, data)` takes
-    one, of one of `dtypes`, and raises ValueError, with the end of a sentence, for numbers that
-    cannot be right. `into`: what it fills, where that is not the target's view alone; nothing,
-    where numbers are only looked at. `draw` fills it where weights are random."""
+    """Converts a window of the file's tensor, of shape `extent`, to the parameter's format. The
+    window is read in pieces along its first axis, of `unit` entries or a multiple. `store(places,
+    data)` takes one piece, in one of `dtypes`, and raises ValueError, with the end of a sentence,
+    for invalid numbers. `into`: the tensors it fills, if not just the target's view; empty if the
+    numbers are only checked. `draw` fills them for random weights."""
 
     extent: tuple[int, ...]
     store: Callable[[slice, Tensor], None]
@@ -46,25 +45,25 @@ class Convert:
     draw: Callable[[], None] | None = None
 
     def pieces(self, most: int) -> int:
-        """Places of a piece of at most so many bytes, if a unit is not more."""
+        """Entries in a piece of at most `most` bytes, at least `unit`."""
         each = 4 * math.prod(self.extent[1:]) * self.unit
         return max(1, most // max(1, each)) * self.unit
 
 
 @dataclass(frozen=True)
 class Target:
-    """One checkpoint tensor's place: `view` is (part of) a parameter. `covers` names the tensors it
-    stands for when it holds several merged ones. Random weights are normal with `std`, or the
-    constant `fill` where std is None. Each row of the file fills `repeat` rows of the view (scales
-    of blocks kept row by row).
+    """Where one checkpoint tensor goes: `view` is (part of) a parameter. `covers`: names of the
+    separate tensors that a merged one replaces. Random weights are normal with `std`, or the
+    constant `fill` if std is None. Each row of the file fills `repeat` rows of the view (block
+    scales that are stored per row).
 
-    A shard's view holds a window of the file's tensor: `whole` is that tensor's shape (None: the
-    view's own), `start` where the window begins, rows counted as the view counts them. A view
-    without elements takes nothing but says that the name is known. `optional`: the file may lack
-    it. `is_scale`: its numbers must be finite.
+    A shard's view is a window of the file's tensor: `whole` is that tensor's shape (None: the
+    view's own), `start` the window's first index, in rows of the view. An empty view loads nothing
+    but makes the name known. `optional`: the file may lack the tensor. `is_scale`: its numbers must
+    be finite.
 
-    `convert` is for tensors that are not kept as the file has them; `place` is then where the view
-    lies in the matrix that random weights are drawn for.
+    `convert` is for tensors whose format differs from the file's; `place` is then the view's window
+    in the matrix that random weights are drawn for.
     """
 
     name: str
@@ -82,14 +81,14 @@ class Target:
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """Where it is held."""
+        """The tensors that it fills."""
         if self.convert is None or self.convert.into is None:
             return (self.view,)
         return self.convert.into
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """The shape of the tensor in the file."""
         if self.whole is not None:
             return self.whole
         first = self.view.shape[:1]
@@ -100,13 +99,13 @@ class Target:
         return self.start or (0,) * self.view.dim()
 
     @property
-    def stands_for(self) -> tuple[str, ...]:
+    def covered_names(self) -> tuple[str, ...]:
         return self.covers or (self.name,)
 
 
 @dataclass(frozen=True)
 class Build:
-    """What every layer needs to make its parameters."""
+    """What every layer needs to create its parameters."""
 
     ops: Ops
     dtype: torch.dtype
@@ -114,14 +113,14 @@ class Build:
     quant: QuantConfig | None = None
     residual_gain: float = 1.0  # shrinks the random weights that write to the residual stream
     mesh: Mesh = field(default_factory=Mesh.single)
-    # makes the embedding table elsewhere than on `device`: in host memory the device can read
+    # allocates the embedding table in host memory that the device can read; None: on `device`
     embedding_memory: Allocate | None = None
-    # where experts lie, by the number of their layer; in order where it says nothing
+    # by layer index; layers without an entry have their experts in order
     slot_maps: Mapping[int, SlotMap] = field(default_factory=dict)
     fixed_experts: bool = False  # dense layers are computed as experts
-    # experts in place of those that the router of a layer chooses; for benchmarks
-    picks: Callable[[int], Picks | None] = lambda layer: None
-    # the exchange of a layer whose experts are in other processes
+    # by layer index: replaces the router's choice, for benchmarks
+    simulated_routing: Callable[[int], SimulatedRouting | None] = lambda layer: None
+    # by layer index: the exchange of a layer whose experts are in other processes
     remote: Callable[[int], Exchange | None] = lambda layer: None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -137,7 +136,7 @@ class Build:
         return self.quant is not None and self.quant.rounds_rows_to_fp8
 
     def scheme(self, modules: Sequence[str], columns: int) -> WeightScheme:
-        """Of the modules that are merged into one matrix. Raises ConfigError where they differ."""
+        """The format of modules merged into one matrix. Raises ConfigError if theirs differ."""
         found = scheme_of(self.quant, modules, columns)
         if found is None:
             assert self.quant is not None

@@ -1,4 +1,4 @@
-"""cos and sin tables. A step gathers its rows once; every layer then reads the same two tensors."""
+"""cos and sin tables. A step gathers its rows once; all layers read the same two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies where in the safetensors files of a folder."""
+"""The tensors in the safetensors files of a folder, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from rorqual.errors import LoadError
 
 NAMES_SHOWN = 5
-DIGESTED = 4096  # bytes of a tensor
+DIGESTED = 4096  # bytes of each tensor that experts_digest reads
 EXPERT_TENSOR = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.mlp\.(?:gate\.weight|"
     r"experts\.(?:(?P<expert>\d+)\.)?down_proj(?:\.weight|\.weight_packed|\.qweight)?)"
 )
-LENGTH = 8  # bytes before the header: its length
+LENGTH = 8  # bytes of the header's length, before the header
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """offset: of its first byte in the file. dtype: by the format's own name."""
+    """offset: first byte in the file. dtype: safetensors' name of it."""
 
     name: str
     dtype: str
@@ -55,8 +55,7 @@ class CheckpointFile:
     """One file, open until `close`. Several threads may read from it."""
 
     def __init__(self, path: Path):
-        """Raises LoadError where it is damaged: the header is checked against the file's length
-        and against itself."""
+        """Raises LoadError if the header is invalid or does not match the file's length."""
         self.path = path
         try:
             with safe_open(path, framework="pt"):
@@ -82,7 +81,7 @@ class CheckpointFile:
                 yield StoredTensor(name, found["dtype"], tuple(found["shape"]), offset)
 
     def whole(self, stored: StoredTensor) -> Tensor:
-        """A tensor in host memory of its own."""
+        """Read a tensor to new host memory."""
         dtype = DTYPES.get(stored.dtype)
         if dtype is None:
             raise LoadError(f"{stored.name} in {self.path.name} is {stored.dtype}")
@@ -91,7 +90,7 @@ class CheckpointFile:
         return found
 
     def read(self, start: int, into: Tensor) -> None:
-        """Fill `into`, host memory without gaps, with the bytes from `start` on."""
+        """Fill `into`, contiguous host memory, with the bytes from `start` on."""
         memory = into.reshape(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(memory):
@@ -104,12 +103,12 @@ class CheckpointFile:
             done += count
 
     def mapped(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The values from `start` on. Only what is looked at is read; the mapping ends with the
-        tensor."""
+        """The values from `start` on, memory-mapped: only what is accessed is read. The mapping
+        lives as long as the tensor."""
         offset = start % mmap.ALLOCATIONGRANULARITY
         size = shape[0] * shape[1] * dtype.itemsize
         try:
-            # a private one, which torch takes for writable
+            # private, since torch wants writable memory
             memory = mmap.mmap(
                 self.descriptor,
                 offset + size,
@@ -121,12 +120,12 @@ class CheckpointFile:
             raise self.damaged(error) from None
         found = torch.frombuffer(memory, dtype=torch.uint8, offset=offset)
         if offset % dtype.itemsize:
-            found = found.clone()  # tensors of narrower types lie before it
+            found = found.clone()  # misaligned: tensors of narrower types precede it
         return found.view(dtype).view(shape)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files an index names, or every *.safetensors of the folder."""
+    """The files that the index names, or every *.safetensors of the folder."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -154,8 +153,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def experts_digest(folder: Path) -> str:
-    """Tells checkpoints with other experts apart, by little of each layer: the beginnings of its
-    router and of the first and last expert's down projection, names, types and shapes."""
+    """Distinguishes checkpoints with different experts. Hashes a little of each layer: the first
+    bytes of its router and of the first and last expert's down projection, and their names, dtypes
+    and shapes."""
     found: dict[str, bytes] = {}
     last: dict[str, tuple[int, str]] = {}
     for path in checkpoint_files(folder):

@@ -15,8 +15,8 @@ from rorqual.models.transformer import Layer, Transformer
 
 
 class Deepseek(Transformer):
-    """`with_mtp` makes the multi-token prediction modules too: `mtp`, one for each depth the
-    checkpoint was trained for."""
+    """`with_mtp`: also create the multi-token prediction modules, `mtp`, one for each depth that
+    the checkpoint was trained for."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Deepseek(Transformer):
         self.mtp = self.modules
 
     def embeds_drafts(self, build: Build) -> bool:
-        """Prediction modules live on the last stage, beside the head they share."""
+        """Prediction modules are on the last stage, with the head that they share."""
         return self.with_mtp and build.mesh.last_stage
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
@@ -52,13 +52,13 @@ class Deepseek(Transformer):
         return Layer(build, prefix, self.config, attention, self.make_mlp(build, index, prefix))
 
     def skips(self, name: str) -> bool:
-        """The multi-token prediction modules stand after the last layer; without speculation
-        they are not loaded, with it their copies of embedding and head are not."""
+        """Prediction modules follow the last layer. Without speculation they are not loaded; with
+        it, only their copies of embedding and head are not."""
         first = self.config.num_layers
         modules = [f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers)]
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         left_out = [module + copy for module in modules for copy in copies] if self.mtp else modules
-        # scales of an int8 cache, which other backends make by themselves
+        # scales of an int8 cache: other backends compute their own
         scale = name.endswith(".self_attn.k_scale") and not self.ops.static_cache_scales
         return scale or super().skips(name) or name.startswith(tuple(left_out))
 

@@ -1,4 +1,4 @@
-"""What must be equal for one process' experts to be another's."""
+"""Fingerprint of a model's experts: a caller and an expert server must agree on it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from rorqual.config.model import ModelConfig
 from rorqual.models.checkpoint import experts_digest
 
-FORMAT = "2"  # of what travels
+FORMAT = "2"  # version of the messages
 
 
 def expert_fingerprint(
     folder: str, model: ModelConfig, dtype: torch.dtype, seed: int | None
 ) -> dict[str, str]:
-    """folder: of the checkpoint; seed: of random weights, None where they are the checkpoint's."""
+    """folder: of the checkpoint. seed: of random weights; None: weights are the checkpoint's."""
     data = json.dumps(dataclasses.asdict(model), sort_keys=True, default=str).encode()
     return {
         "format": FORMAT,

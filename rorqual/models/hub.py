@@ -1,5 +1,5 @@
-"""Where a model lives: the bundled checkpoint, a local folder, or a Hugging Face id (where there
-is a network)."""
+"""Resolve a model name: the bundled checkpoint, a local folder, or a Hugging Face id (needs a
+network)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
 
 
 def model_folder(name: str | Path | None, weights: bool = True) -> Path:
-    """The folder of a model; None is the bundled one, and a published shape's name (deepseek-v3,
-    ...) a folder with its config.json alone. Fetches from the hub at most what loading needs."""
+    """The folder of a model. None: the bundled one; a published shape's name (deepseek-v3, ...):
+    a folder with only its config.json. Downloads from the hub only what loading needs."""
     if name is None:
         return BUNDLED
     path = Path(name).expanduser()
@@ -30,8 +30,8 @@ def model_folder(name: str | Path | None, weights: bool = True) -> Path:
 
 
 def loaded_as(name: str | Path | None, folder: Path) -> str:
-    """By what others load the model that model_folder found for `name`: the id where it came from
-    the hub, which works on any host, else the folder."""
+    """The name by which other processes load the model: its id if it came from the hub, which
+    works on any host, else the folder that model_folder found."""
     hub = name is not None and not Path(name).expanduser().is_dir() and folder.parent != SHAPES
     return str(name if hub else folder.resolve())
 
@@ -41,7 +41,7 @@ def _fetch(repo: str, patterns: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated: the library has a class for each
+    except Exception as error:  # offline, unknown, gated: the library raises many types
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LoadError(
             f"{repo!r} is no local folder and could not be fetched from the Hugging Face "

@@ -1,7 +1,7 @@
-"""Fill a model from safetensors files, streamed, or from a seed.
+"""Load a model's weights from safetensors files, or draw them from a seed.
 
-Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled;
-anything else is an error that names the tensors, before any of them is read.
+Every checkpoint tensor must be used or skipped by design, and every parameter must be filled.
+Otherwise loading fails, naming the tensors, before any of them is read.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ log = logging.getLogger("rorqual.engine")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
-PIECE = 64 * 2**20  # bytes of random numbers that are drawn before they are rounded
+PIECE = 64 * 2**20  # bytes of random numbers that are drawn and rounded at a time
 Draw = Callable[[Tensor, int, float, int, int], None]
 
 
 class Loadable(Protocol):
-    """What is filled: a model, or a part of one. As in Transformer."""
+    """A model, or a part of one, whose weights can be loaded. Members are as in Transformer."""
 
     dtype: torch.dtype
     mesh: Mesh
@@ -64,7 +64,7 @@ class Loadable(Protocol):
 
 
 def load_weights(model: Loadable, folder: str | Path, threads: int | None = None) -> None:
-    """Fill `model` from the safetensors files of `folder`, read by so many threads, then finalize
+    """Load `model` from the safetensors files of `folder` with `threads` threads, then finalize
     it."""
     began = time.perf_counter()
     targets = TargetsByName(model.targets())
@@ -79,8 +79,8 @@ def load_weights(model: Loadable, folder: str | Path, threads: int | None = None
 
 
 def random_weights(model: Loadable, seed: int) -> None:
-    """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the
-    layout, then finalize it."""
+    """Draw the weights of `model`, then finalize it. They depend only on (seed, tensor name,
+    element), not on the parallel layout."""
     for target in model.targets():
         if not target.covers and target.view.numel():
             _draw(target, model, seed)
@@ -91,7 +91,7 @@ def _draw(target: Target, model: Loadable, seed: int) -> None:
     convert = target.convert
     if convert and convert.draw:
         convert.draw()
-    elif convert and convert.into == ():  # numbers that would only be looked at
+    elif convert and convert.into == ():  # numbers that are only checked
         return
     elif target.std is None:
         target.view.fill_(target.fill)
@@ -100,8 +100,8 @@ def _draw(target: Target, model: Loadable, seed: int) -> None:
     elif convert:
         _draw_and_convert(target, convert, model, seed)
     else:
-        # What is kept in fp32 all the same (a router) has the values that a checkpoint in the
-        # model's dtype would give it.
+        # An fp32 parameter of a 16-bit model (a router) gets values that a 16-bit checkpoint could
+        # hold.
         narrow = target.view.dtype == torch.float32 and model.dtype != torch.float32
         view = torch.empty_like(target.view, dtype=model.dtype) if narrow else target.view
         place = (target.shape, target.origin)
@@ -111,7 +111,7 @@ def _draw(target: Target, model: Loadable, seed: int) -> None:
 
 
 def _draw_int4(target: Target, place: Window, seed: int) -> None:
-    """Numbers 0 to 15 around 8, some rows at a time."""
+    """Draw numbers 0 to 15 around 8, some rows at a time."""
     assert target.std is not None
     rows, columns = target.view.shape[0], 2 * target.view.shape[1]
     step = max(1, PIECE // (4 * columns))
@@ -124,7 +124,7 @@ def _draw_int4(target: Target, place: Window, seed: int) -> None:
 
 
 def _draw_and_convert(target: Target, convert: Convert, model: Loadable, seed: int) -> None:
-    """As if a file held the draw."""
+    """Draw in the file's format and convert, as if a checkpoint was read."""
     assert target.std is not None
     rows, columns = convert.extent
     step = convert.pieces(PIECE)
@@ -152,7 +152,7 @@ class TargetsByName:
 
     @property
     def device(self) -> str:
-        """That of the parameters; some may lie in the host's memory."""
+        """The parameters' device; some parameters may be in host memory."""
         found = {str(target.view.device) for targets in self.by_name.values() for target in targets}
         return next(iter(found - {"cpu"}), "cpu")
 
@@ -162,8 +162,7 @@ class TargetsByName:
         threads: int,
         skips: Callable[[str], bool] = lambda name: False,
     ) -> int:
-        """Fill all targets; returns the bytes that were kept. `skips`: names that are passed over
-        by design."""
+        """Fill all targets; returns the bytes loaded. `skips`: names that are skipped by design."""
         pieces: list[FilePart | ConvertedPart] = []
         with ExitStack() as stack:
             for path in paths:
@@ -181,7 +180,7 @@ class TargetsByName:
     def _place(
         self, stored: StoredTensor, file: CheckpointFile
     ) -> Iterator[FilePart | ConvertedPart]:
-        """What is to be read for a tensor, once it is known to fit."""
+        """The parts to read of a tensor, after checking its shape and dtype."""
         name = stored.name
         where = f"{name} in {file.path.name}"
         targets = self.by_name[name]
@@ -191,7 +190,7 @@ class TargetsByName:
                     f"{where} has shape {list(stored.shape)}, the configuration asks "
                     f"for {list(target.shape)}"
                 )
-        again = self.filled.intersection(targets[0].stands_for)
+        again = self.filled.intersection(targets[0].covered_names)
         if again:
             raise LoadError(f"{where} fills {sorted(again)[0]} a second time")
         dtype = DTYPES.get(stored.dtype)
@@ -205,7 +204,7 @@ class TargetsByName:
                     f"{where} is {dtype or stored.dtype}, the configuration asks for {asked}"
                 )
             yield from parts_of(file, stored.offset, dtype, target)
-        self.filled.update(targets[0].stands_for)
+        self.filled.update(targets[0].covered_names)
 
     def check(self) -> None:
         wanted = {
@@ -224,7 +223,7 @@ class TargetsByName:
 
 
 def _dtypes_of(target: Target) -> tuple[torch.dtype, ...]:
-    """Those that the file may have, first that of the view."""
+    """Dtypes that the file may have; the view's first."""
     if target.convert is not None:
         return target.convert.dtypes
     wanted = target.view.dtype
@@ -247,8 +246,8 @@ def fill_normal(
     start: tuple[int, ...] | None = None,
     draw: Draw = rng.draw_normal,
 ) -> None:
-    """A draw that every device and every shard makes alike. `view` is a whole checkpoint tensor,
-    or the window of a matrix of shape `whole` that begins at `start`."""
+    """Normal random numbers, the same on every device and for every sharding. `view` is a whole
+    checkpoint tensor, or the window from `start` on of a matrix of shape `whole`."""
     key = int.from_bytes(
         hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True
     )

@@ -1,4 +1,4 @@
-"""From a configuration to a model without weights."""
+"""Create a model, without weights, from its configuration."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def make_model(
     mla_decode: str = "A_CC_ME",
     with_mtp: bool = False,
 ) -> Transformer:
-    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where
-    `with_mtp` asks for modules that the model does not have."""
+    """Parameters are allocated on `build.device`, uninitialized. Raises ConfigError if `with_mtp`
+    is set and the model has no prediction modules."""
     if with_mtp and not config.num_mtp_layers:
         raise ConfigError(
             f"{config.architecture} has no multi-token prediction module; speculate with "

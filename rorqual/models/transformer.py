@@ -1,5 +1,5 @@
-"""The chain every supported model shares: embedding, layers of attention and feed-forward, norm,
-head."""
+"""The decoder that all supported models share: embedding, layers of attention and feed-forward,
+norm, head."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Attention(Protocol):
 
 
 class Predictor(Protocol):
-    """A module that looks one token further than the model, or module, before it
+    """A module that predicts one token further than the previous model or module
     (models/mtp.py)."""
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: ForwardBatch) -> Pass: ...
 
 
 class Layer:
-    """norm, attention, norm, feed-forward, on a residual stream that the norms carry along."""
+    """norm, attention, norm, feed-forward. The norms also add to the residual stream."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Layer:
 
 @dataclass
 class HiddenState:
-    """What one layer leaves for the next: rows for a norm, and the residual stream, which starts
-    with the first norm. Both [T, hidden]."""
+    """State between two layers: the input of the next norm, and the residual stream, None before
+    the first norm. Both [T, hidden]."""
 
     x: NormInput
     residual: Tensor | None = None
@@ -103,11 +103,10 @@ class HiddenState:
 def forward_layers(
     layers: Sequence[Layer], state: HiddenState, step: ForwardBatch
 ) -> Generator[None, None, None]:
-    """The one chain of decoder layers, from state to state. Yields at every hand-over of an MoE
-    layer.
+    """Run the decoder layers, updating `state`. Yields at every hand-over of an MoE layer.
 
     It returns nothing and delegates to no other generator: torch.compile traces a generator, but
-    as of 2.13 loses what it returns.
+    as of 2.13 loses its return value.
     """
     for layer in layers:
         h, state.residual = layer.attend(state.x, state.residual, step)
@@ -121,12 +120,12 @@ def forward_layers(
         state.x = x
 
 
-# What a layer's kernels depend on lies in objects of these modules.
+# A layer's kernels depend only on objects of these modules.
 DESCRIBED = ("rorqual.layers.", "rorqual.models.", "rorqual.ops.reference")
 
 
 def _shapes(what: Any, seen: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Types of a layer's parts, shapes and dtypes of its tensors, as its attributes come."""
+    """Types of a layer's parts, and shapes and dtypes of its tensors, in attribute order."""
     if isinstance(what, Tensor):
         yield tuple(what.shape), what.dtype
     elif isinstance(what, list | tuple):
@@ -140,9 +139,9 @@ def _shapes(what: Any, seen: set[int]) -> Iterator[tuple[Any, ...]]:
 
 
 class Transformer:
-    """Subclasses say which attention and which feed-forward a layer has. On several ranks this
-    is one rank's part: its shards, and of a pipeline its stage's layers, the first stage with
-    the embedding and the last with norm and head."""
+    """Subclasses create the layers' attention and feed-forward. On several ranks this is one rank's
+    part: its shards, and the layers of its pipeline stage; the first stage has the embedding, the
+    last one norm and head."""
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int):
         self.config = config
@@ -167,8 +166,8 @@ class Transformer:
 
     @property
     def cache_layers(self) -> range:
-        """Those of the whole model's cache (cache/spec.py) that this rank holds; the prediction
-        modules stand behind the last layer."""
+        """This rank's layers of the whole model's cache (cache/spec.py); prediction modules follow
+        the last layer."""
         return range(self.held.start, self.held.stop + len(self.mtp))
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
@@ -176,12 +175,12 @@ class Transformer:
 
     def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
         config = self.config
-        # prediction modules stand behind the layers and are sparse
+        # prediction modules follow the layers and have experts
         if index >= config.num_layers or config.moe_layers[index]:
             slots = build.slot_maps.get(index)
             remote = build.remote(index)
             made = MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots, remote)
-            made.picks = build.picks(index)
+            made.simulated_routing = build.simulated_routing(index)
             return made
         if build.fixed_experts:
             return FixedExperts(build, f"{prefix}.mlp", config)
@@ -189,8 +188,8 @@ class Transformer:
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Inside, a step goes through the first layer of each kind alone, which is enough to meet
-        every kernel. Layers are of one kind if their tensors have the same shapes and dtypes."""
+        """Inside, a step runs only the first layer of each kind, which launches every kernel.
+        Layers are of one kind if their tensors have the same shapes and dtypes."""
         every = self.layers
         kinds: dict[tuple[Any, ...], Layer] = {}
         for layer in every:
@@ -202,8 +201,8 @@ class Transformer:
             self.layers = every
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:
-        """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens,
-        [T, hidden]. Yields at every hand-over of an MoE layer."""
+        """Normed hidden states of the step's `logit_rows`, [N, hidden], or with `every_row` of all
+        tokens, [T, hidden]. Yields at every hand-over of an MoE layer."""
         assert step.layout.mesh is self.mesh, (
             "a step of a model on several ranks needs Transformer.layout"
         )
@@ -211,12 +210,12 @@ class Transformer:
         yield from forward_layers(self.layers, state, step)
         if not self.mesh.last_stage:
             return self._pass_on(state)
-        # as many as there are tokens are all of them, in order: nothing to pick
+        # as many logit rows as tokens: all rows, in order, so there is nothing to select
         every_row = every_row or step.logit_rows.shape[0] == step.num_tokens
         return self.leave(state, step, None if every_row else step.logit_rows)
 
     def leave(self, state: HiddenState, step: ForwardBatch, rows: Tensor | None) -> Tensor:
-        """Through the last norm: normed hidden states of `rows` [N] of the step, or of all."""
+        """The final norm: hidden states of `rows` [N] of the step, or of all rows."""
         assert state.residual is not None
         return step.layout.leave(self.norm, state.x, state.residual, rows)
 
@@ -225,25 +224,26 @@ class Transformer:
         return HiddenState(step.layout.enter(self.embed.forward(step.token_ids, step.layout)))
 
     def _enter(self, step: ForwardBatch) -> Generator[None, None, HiddenState]:
-        """Embedded tokens, or what the last layer of the stage before left."""
+        """Embedded tokens, or the state received from the previous pipeline stage."""
         if self.mesh.first_stage:
             return self.embedded(step)
         assert isinstance(step.layout, MultiRankLayout)
         shape = (2, step.layout.rows, self.config.hidden_size)
         device = step.token_ids.device
         pending = self.mesh.pp.receive(shape, self.dtype, device, self.mesh.pp_rank - 1)
-        yield  # with or without rows: ranks of a stage interleave their micro-batches alike
+        yield  # even without rows: all ranks of a stage must interleave micro-batches alike
         return HiddenState(*pending.wait().unbind(0))
 
     def _pass_on(self, state: HiddenState) -> Tensor:
-        """Send to the next stage. Nothing is left to return: no rows."""
+        """Send the state to the next pipeline stage. Returns an empty tensor, [0, hidden]."""
         assert state.residual is not None
         x = summed(state.x)
         self.mesh.pp.send(torch.stack((x, state.residual)), self.mesh.pp_rank + 1)
         return x[:0]
 
     def split(self, step: ForwardBatch, tokens: Sequence[Sequence[int]], decode: bool) -> None:
-        """Compute the step in parts: of each the tokens of each data-parallel rank."""
+        """Split the step into micro-batches. `tokens`: for each of them, the tokens of each
+        data-parallel rank."""
         own = accumulate((part[self.mesh.dp_rank] for part in tokens), initial=0)
         step.parts = [
             step.part(slice(start, stop), self.layout(part, decode))
@@ -251,28 +251,28 @@ class Transformer:
         ]
 
     def compute(self, step: ForwardBatch, every_row: bool = False) -> Tensor:
-        """`forward` to its end: of a step that is cut, its parts in turns, and then of every
+        """Run `forward` to its end. A split step interleaves its micro-batches and returns every
         row."""
         if not step.parts:
             return run_one(self.forward(step, every_row))
         return torch.cat(run([self.forward(part, every_row=True) for part in step.parts]))
 
     def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
-        """The layout of a step: `tokens` of each data-parallel rank, padded rows included, the
-        same on every rank of the world; `decode` where no rank brings a chunk of prompt."""
+        """The layout of a step. `tokens` of each data-parallel rank, including padding, the same on
+        all ranks of the world; `decode`: no rank has a prefill chunk."""
         return self.mesh.layout(tokens, decode, self.config.moe)
 
     def logits(
         self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True
     ) -> Tensor:
-        """[N, hidden] to [N, vocabulary], on the last stage; `wide`: in fp32. `counts`: rows of
-        each data-parallel rank, where head_tp exceeds tp."""
+        """[N, hidden] to [N, vocabulary], on the last stage. `wide`: in fp32. `counts`: rows of
+        each data-parallel rank, needed if head_tp exceeds tp."""
         assert self.head is not None, "logits are made on the last stage"
         return self.head.forward(hidden, counts, wide)
 
     @property
     def embedding(self) -> Tensor:
-        """The table of the embedding, or this rank's rows of it."""
+        """The embedding table, or this rank's rows of it."""
         assert self.embed is not None, "the embedding lives on the first stage"
         return self.embed.table
 
@@ -286,7 +286,7 @@ class Transformer:
             yield from self.head.targets()
 
     def skips(self, name: str) -> bool:
-        """True for a checkpoint tensor that is left out by design: another stage's, or unused."""
+        """Whether a checkpoint tensor is skipped by design: another stage's, or unused."""
         tied = self.config.tie_embeddings and name == "lm_head.weight"
         return name.endswith("rotary_emb.inv_freq") or tied or self._elsewhere(name)
 
@@ -299,18 +299,19 @@ class Transformer:
         )
 
     def finalize(self) -> None:
-        """Called once after loading."""
+        """Call once, after loading."""
         for layer in self.layers:
             layer.finalize()
         if self.head is not None:
             self.head.finalize()
 
     def derived(self) -> list[Tensor]:
-        """Tensors made from weights by `finalize` and kept beside them."""
+        """Tensors that `finalize` derived from the weights and that are kept in addition to
+        them."""
         return []
 
     def attentions(self) -> list[MLA]:
-        """Latent attention layers, those of prediction modules included."""
+        """Latent attention layers, including those of prediction modules."""
         return []
 
     def moe_layers(self) -> list[MoE]:

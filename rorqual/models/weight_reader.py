@@ -1,12 +1,12 @@
-"""Bring parts of checkpoint files to where they belong, by several threads.
+"""Read parts of checkpoint files into parameters, with several threads.
 
-A thread reads up to STAGE bytes that lie side by side in a file into host memory of its own, from
-where the device copies them while the thread reads on; parameters in host memory that have the
-file's form are read into directly. Columns of a matrix are picked from a mapping of the file, so
-that nothing else of it is touched. Beside the model there are never more than two buffers a thread.
+A thread reads up to STAGE adjacent bytes of a file into its own host buffer, from which the device
+copies them while the thread reads on. Parameters in host memory that have the file's format are
+read directly. Columns of a matrix are copied from a memory-mapped file, so only they are read.
+Extra memory is at most two buffers per thread.
 
-What is not kept as the file has it is handed to its format piece by piece, one at a time: torch's
-operations take all cores as they are.
+Data whose format differs from the file's is converted piece by piece, one piece at a time, since
+torch's operations use all cores already.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rorqual.models.checkpoint import CheckpointFile
 from rorqual.platforms.base import Platform, Staging
 
 STAGE = 8 * 2**20
-FEWEST_THREADS = 4  # of which most wait for the disk
+FEWEST_THREADS = 4  # most of them wait for the disk
 MOST_THREADS = 16
 CONVERTING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """size bytes of a file from `start` on hold values [shape], of which the columns `inner`, or
-    all, belong into `view`. Each row fills `repeat` rows there, but for the first `skip`."""
+    """`size` bytes of a file from `start` on, values [shape]. Their columns `inner` (None: all) go
+    to `view`. Each row fills `repeat` rows, of which the first `skip` are dropped."""
 
     file: CheckpointFile
     start: int
@@ -57,7 +57,7 @@ class FilePart:
 
     @property
     def alone(self) -> bool:
-        """Whether it is read by itself."""
+        """Whether it is read on its own, not with adjacent parts."""
         return self.direct or self.inner is not None
 
     @property
@@ -70,7 +70,7 @@ class FilePart:
 
     @property
     def direct(self) -> bool:
-        """Whether the file's bytes are those of the view, in host memory."""
+        """Whether the file's bytes can be read straight into the view."""
         view = self.view
         as_it_is = self.inner is None and self.repeat == 1 and self.dtype == view.dtype
         plain = as_it_is and not self.is_scale
@@ -79,8 +79,8 @@ class FilePart:
 
 @dataclass(frozen=True)
 class ConvertedPart:
-    """Places of a tensor's first axis, [shape] from byte `start` on, of which the columns `inner`,
-    or all, go through `convert`."""
+    """`places` of a tensor's first axis: values [shape] from byte `start` on. Their columns `inner`
+    (None: all) go through `convert`."""
 
     file: CheckpointFile
     start: int
@@ -118,13 +118,13 @@ class ConvertedPart:
         with CONVERTING:
             try:
                 self.convert.store(self.places, data)
-                platform.synchronize()  # the next one may be of another stream
+                platform.synchronize()  # the next piece may be on another stream
             except ValueError as error:
                 raise LoadError(f"{self.name} in {self.file.path.name} {error}") from None
 
 
 def check_scale(piece: FilePart | ConvertedPart, data: Tensor) -> None:
-    """Raises LoadError for infinities and what is no number."""
+    """Raises LoadError for infinities and NaN."""
     if not data.float().isfinite().all():
         raise LoadError(f"{piece.name} in {piece.file.path.name} holds a scale that is no number")
 
@@ -132,8 +132,8 @@ def check_scale(piece: FilePart | ConvertedPart, data: Tensor) -> None:
 def parts_of(
     file: CheckpointFile, offset: int, dtype: torch.dtype, target: Target
 ) -> Iterator[FilePart | ConvertedPart]:
-    """What a target takes of its tensor, which begins at byte `offset`: each at most STAGE, if what
-    it converts at once is not more."""
+    """The parts of a target's tensor, which begins at byte `offset`: at most STAGE bytes each,
+    unless a conversion needs more at once."""
     if not target.view.numel():
         return
     if target.convert is not None:
@@ -179,7 +179,7 @@ def _converted(
 
 
 def _split(piece: FilePart, origin: tuple[int, ...]) -> Iterator[FilePart]:
-    """piece: a whole tensor, whose part from `origin` on belongs into the view."""
+    """piece: a whole tensor; its window from `origin` on goes to the view."""
     view = piece.view
     shape = piece.shape
     if not shape:
@@ -219,8 +219,8 @@ Work = list[FilePart] | ConvertedPart
 
 
 def reads_of(pieces: Iterable[FilePart | ConvertedPart]) -> Iterator[Work]:
-    """What is read at once, in the order of the files: pieces side by side, as many as a buffer
-    takes, and by itself what needs no buffer or is picked from a mapping."""
+    """Units of reading, in file order: adjacent pieces that fit a buffer together, or single pieces
+    that need no buffer or are read from a mapping."""
     by_file: dict[CheckpointFile, list[FilePart | ConvertedPart]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
@@ -245,16 +245,16 @@ def reads_of(pieces: Iterable[FilePart | ConvertedPart]) -> Iterator[Work]:
 
 
 def default_threads(ranks: int) -> int:
-    """Of each of so many ranks, which may share a host."""
+    """Threads per rank, if `ranks` ranks share the host."""
     return max(FEWEST_THREADS, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads: int) -> None:
-    """Read all pieces. Whatever goes wrong, no thread is left when this returns."""
+    """Read all pieces. No thread is left running when this returns or raises."""
     work = deque(reads_of(pieces))
-    platform.synchronize()  # memory of the parameters may still be in use by what had it before
+    platform.synchronize()  # the parameters' memory may still be in use by its previous owner
     threads = min(threads, max(1, len(work)))
-    mode = torch.is_inference_mode_enabled()  # of this thread; outside it none could write weights
+    mode = torch.is_inference_mode_enabled()  # threads need the same mode to write the weights
     with ThreadPoolExecutor(threads, "weights") as pool:
         readers: list[Future[None]] = [
             pool.submit(_read_all, work, platform, mode) for _ in range(threads)
@@ -263,16 +263,16 @@ def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads
             for reader in readers:
                 reader.result()
         finally:
-            work.clear()  # after an error, or Ctrl-C, the others end with what they are at
+            work.clear()  # after an error or Ctrl-C the others stop after their current piece
             wait(readers)
 
 
 def _read_all(work: deque[Work], platform: Platform, inference_mode: bool) -> None:
-    """On a thread of the pool: until nothing is left, or something went wrong."""
+    """Thread body: read until no work is left or a thread failed."""
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference_mode))
-            stack.enter_context(platform.stream())  # the current device is a thread's own
+            stack.enter_context(platform.stream())  # the current device is per thread
             staging: Staging | None = None
             while work:
                 try:
@@ -308,13 +308,13 @@ def _read_staged(group: Sequence[FilePart], staging: Staging) -> None:
             begin = piece.start - first.start
             part = buffer[begin : begin + piece.size]
             if part.storage_offset() % piece.dtype.itemsize:
-                part = part.clone()  # tensors of narrower types lie before it
+                part = part.clone()  # misaligned: tensors of narrower types precede it
             _place(piece, part.view(piece.dtype).view(piece.shape))
     staging.sent()
 
 
 def _place(piece: FilePart, data: Tensor) -> None:
-    """data: on the host. What changes its form happens on the device."""
+    """Copy `data`, in host memory, to its view. Conversions run on the device."""
     view = piece.view
     if piece.is_scale:
         check_scale(piece, data)

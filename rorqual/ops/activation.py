@@ -1,4 +1,4 @@
-"""Rows between two layers: a tensor, or what a kernel left that quantized them on the way."""
+"""Activations between two ops: a tensor, or one that a kernel has also quantized or postponed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
 
 @dataclass
 class Quantized:
-    """data [T, columns] e4m3; scale [T, ceil(columns/128)] fp32, stored column after column so
-    that GEMMs read it coalesced."""
+    """data [T, columns] e4m3; scale [T, ceil(columns/128)] fp32, column-major so that GEMM reads
+    are coalesced."""
 
     data: Tensor
     scale: Tensor
@@ -33,9 +33,8 @@ class Quantized:
 
 @dataclass(frozen=True)
 class NormOutput:
-    """Rows `hidden` [T, columns], and the same rows in fp8 for the products that follow: what a
-    norm returns that was asked for both, and what joins the heads of attention. Nobody may change
-    the values of either."""
+    """Rows `hidden` [T, columns], and the same rows in fp8 for the GEMMs that follow. Returned by
+    norms with quantize_output and by attention. Both are read-only."""
 
     hidden: Tensor
     quantized: Quantized
@@ -43,11 +42,11 @@ class NormOutput:
 
 @dataclass
 class PendingNorm:
-    """A norm's rows [T, columns], not computed yet: the router that follows may do it on the way,
-    which saves a kernel. Whoever asks for `hidden` first has the norm computed.
+    """A norm that is not computed yet: the router that follows may compute it in its own kernel.
+    Reading `hidden` computes it.
 
-    x, residual [T, columns], weight [columns], eps: what it is the norm of. out, total: room for
-    the rows and for x + residual, which a step reads after them."""
+    x, residual [T, columns], weight [columns], eps: inputs of the norm. out, total [T, columns]:
+    buffers for the norm and for x + residual, valid only after `hidden` was read."""
 
     x: Tensor
     residual: Tensor
@@ -70,15 +69,15 @@ Activation = Tensor | NormOutput | PendingNorm
 
 
 def hidden_of(x: Activation) -> Tensor:
-    """x as a tensor, for whoever has no use for fp8."""
+    """x as a tensor, without the fp8 rows."""
     return x.hidden if isinstance(x, NormOutput | PendingNorm) else x
 
 
 def room_of(x: Activation) -> Tensor:
-    """`hidden_of`, whose values may not be there yet: for sizes and types."""
+    """The tensor of `hidden_of`, possibly not computed yet: only for its shape and dtype."""
     return x.out if isinstance(x, PendingNorm) else hidden_of(x)
 
 
 def output_of(hidden: Tensor, quantized: Quantized | None) -> Activation:
-    """What a kernel made that quantizes on request."""
+    """A kernel's output as an Activation; `quantized` is None if it did not quantize."""
     return hidden if quantized is None else NormOutput(hidden, quantized)

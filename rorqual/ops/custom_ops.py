@@ -1,15 +1,14 @@
-"""An op table that torch.compile can trace: plain torch where inductor fuses it, operators where
-tracing must stop.
+"""An op table that torch.compile can trace: plain torch where inductor can fuse, custom operators
+where tracing must stop.
 
-Made only for `exe_mode: compile`, so that an engine without it pays no dispatch. A call outside of
-compilation (a step with prompt tokens, a prediction module) goes straight to the backend. Inside,
-the entries for which a backend says so (`Ops.opaque`) become torch.library operators that call the
-backend back; the others are traced from the reference. Attention is always an operator.
+Used only with `exe_mode: compile`, so other engines have no dispatch overhead. Calls outside of
+compilation (a step with prompt tokens, a prediction module) go straight to the backend. Inside,
+entries that are `Ops.opaque` become torch.library operators that call the backend; the others are
+traced from the reference. Attention is always an operator.
 
-An operator's arguments are tensors and numbers, and its effects those its schema names. What they
-cannot carry they find in the table that a step runs with (`attending`): the backend, the weights of
-an MLA layer, the router's configuration, and the step's own segment, from which backends derive
-masks and schedules once a step.
+An operator's arguments are tensors and numbers. Everything else it needs is taken from the step's
+current table (`attending`): the backend, the weights of an MLA layer, the router's configuration,
+and the step's segment, from which backends derive masks and schedules once per step.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight, in_8_bits
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Whose operators run: torch calls them with tensors and numbers alone.
+# The table that operators use: torch passes them only tensors and numbers.
 _at_hand: ContextVar[TracedOps] = ContextVar("table at hand")
 
 
 def entry(method: Method) -> Method:
-    """An entry of the table: outside of compilation the backend's own."""
+    """An entry of the table; outside of compilation it calls the backend's."""
 
     @wraps(method)
     def call(self: TracedOps, *args: Any, **options: Any) -> Any:
@@ -46,8 +45,8 @@ def entry(method: Method) -> Method:
 
 
 class TracedMetadata(AttentionMetadata):
-    """The decoding half of a step as it is traced: how many packed tokens it has. Operators read
-    the real one."""
+    """Stand-in for a step's decode segment while tracing, with only its number of tokens. Operators
+    read the real one."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -57,7 +56,7 @@ class TracedMetadata(AttentionMetadata):
 
 
 class TracedOps(Ops):
-    """`inner` is the backend; `moe` the configuration of the model's routers."""
+    """`inner`: the backend. `moe`: the configuration of the model's routers."""
 
     def __init__(self, inner: Ops, moe: MoEConfig):
         self.inner = inner
@@ -68,7 +67,7 @@ class TracedOps(Ops):
 
     @contextmanager
     def attending(self, segment: AttentionMetadata) -> Iterator[None]:
-        """Operators that run in between call this table's backend, and attend in this segment."""
+        """Inside, operators call this table's backend and use this segment."""
         before = _at_hand.set(self)
         self.segment = segment
         try:
@@ -154,8 +153,7 @@ class TracedOps(Ops):
 
     @entry
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Quantized in an operator, so that a compiled step writes the very bytes that others
-        write."""
+        """Quantizes in an operator, so that a compiled step writes the same bytes as others."""
         if not in_8_bits(plane):
             return super().write_latent(plane, slots, entries, rank)
         torch.ops.rorqual.write_latent(plane, slots, entries, rank)
@@ -199,13 +197,13 @@ class TracedOps(Ops):
 
     mla_decode = entry(Ops.mla_decode)
     joined_heads = entry(Ops.joined_heads)
-    write_heads = entry(Ops.write_heads)  # reached from the reference's prologue alone
+    write_heads = entry(Ops.write_heads)  # called only by the reference's prologue
 
     @entry
     def gqa_prologue(
         self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
-        """With an 8-bit cache always an operator: see write_latent."""
+        """Always an operator with an 8-bit cache: see write_latent."""
         scales = planes[2] if len(planes) > 2 else None
         if scales is None and not self.inner.opaque("gqa_prologue", w.q_norm):
             return super().gqa_prologue(qkv, w, places, planes)
@@ -274,7 +272,7 @@ class TracedOps(Ops):
 
 
 def _parts(weight: Weight) -> tuple[Any, ...]:
-    """As _WEIGHT lists them."""
+    """The weight's fields in the order of _WEIGHT."""
     return (
         weight.data,
         weight.scale,
@@ -286,14 +284,14 @@ def _parts(weight: Weight) -> tuple[Any, ...]:
     )
 
 
-# ---- operators: what each computes, and the shape of what it returns
+# ---- operators: what each computes, and its result's shape
 
 
 _WEIGHT = (
     "Tensor {0}, Tensor? {0}_scale, int[] {0}_block, Tensor? {0}_zero, str {0}_activation, "
     "Tensor? {0}_group_index, bool {0}_turned"
 )
-PARTS = 7  # of a weight
+PARTS = 7  # arguments of a weight
 _library = torch.library.Library("rorqual", "DEF")
 
 

@@ -1,5 +1,4 @@
-"""What a token's experts gave, each by itself: a value that an MoE layer may return for a norm
-to add up where it reads it."""
+"""An MoE layer's result before the sum over each token's experts; the next norm can do the sum."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ Combine = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class DeferredMoESum:
-    """Stands for the tensor [T, hidden] that `total` makes: out[t] = sum over k of weights[t, k]
-    * y[t K + k], + base[t].
+    """out[t] = base[t] + sum over k of weights[t, k] * y[t K + k], [T, hidden], computed by
+    `total`.
 
-    y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1 where an expert is not here and its row
-    of y was never written, or None: all are here. base [T, hidden] or None. `combine` is the
-    backend's sum of (y, ids, weights, base)."""
+    y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1: the expert is not local and its row of y
+    is uninitialized; None: all are local. base [T, hidden] or None. `combine`: the backend's sum of
+    (y, ids, weights, base)."""
 
     y: Tensor
     ids: Tensor | None
@@ -34,7 +33,7 @@ class DeferredMoESum:
         return self.combine(self.y, self.ids, self.weights, self.base)
 
 
-NormInput = Tensor | DeferredMoESum  # what a feed-forward layer hands to a norm
+NormInput = Tensor | DeferredMoESum  # a feed-forward layer's result
 
 
 def summed(x: NormInput) -> Tensor:

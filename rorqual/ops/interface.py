@@ -1,10 +1,10 @@
-"""The op table: the pieces a backend may replace. The base class composes the reference; a backend
-overrides what it can.
+"""The op table: the ops that a backend may replace. The base class composes the reference; a
+backend overrides what it can.
 
-Entries are as coarse as the largest piece some backend fuses (a whole attention prologue, a whole
-expert layer), so that models never change when a kernel arrives. Attention entries come in two
-shapes: `decode`, where every request has the same small number of query tokens, and `prefill`,
-where each request brings its own chunk.
+Entries are as coarse as the largest piece that some backend fuses (a whole attention prologue, a
+whole expert layer), so models do not change when a kernel is added. Attention has two kinds of
+segments: `decode`, where all requests have the same small number of query tokens, and `prefill`,
+where each request has its own chunk.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Replay = Callable[[], Tensor]  # computes what was captured once more
 
 
 class AttentionMetadata:
-    """Where some requests of a step find their queries and their cache. Built once a step, used by
-    every layer.
+    """Block tables and lengths of some requests of a step. Built once per step, used by every
+    layer.
 
-    tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens
-    are written; query_lens, max_kv_lens host tuples: exact query lengths, and KV lengths: equal to
-    kv_lens where `exact`, else upper bounds (while speculative steps are in flight nobody but the
-    device knows how many tokens were accepted).
+    tables [R, pages] int64: block tables. kv_lens [R] int64: cached entries, including this step's
+    tokens. query_lens, max_kv_lens: host tuples; query lengths are exact, KV lengths equal kv_lens
+    if `exact`, else they are upper bounds (while speculative steps are in flight only the device
+    knows how many tokens were accepted).
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class AttentionMetadata:
         self.max_kv_lens = max_kv_lens
         self.exact = exact
         self.tokens = sum(query_lens)
-        self.scratch: Any = None  # whatever a backend derives once a step: masks, tile schedules
+        self.scratch: Any = None  # what a backend derives once per step: masks, tile schedules
 
     def __len__(self) -> int:
         return len(self.query_lens)
 
     def by_token(self) -> AttentionMetadata:
-        """The same queries, each token a request of its own that sees the cache up to itself.
-        All requests have equally many."""
+        """The same queries with each token as a request of its own, which sees the cache up to
+        itself. All requests must have equally many queries."""
         each = self.query_lens[0]
         assert self.tokens == each * len(self), "requests bring different numbers of queries"
         lens = self.kv_lens[:, None] + torch.arange(1 - each, 1, device=self.kv_lens.device)
@@ -72,7 +72,7 @@ class AttentionMetadata:
         )
 
     def part(self, requests: slice) -> AttentionMetadata:
-        """Some of the requests, as a segment of their own."""
+        """Some of the requests, as a segment."""
         bounds = self.max_kv_lens[requests]
         lens = self.kv_lens[requests]
         return AttentionMetadata(
@@ -81,10 +81,10 @@ class AttentionMetadata:
 
 
 class Stretch(AttentionMetadata):
-    """A piece of one request's cache under all of its queries, as a segment of its own: `size`
-    entries from entry `start` on, the first of a page, or as many of them as there are.
+    """A chunk of one request's cached context, with all of its queries: up to `size` entries from
+    entry `start` on, which is the first of a page.
 
-    first [1] int64: query i sees the stretch's entries up to first + i, none where that is below 0.
+    first [1] int64: query i sees the stretch's entries up to first + i; none if that is negative.
     """
 
     def __init__(self, whole: AttentionMetadata, request: int, start: int, size: int, page: int):
@@ -99,18 +99,19 @@ class Stretch(AttentionMetadata):
 
 @dataclass
 class Share:
-    """Requests of a segment that are attended to together; `queries` are theirs among all. One
-    whole segment of as many requests as fit, or the stretches of one request that does not."""
+    """Requests of a segment whose attention is computed together; `queries`: their rows among all
+    of the segment's. `segments`: one, with as many requests as fit, or the stretches of a single
+    request that does not fit."""
 
     queries: slice
     segments: list[AttentionMetadata]
 
 
 def shares_of(segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
-    """The segment's requests in order, at most `tokens` cached entries (whole pages) a segment.
+    """Split a segment, in order, into segments of at most `tokens` cached entries (whole pages).
 
-    By bounds that the host knows, so that nothing waits for the device. Where all fit, the segment
-    is its own only share, and what a backend derived of it stays."""
+    Uses the host's bounds, so it does not wait for the device. If everything fits, the only share
+    is the segment itself, with the data that a backend has derived."""
     if sum(segment.max_kv_lens) <= tokens:
         return [Share(slice(None), [segment])]
     shares = []
@@ -143,23 +144,23 @@ def _stretches(
 
 @dataclass
 class TokenPlaces:
-    """Where a step's tokens stand: in their texts, by the angles that rotate them, cos and sin [T,
-    rope/2] fp32; and in the cache, by the `slots` [T] int64 that take their entries, page *
-    page_size + offset. Made once a step, read by every layer."""
+    """Positions of a step's tokens: rotation angles cos and sin [T, rope/2] fp32, and the slot
+    mapping `slots` [T] int64, page * page_size + offset. Built once per step, read by every
+    layer."""
 
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    scratch: Any = None  # whatever a backend derives once a step
+    scratch: Any = None  # what a backend derives once per step
 
 
 @dataclass
 class SplitLatent:
-    """A layer's latent cache in two planes, for backends that want it so (`splits_latents`):
-    latent [pages, page, C] in the cache's dtype and rope [pages, page, rope] in the activations'.
+    """A layer's latent cache in two planes, for backends with `splits_latents`: latent [pages,
+    page, C] in the cache's dtype and rope [pages, page, rope] in the activations'.
 
-    scale [1] fp32: an int8 latent is its number times this, one scale for the whole layer. Queries
-    that meet such a cache are rounded to int8 as well, by token and head, but for their rope part.
+    scale [1] fp32: one scale for the layer's int8 latents. Queries are then rounded to int8 as
+    well, per token and head, except for their rope part.
     """
 
     latent: Tensor
@@ -168,32 +169,32 @@ class SplitLatent:
 
     @property
     def quant_scale(self) -> Tensor:
-        """What a latent is multiplied by to become a number of the cache."""
+        """The factor from latents to cached numbers: 1 / scale."""
         assert self.scale is not None
         return self.scale.reciprocal()
 
     def packed(self, latent: Tensor) -> Tensor:
-        """Latents [T, C] in the cache's numbers."""
+        """Latents [T, C] quantized as the cache holds them."""
         if self.scale is None:
             return latent
         return (latent.float() * self.quant_scale).round().clamp(-128, 127).to(torch.int8)
 
 
-# A layer's latent cache: a Tensor, or SplitLatent. A backend is given the kind it asks for.
+# A layer's latent cache: a Tensor, or a SplitLatent for backends with `splits_latents`.
 LatentCache = Any
 
 
 @dataclass
 class PartialAttention:
-    """Attention over some of the keys of queries: `out` [Q, H, Dv] fp32 is what those alone give,
-    `total` [Q, H] fp32 the log-sum-exp of their scores."""
+    """Attention over some of the keys: `out` [Q, H, Dv] fp32 over those alone, and `total` [Q, H]
+    fp32, the log-sum-exp of their scores."""
 
     out: Tensor
     total: Tensor
 
     @staticmethod
-    def over_nothing(q: Tensor, width: int) -> PartialAttention:
-        """For queries q [Q, H, D] and values of `width` columns."""
+    def over_no_keys(q: Tensor, width: int) -> PartialAttention:
+        """Over no keys, for queries q [Q, H, D] and values of `width` columns."""
         return PartialAttention(
             q.new_zeros(*q.shape[:2], width, dtype=torch.float32),
             q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32),
@@ -202,8 +203,7 @@ class PartialAttention:
 
 @dataclass
 class GQAWeights:
-    """The norms of one layer's queries and keys, one weight a column of a head, as gqa_prologue
-    takes them."""
+    """Weights [D] of one layer's query and key norms, for gqa_prologue."""
 
     q_norm: Tensor
     k_norm: Tensor
@@ -212,11 +212,11 @@ class GQAWeights:
 
 @dataclass
 class MLAWeights:
-    """One layer's attention weights, as mla_prologue and mla_absorbed take them.
+    """One layer's attention weights, for mla_prologue and mla_absorbed.
 
-    down [q_lora or H qk, + C + rope; hidden] makes the query (or its latent), the key-value latent
-    and the rope key in one product; q_norm and q_b are None without a query latent. kv_b [H (nope +
-    v), C] in the activations' dtype once the model is finalized.
+    down [(q_lora or H qk) + C + rope, hidden] projects to the query (or its latent), the key-value
+    latent and the rope key in one product. q_norm and q_b are None without a query latent. kv_b [H
+    (nope + v), C] is in the activations' dtype after the model is finalized.
     """
 
     config: MLAConfig
@@ -228,11 +228,11 @@ class MLAWeights:
     kv_b: Weight
     eps: float
     interleaved: bool
-    # the materialized form reads the query input; the others have no use for it
+    # return the input of the query projection, which only the materialized form reads
     keep_query_input: bool = False
-    quantize_output: bool = False  # an fp8 product takes what attention gives
-    layer: int = 0  # which layer of the model
-    scratch: Any = None  # whatever a backend derives once a layer
+    quantize_output: bool = False  # an fp8 product reads attention's output
+    layer: int = 0  # index in the model
+    scratch: Any = None  # what a backend derives once per layer
 
     @property
     def query_rows(self) -> int:
@@ -262,45 +262,45 @@ class Ops:
     """The reference backend. Argument shapes are those of rorqual.ops.reference."""
 
     name = "reference"
-    splits_latents = False  # latents and rope keys are cached in planes of their own
+    splits_latents = False  # latents and rope keys are cached in separate planes
     static_cache_scales = False  # an int8 latent has one scale a layer, from the checkpoint
 
     @property
     def dispatch_combine(self) -> Any:
-        """Operators that carry rows to experts and back (ops/npu/dispatch.py), or None."""
+        """The device's dispatch and combine operators (ops/npu/dispatch.py), or None."""
         return None
 
     def side_stream(self) -> AbstractContextManager[Any]:
-        """The context in which shared experts are computed while others' rows travel: a stream of
-        their own where a backend has one."""
+        """Context in which shared experts are computed while rows are in flight: a second stream,
+        if the backend has one."""
         return nullcontext()
 
     def prepare_weight(self, weight: Weight, name: str) -> None:
-        """Once the weights are there, and before on a model without memory: how this backend
-        wants a linear layer's matrix, or a stack of experts', to lie. Raises ConfigError where it
-        has no product for it; `name` says whose it is."""
+        """Convert a linear layer's matrix, or a stack of experts' matrices, to this backend's
+        layout. Called after loading, and before on a model on the meta device. Raises ConfigError
+        if the backend has no product for it; `name`: of the module, for the message."""
 
     def prepare_experts(self, w: ExpertWeights, name: str) -> None:
-        """The same for the two matrices of a layer's experts."""
+        """`prepare_weight` for the two matrices of a layer's experts."""
         for weight in (w.gate_up, w.down):
             self.prepare_weight(weight, name)
 
     def prepare_mla(self, w: MLAWeights, hidden: int) -> None:
-        """The same for the matrices of one layer's prologue."""
+        """`prepare_weight` for the matrices of one layer's prologue."""
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Inside, kernels that a device compiles at their first launch are compiled and do not
-        run; what they would write is zero."""
+        """Inside, kernels that are compiled at their first launch are compiled but not run; their
+        outputs are zero."""
         return nullcontext()
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
-        """Whether a kernel of this backend serves `entry` for these weights, into which
-        torch.compile must not look (ops/custom_ops.py)."""
+        """Whether this backend's `entry` for these weights is a kernel that torch.compile must not
+        trace (ops/custom_ops.py)."""
         return False
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
-        """Random weights for view [rows, columns], a window of a matrix `width` wide: see
-        ops/rng.py."""
+        """Fill view [rows, columns], a window of a matrix with `width` columns, with random
+        weights: see ops/rng.py."""
         rng.draw_normal(view, key, std, first, width)
 
     @property
@@ -317,13 +317,13 @@ class Ops:
         raise AssertionError(f"the {self.name} backend captures no calls")
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host
-        memory costs a wait for the ids here."""
+        """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. With a table in
+        host memory this default waits for the ids."""
         if table.device == ids.device:
             return table.index_select(0, ids)
         return table.index_select(0, ids.to(table.device)).to(ids.device)
 
-    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+    def concat_columns(self, a: Tensor, b: Tensor) -> Tensor:
         """[T, A] and [T, B] as the columns of one tensor."""
         return torch.cat((a, b), -1)
 
@@ -338,9 +338,9 @@ class Ops:
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, for which a
-        backend may quantize the norm in the same kernel and return a NormOutput; values may differ
-        by the order of a sum."""
+        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, so a backend
+        may quantize in the same kernel and return a NormOutput; values may differ by the order of a
+        sum."""
         return reference.add_norm(x, residual, weight, eps)
 
     def add_norm_for_router(
@@ -351,8 +351,8 @@ class Ops:
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        """`add_norm` before `experts_deferred` or `routed_experts`: a backend may leave the norm to
-        the router. The sum may be read once the rows have been asked for."""
+        """`add_norm` before `experts_deferred` or `routed_experts`: a backend may return a
+        PendingNorm and fuse it with the router. Read the returned sum only after the rows."""
         return self.add_norm(x, residual, weight, eps, quantize_output)
 
     def sum_add_norm(
@@ -363,7 +363,7 @@ class Ops:
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        """`add_norm` of the sum of what experts gave."""
+        """`add_norm` of a deferred sum over each token's experts."""
         return self.add_norm(gave.total(), residual, weight, eps, quantize_output)
 
     def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -382,16 +382,16 @@ class Ops:
         reference.write_cache(plane, slots, values)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an 8-bit
-        cache, its rows those of `pack_latent`."""
+        """Write cache entries [T, C + rope] to a latent plane at `slots`. An 8-bit plane has rows
+        of `pack_latent`."""
         packed = reference.in_8_bits(plane)
         self.write_cache(
             plane, slots, reference.pack_latent(entries, rank, plane.dtype) if packed else entries
         )
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. The absorb products of
-        MLA."""
+        """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. MLA's absorbed
+        products."""
         return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
     # ---- attention
@@ -403,10 +403,10 @@ class Ops:
         places: TokenPlaces,
         plane: LatentCache | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H,
-        qk] rotated, cache entries).
+        """Hidden states x [T, hidden] to (query input [T, q_lora or hidden], rotated queries [T, H,
+        qk], cache entries).
 
-        Entries [T, C + rope] go to the latent `plane`; without a plane they are returned instead.
+        Entries [T, C + rope] are written to the latent `plane`; without a plane they are returned.
         """
         query, entries = self.mla_down(x, w, places.cos, places.sin)
         query_input = hidden_of(x) if w.q_b is None else query
@@ -415,9 +415,9 @@ class Ops:
     def mla_down(
         self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The half of the prologue that knows no heads: from x [T, hidden] to (the query's
-        latent, normed [T, q_lora], cache entries [T, C + rope]: latent normed, key rotated).
-        Without a query latent the first are the queries as they are, [T, H qk]."""
+        """The first half of the prologue, which is independent of heads: x [T, hidden] to (normed
+        query latent [T, q_lora], cache entries [T, C + rope] with normed latent and rotated key).
+        Without a query latent the first are the unrotated queries, [T, H qk]."""
         mla = w.config
         query, latent, key = self.linear(x, w.down, w.down_bias).split(
             (w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1
@@ -435,9 +435,8 @@ class Ops:
         places: TokenPlaces,
         plane: LatentCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The other half, head by head: from what mla_down returns to (queries [T, H, qk]
-        rotated, cache entries as mla_prologue has them). Rows of `query` and of `entries` may
-        lie apart."""
+        """The second half, per head: mla_down's result to (rotated queries [T, H, qk], cache
+        entries as mla_prologue returns them). Rows of `query` and `entries` may be strided."""
         mla = w.config
         if w.q_b is not None:
             query = self.linear(query, w.q_b)
@@ -464,8 +463,8 @@ class Ops:
         segment: AttentionMetadata,
         scale: float,
     ) -> Activation:
-        """Prologue and absorbed attention of a step whose tokens are all of one segment: hidden
-        states [T, hidden] to heads side by side, [T, H v]."""
+        """Prologue and absorbed attention of a step with one segment: hidden states [T, hidden] to
+        concatenated heads [T, H v]."""
         _, q, _ = self.mla_prologue(x, w, places, plane)
         return self.mla_absorbed(q, w, plane, segment, scale)
 
@@ -477,9 +476,9 @@ class Ops:
         segment: AttentionMetadata,
         scale: float,
     ) -> Activation:
-        """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side,
-        [T, H v]. W_UK moves to the query, W_UV behind the sum, and neither rope nor latent parts
-        are concatenated."""
+        """Absorbed attention over the latent cache: queries [T, H, qk] to concatenated heads [T, H
+        v]. W_UK is applied to the query, W_UV to the result; latent and rope parts are not
+        concatenated."""
         nope = w.config.nope_dim
         latent = self.latent_attention(
             self.heads_matmul(q[..., :nope], w.w_uk), q[..., nope:], plane, segment, scale
@@ -487,16 +486,17 @@ class Ops:
         return self.joined_heads(latent, w)
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
-        """From sums of latents [T, H, C] to heads side by side, [T, H v]. A backend may quantize
-        them in the same kernel where `quantize_output` of the weights says so."""
+        """Attention over latents [T, H, C] to concatenated heads [T, H v]. A backend may quantize
+        them in the same kernel if `w.quantize_output`."""
         return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
         self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, ...]
     ) -> Tensor:
-        """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries
-        and keys; keys and values go to the `planes` at their slots: (K, V), and of an 8-bit
-        cache (`pack_heads`) its scales [pages, page, G, 2] fp32, of a key and of a value."""
+        """qkv [T, H + 2 G, D] to queries [T, H, D]. Applies per-head norms and rope (not
+        interleaved) to queries and keys and writes keys and values to `planes` at their slots: (K,
+        V), and for an 8-bit cache (`pack_heads`) the scales [pages, page, G, 2] fp32 of keys and
+        values."""
         groups = planes[0].shape[2]
         heads = qkv.shape[1] - 2 * groups
         q, k, v = qkv.split((heads, groups, groups), 1)
@@ -506,7 +506,7 @@ class Ops:
         return q
 
     def write_heads(self, planes: tuple[Tensor, ...], slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values [T, G, D] to `planes` at `slots`, as gqa_prologue has them."""
+        """Write keys and values [T, G, D] to `planes` at `slots`, as gqa_prologue does."""
         if len(planes) > 2:
             k, k_scale = reference.pack_heads(k, planes[0].dtype)
             v, v_scale = reference.pack_heads(v, planes[1].dtype)
@@ -523,8 +523,8 @@ class Ops:
         scale: float,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H,
-        D] to [T, H, Dv]. `scales`: those of an 8-bit cache, as gqa_prologue writes them."""
+        """Causal attention over cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H,
+        D] to [T, H, Dv]. `scales`: of an 8-bit cache, as gqa_prologue writes them."""
         lens = segment.kv_lens.tolist()
         out = []
         for i, part in enumerate(q.split(segment.query_lens)):
@@ -579,19 +579,20 @@ class Ops:
         scale: float,
         found: PartialAttention,
     ) -> None:
-        """Attention over one stretch, packed as `gather` returns it, joined with that over others.
+        """Attention over one stretch, packed as by `gather`, merged into the result so far.
 
-        q [Q, H, D], k [L, G, D], v [L, G, Dv]. `found` is what the stretches before gave, and is
-        brought up to date.
+        q [Q, H, D], k [L, G, D], v [L, G, Dv]. `found`: the result over previous stretches, updated
+        in place.
 
-        Here by blocks of heads and queries: all scores would take more than keys and values do."""
+        This default computes blocks of heads and queries: all scores together would need more
+        memory than keys and values."""
         length = int(stretch.kv_lens)
         if not length:
             return
         first = int(stretch.first)
         share = q.shape[1] // k.shape[1]
         width = q.shape[2] + v.shape[2]
-        longer = max(length, width)  # a block of results must not grow where there are few keys
+        longer = max(length, width)  # with few keys the block of results is the larger one
         rows = max(1, min(q.shape[0], SCORES // longer))
         groups = max(1, SCORES // max(longer * rows * share, length * width))
         for group in range(0, k.shape[1], groups):
@@ -615,9 +616,9 @@ class Ops:
         scale: float,
         found: PartialAttention | None = None,
     ) -> Tensor:
-        """`dense_attention` over keys whose last columns all heads share, as they come from cached
-        latents: keys are [N, H, nope] and [N, rope]. With `found` it is `stretch_attention`, and
-        returns what was found so far, in fp32."""
+        """`dense_attention` with keys decompressed from latents: [N, H, nope], and [N, rope] shared
+        by all heads. With `found` it is `stretch_attention` and returns the updated `found.out`,
+        fp32."""
         k = reference.whole_keys(*keys)
         if found is None:
             return self.dense_attention(q, k, v, segment, scale)
@@ -638,8 +639,8 @@ class Ops:
     def latent_entries(
         self, plane: LatentCache, segment: AttentionMetadata, rank: int, dtype: torch.dtype
     ) -> Tensor:
-        """All cached latents and rope keys of the segment's requests, packed as by `gather`:
-        [sum of KV lengths, C + rope] in `dtype`."""
+        """All cached latents and rope keys of the segment's requests, packed as by `gather`: [sum
+        of KV lengths, C + rope] in `dtype`."""
         if isinstance(plane, SplitLatent):
             latent = self.gather(plane.latent, segment)
             if plane.scale is not None:
@@ -655,19 +656,19 @@ class Ops:
     # ---- experts
 
     def weights_changed(self, weights: Sequence[Tensor]) -> None:
-        """Their contents are others now: forget what was made from them."""
+        """The weights' contents have changed: discard what was derived from them."""
 
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or
-        in a type that holds all its values."""
+        """A router's matrix as stored for hidden states in `dtype`: as loaded, or losslessly
+        converted."""
         return gate
 
     def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden] to (ids [T, K + fused shared experts] int64,
-        weights of that shape, fp32). Logits are fp32, or where the router is not kept in fp32 of
-        the gate's type.
+        """Router GEMM and top-k: x [T, hidden] to (ids [T, K + fused shared experts] int64, weights
+        of that shape, fp32).
 
-        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype.
+        If the router is not in fp32 (Qwen3), logits have the gate's dtype and weights are rounded
+        to x's dtype.
         """
         moe = w.config
         dtype = torch.float32 if moe.router_fp32 else w.gate.dtype
@@ -681,7 +682,7 @@ class Ops:
 
     @property
     def fuses_shared_experts(self) -> bool:
-        """Whether shared experts are to stand among the routed ones where they can
+        """Whether shared experts should be fused with the routed ones if possible
         (layers/moe.py)."""
         return False
 
@@ -693,24 +694,24 @@ class Ops:
         w: ExpertWeights,
         base: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden]
-        added to it: what shared experts gave."""
+        """The weighted sum over each token's experts (reference.experts), plus `base` [T, hidden],
+        the shared experts' result."""
         y = reference.experts(hidden_of(x), ids, weights, w)
         return y if base is None else y + base
 
     def routed_experts(
         self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> Tensor:
-        """`router` and `experts` in one, where all experts are here, by their logical number,
-        and nobody else asks for ids and weights."""
+        """`router` and `experts` fused, if all experts are local, in logical order, and nothing
+        else needs ids and weights."""
         ids, weights = self.router(hidden_of(x), router)
         return self.experts(x, ids, weights, w, base)
 
     def experts_deferred(
         self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
-        """`routed_experts` where `sum_add_norm` reads the result: a backend may leave the sum to
-        that."""
+        """`routed_experts` whose result is read by `sum_add_norm`: a backend may return a
+        DeferredMoESum."""
         return self.routed_experts(x, router, w, base)
 
     def experts_fp8(
@@ -722,12 +723,12 @@ class Ops:
         weights: Tensor,
         w: ExpertWeights,
     ) -> Tensor:
-        """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T,
-        hidden] in `dtype`. Where they meet fp8 weights a backend may take them as they are,
-        instead of widening and rounding them again."""
+        """`experts` of hidden states received as e4m3 with scale [T, hidden/128]; returns [T,
+        hidden] in `dtype`. With fp8 weights a backend may use them directly instead of dequantizing
+        and quantizing again."""
         return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
 
-    # ---- requests by slot
+    # ---- request state by slot
 
     def decode_rows(
         self,
@@ -749,9 +750,9 @@ class Ops:
         drafts: Tensor,
         num_drafts: Tensor,
         slots: Tensor,
-        taken: Tensor | None,
+        accepted: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.verify_drafts(tokens, drafts, num_drafts, slots, taken)
+        return reference.verify_drafts(tokens, drafts, num_drafts, slots, accepted)
 
     def commit_tokens(
         self,
@@ -767,12 +768,12 @@ class Ops:
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-        """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one
-        shape to fp64 of that shape. Exact."""
+        """Random numbers in [0, 1) that depend only on (seed, position, stream): int64 tensors of
+        one shape to fp64 of that shape. Bit-exact on every backend."""
         return rng.uniform(seeds, positions, stream)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """[M, V] to [M] int64: the token with the greatest logit, one of them where several are
+        """[M, V] to [M] int64: the token with the largest logit, any of them if several are
         equal."""
         return logits.argmax(-1)
 

@@ -1,9 +1,8 @@
-"""What each op means, in plain torch: the definition every faster version is tested against.
-Written to be read.
+"""Definition of each op in plain torch, against which every faster version is tested.
 
 Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K
-picks a token, V tokens in the vocabulary, M rows of logits. Softmax, norms, router scores and
-weights are computed in fp32 whatever the activations' dtype.
+experts per token (top-k), V tokens in the vocabulary, M rows of logits. Softmax, norms, router
+scores and weights are computed in fp32 for any dtype of activations.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from rorqual.ops.rounding import (
 )
 from rorqual.request import GREEDY_TEMPERATURE
 
-# what the planes of an 8-bit cache hold, by their dtype: torch's index operations take no e4m3
+# number format of an 8-bit cache by its planes' dtype: torch's index operations do not support e4m3
 EIGHT_BIT_NUMBERS = {torch.uint8: FP8, torch.int8: torch.int8}
 
 
 @dataclass
 class Weight:
-    """A matrix [rows, columns] or a stack of them. Data in e4m3, int8 or int4 carries `scale`, one
-    factor for each `block` of it.
+    """A matrix [rows, columns] or a stack of them. e4m3, int8 and int4 data have a `scale` for each
+    `block`.
 
-    int4 data is uint8 [rows, columns / 2], packed as by rounding.pack_int4: numbers 0 to 15, less
-    8, or less `zero` [rows, groups] uint8, times the scale. `group_index` [columns] int32 says
-    which group each column is of, where they do not follow one another. `activation`: what the
-    product's rows are rounded to (config.quant.ACTIVATIONS); it counts where there are scales.
+    int4 data is uint8 [rows, columns / 2], packed as by rounding.pack_int4: numbers 0 to 15, minus
+    8 or minus `zero` [rows, groups] uint8, times the scale. `group_index` [columns] int32: the
+    group of each column, if groups are not consecutive columns. `activation`: what the product's
+    input is rounded to (config.quant.ACTIVATIONS), if there are scales.
     """
 
     data: Tensor
@@ -47,8 +46,8 @@ class Weight:
     zero: Tensor | None = None
     activation: str = "fp8_group"
     group_index: Tensor | None = None
-    turned: bool = False  # a backend has laid it out in its own way: nobody else may read it
-    # whatever a backend derives once a weight
+    turned: bool = False  # repacked to a backend's own layout, which only that backend reads
+    # what a backend derives once per weight
     scratch: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -61,8 +60,8 @@ class Weight:
 
     @property
     def fp8_blocks(self) -> bool:
-        """Whether these are e4m3 data and one scale a block of 128 x 128, multiplied with rows
-        rounded to fp8 likewise: what the fp8 kernels take."""
+        """Whether this is e4m3 data with one scale per 128 x 128 block and fp8 activations: what
+        the fp8 kernels support."""
         return (
             self.scale is not None
             and self.data.dtype == FP8
@@ -75,7 +74,7 @@ class Weight:
         return self.data.shape[-1] * (2 if self.is_int4 else 1)
 
     def tensors(self) -> list[Tensor]:
-        """All that it is held in."""
+        """All tensors of the weight."""
         parts = (self.data, self.scale, self.zero, self.group_index)
         return [part for part in parts if part is not None]
 
@@ -88,7 +87,7 @@ class Weight:
         return Weight(data, scale, self.block, zero, self.activation, group_index, self.turned)
 
     def part(self, start: int, stop: int) -> Weight:
-        """A view of rows of a matrix; they begin on a block's edge."""
+        """A view of rows of a matrix; `start` must be a block's first row."""
         if self.scale is None:
             return Weight(self.data[start:stop])
         rows = self.block[0]
@@ -102,11 +101,11 @@ class Weight:
 
 @dataclass
 class RouterWeights:
-    """What one layer chooses experts by: gate [E, hidden], correction bias [E] fp32 or None, and
-    the rules in `config`.
+    """One layer's router: gate [E, hidden], correction bias [E] fp32 or None, and the rules in
+    `config`.
 
-    num_fused_shared_experts: so many shared experts stand behind the routed ones; every token
-    picks them last, with weight 1."""
+    num_fused_shared_experts: shared experts stored after the routed ones; every token is routed to
+    them, with weight 1, in the last columns of ids."""
 
     gate: Tensor
     bias: Tensor | None
@@ -117,13 +116,12 @@ class RouterWeights:
 
 @dataclass
 class ExpertWeights:
-    """One layer's experts that this rank holds: gate_up [slots, 2 I, hidden], down [slots, hidden,
-    I].
+    """One layer's local experts: gate_up [slots, 2 I, hidden], down [slots, hidden, I].
 
-    num_fused_shared_experts: so many of the last slots, and of the last columns of ids and
-    weights, are those that every token picks with weight 1, in this order; a backend may compute
-    them apart. local_fraction: about how many of all picks are in these slots; for the choice of a
-    kernel."""
+    num_fused_shared_experts: that many of the last slots are shared experts; every token is routed
+    to them in the last columns of ids, in this order, with weight 1. A backend may compute them
+    separately. local_fraction: estimated fraction of all (token, expert) pairs that are routed to
+    these slots, for the choice of a kernel."""
 
     gate_up: Weight
     down: Weight
@@ -132,8 +130,7 @@ class ExpertWeights:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Data, less its zero point, times its block's scale, in `dtype`; other weights are only
-    cast."""
+    """(data - zero point) * scale in `dtype`; unquantized weights are only cast."""
     assert not weight.turned, "a backend has laid this weight out in its own way"
     if weight.scale is None:
         return weight.data.to(dtype)
@@ -146,7 +143,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def by_column(scale: Tensor, weight: Weight) -> Tensor:
-    """One number a block, [..., row blocks, column blocks], as one for each element."""
+    """Expand numbers of blocks, [..., row blocks, column blocks], to elements."""
     rows = weight.data.shape[-2]
     if weight.group_index is not None:
         index = weight.group_index.long()[..., None, :].expand(*scale.shape[:-1], -1)
@@ -156,8 +153,8 @@ def by_column(scale: Tensor, weight: Weight) -> Tensor:
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns,
-    amax clamped at 1e-4 (DeepGEMM)."""
+    """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale per token and 128 columns,
+    with amax clamped to at least 1e-4 (DeepGEMM)."""
     tokens, columns = x.shape
     blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(
         tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK
@@ -180,7 +177,7 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, columns] times weight [rows, columns] transposed. With quantized weights the
-    activations are rounded as `weight.activation` says."""
+    activations are rounded to `weight.activation`."""
     if weight.scale is None:
         return F.linear(x, weight.data, bias)
     if weight.activation == "wide":
@@ -200,13 +197,13 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream's step: returns (norm(x + residual), x + residual)."""
+    """(norm(x + residual), x + residual)"""
     total = x if residual is None else x + residual
     return norm(total, weight, eps), total
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[T, 2 I] holding gate and up side by side to silu(gate) * up, [T, I]."""
+    """[T, 2 I], gate and up concatenated, to silu(gate) * up, [T, I]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -216,11 +213,8 @@ def mlp(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x [T, heads, D] by cos and sin [T, D/2] (fp32). Pairs are (2i, 2i+1) when interleaved,
-    else (i, i + D/2).
-
-    The layout is kept: each rotated pair stays where it was.
-    """
+    """Rotate x [T, heads, D] by cos and sin [T, D/2] (fp32). Pairs are (2i, 2i+1) if interleaved,
+    else (i, i + D/2). Rotated pairs keep their columns."""
     cos = cos[:, None]
     sin = sin[:, None]
     wide = x.float()
@@ -237,8 +231,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """plane [pages, page_size, *shape]; slots [T] flat positions page * page_size + offset;
-    values [T, *shape]."""
+    """plane [pages, page_size, *shape]; slots [T]: flat positions page * page_size + offset; values
+    [T, *shape]."""
     plane.flatten(0, 1).index_copy_(0, slots, values.to(plane.dtype))
 
 
@@ -249,16 +243,16 @@ def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def in_8_bits(plane: Tensor) -> bool:
-    """Whether a plane of the cache holds e4m3 (bytes) or int8."""
+    """Whether a plane of the cache is e4m3 (as uint8) or int8."""
     return plane.dtype in EIGHT_BIT_NUMBERS
 
 
 def pack_latent(entries: Tensor, rank: int, kind: torch.dtype = torch.uint8) -> Tensor:
     """Cache entries [T, C + rope] to rows of an 8-bit cache, [T, bytes]: latent | fp32 scales |
-    rope key as it is. kind: the plane's dtype; uint8 holds e4m3, int8 itself.
+    unquantized rope key. kind: the plane's dtype, int8, or uint8 for e4m3.
 
-    One scale a token and 128 columns, by the rule of `quantize_activation`; a latent of fewer
-    columns has one.
+    One scale per token and 128 columns, computed as in `quantize_activation`; a latent of fewer
+    columns has one scale.
     """
     groups = by_group(entries[:, :rank], ACTIVATION_BLOCK)
     data, scales = to_8_bits(groups, EIGHT_BIT_NUMBERS[kind])
@@ -267,7 +261,7 @@ def pack_latent(entries: Tensor, rank: int, kind: torch.dtype = torch.uint8) -> 
 
 
 def latent_parts(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of an 8-bit cache's rows [..., bytes]: latent [..., C] e4m3 or int8, scales [..., C /
+    """Views of rows [..., bytes] of an 8-bit cache: latent [..., C] e4m3 or int8, scales [..., C /
     128] fp32, rope key [..., rope] in `dtype`."""
     scales = rank + 4 * -(-rank // ACTIVATION_BLOCK)
     return (
@@ -278,16 +272,16 @@ def latent_parts(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Rows of an 8-bit cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope
-    key was written."""
+    """Rows of an 8-bit cache [..., bytes] to entries [..., C + rope] in `dtype`, which must be the
+    dtype of the rope key."""
     latent, scales, rope = latent_parts(rows, rank, dtype)
     wide = latent.float() * scales.repeat_interleave(ACTIVATION_BLOCK, -1)[..., :rank]
     return torch.cat((wide.to(dtype), rope), -1)
 
 
 def pack_heads(heads: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys or values [T, G, D] as an 8-bit cache holds them: [T, G, D] of the plane's dtype
-    `kind`, and scales [T, G] fp32, one a token and head."""
+    """Keys or values [T, G, D] to those of an 8-bit cache: [T, G, D] in the plane's dtype `kind`,
+    and scales [T, G] fp32, one per token and head."""
     data, scale = to_8_bits(heads.float(), EIGHT_BIT_NUMBERS[kind])
     return data.view(kind), scale
 
@@ -298,29 +292,29 @@ def unpack_heads(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide * scales[..., None]).to(dtype)
 
 
-def by_query_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [L, G, D] in fp32, one for each query head: [L, H, D]."""
+def repeat_kv(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [L, G, D] repeated for each query head, fp32: [L, H, D]."""
     return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)).float()
 
 
-def seen_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
-    """[H, Q, L] fp32: the score of each query with each key. Query i sees keys up to `first` + i;
-    the others' scores are -inf."""
-    scores = torch.einsum("qhd,khd->hqk", q.float(), by_query_head(k, q.shape[1])) * scale
+def masked_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
+    """Attention scores [H, Q, L] fp32. Query i sees keys up to `first` + i; other scores are
+    -inf."""
+    scores = torch.einsum("qhd,khd->hqk", q.float(), repeat_kv(k, q.shape[1])) * scale
     allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(first)
     return scores.masked_fill_(~allowed, float("-inf"))
 
 
 def whole_keys(nope: Tensor, rope: Tensor) -> Tensor:
-    """Keys [N, H, nope + rope] of [N, H, nope], and of [N, rope], which all heads share."""
+    """Keys [N, H, nope + rope] from [N, H, nope] and the shared [N, rope]."""
     return torch.cat((nope, rope[:, None].expand(-1, nope.shape[1], -1)), -1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v
-    [L, G, Dv]. Returns [Q, H, Dv]."""
-    weights = seen_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1])).to(q.dtype)
+    """Attention of one request. q [Q, H, D]: the last Q of its L positions; k [L, G, D]; v [L, G,
+    Dv]. Returns [Q, H, Dv]."""
+    weights = masked_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, repeat_kv(v, q.shape[1])).to(q.dtype)
 
 
 def partial_attention(
@@ -330,16 +324,17 @@ def partial_attention(
     scale: float,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [Q, H, D] over some of a request's keys [L, G, D] and values [L, G, Dv]: what
-    those alone would give, [Q, H, Dv] fp32, and the log-sum-exp of their scores, [Q, H] fp32.
+    """Attention of q [Q, H, D] over some of a request's keys [L, G, D] and values [L, G, Dv].
+    Returns the result over those alone, [Q, H, Dv] fp32, and the log-sum-exp of their scores, [Q,
+    H] fp32.
 
-    Query i sees keys up to `first` + i: from L - 1 on all of them, below 0 none, which gives 0 and
-    -inf.
+    Query i sees keys up to `first` + i: all if that is at least L - 1, none if it is negative,
+    which gives 0 and -inf.
     """
-    scores = seen_scores(q, k, scale, first)
+    scores = masked_scores(q, k, scale, first)
     total = scores.logsumexp(-1)
     weights = scores.sub_(_finite(total)[..., None]).exp_()
-    out = torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1]))
+    out = torch.einsum("hqk,khd->qhd", weights, repeat_kv(v, q.shape[1]))
     return out, total.t()
 
 
@@ -349,7 +344,7 @@ def join_attention(
     more: Tensor,
     more_total: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Two results of `partial_attention` over different keys as one over all of them."""
+    """Merge two results of `partial_attention` over different keys."""
     joined = torch.logaddexp(total, more_total)
     shift = _finite(joined)
     parts = [x * (log - shift).exp()[..., None] for x, log in ((out, total), (more, more_total))]
@@ -357,7 +352,7 @@ def join_attention(
 
 
 def _finite(total: Tensor) -> Tensor:
-    """Zero for the sums of nothing: -inf less itself would be NaN."""
+    """Replace -inf, the log-sum-exp over no keys, by 0: -inf minus -inf would be NaN."""
     return total.masked_fill(total == float("-inf"), 0)
 
 
@@ -366,8 +361,8 @@ def router_scores(logits: Tensor, moe: MoEConfig) -> Tensor:
 
 
 def limit_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
-    """Keep the `topk_group` best groups of experts; a group counts by its best expert, or by its
-    best two under noaux_tc."""
+    """Mask all but the `topk_group` best expert groups. A group's score is that of its best expert,
+    or the sum of its best two with noaux_tc."""
     groups = choice.view(choice.shape[0], moe.n_group, choice.shape[1] // moe.n_group)
     best = groups.topk(2, -1).values.sum(-1) if moe.method == "noaux_tc" else groups.amax(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
@@ -380,7 +375,7 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, 
     """Choose experts. logits [T, E]; returns (ids [T, K] int64, weights [T, K] fp32). arXiv
     2412.19437, section 2.1.2.
 
-    The correction bias decides the choice and never enters the weights.
+    The correction bias affects the choice but not the weights.
     """
     scores = router_scores(logits, moe)
     choice = scores if bias is None else scores + bias
@@ -394,8 +389,8 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, 
 
 
 def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[Tensor, Tensor]:
-    """Behind the picks of each token, [T, K], those that all tokens make: slots `first` and on,
-    `shared` of them, weight 1."""
+    """Append `shared` fused shared experts, slots `first` and on with weight 1, to each token's ids
+    and weights [T, K]."""
     if not shared:
         return ids, weights
     slots = torch.arange(first, first + shared, dtype=ids.dtype, device=ids.device).expand(
@@ -405,15 +400,15 @@ def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
-    """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by
-    physical slot (-1: not here; a token may name a slot several times). Sums in fp32; returns [T,
-    hidden] in x's dtype."""
+    """The weighted sum over each token's experts. x [T, hidden]; ids [T, K]: physical slots (-1: on
+    another rank; a slot may occur several times); weights [T, K]. Sums in fp32; returns [T, hidden]
+    in x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in ids.unique().tolist():
         if slot >= 0:
-            token, pick = (ids == slot).nonzero(as_tuple=True)
+            token, k = (ids == slot).nonzero(as_tuple=True)
             y = mlp(x[token], w.gate_up[slot], w.down[slot])
-            total.index_add_(0, token, y.float() * weights[token, pick, None])
+            total.index_add_(0, token, y.float() * weights[token, k, None])
     return total.to(x.dtype)
 
 
@@ -422,21 +417,21 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor
 
 @dataclass
 class Distribution:
-    """What each of M tokens is drawn from: token t of row m has probability exp((logits[m, t] -
+    """The sampling distributions of M rows: token t of row m has probability exp((logits[m, t] -
     peak) / temperature) / mass if its logit is at least floor, else zero.
 
-    logits [M, V]; summary [M, 4] fp64: temperature, peak (the best logit), floor (logits below it
-    are left out), mass (the sum over what is kept); best [M] int64: the first token with the best
-    logit, which rows of temperature below GREEDY_TEMPERATURE take.
+    logits [M, V]; summary [M, 4] fp64: temperature, peak (largest logit), floor (tokens with
+    smaller logits are excluded), mass (normalization over the others); best [M] int64: argmax, the
+    first token with the largest logit, used if temperature is below GREEDY_TEMPERATURE.
     """
 
     logits: Tensor
     summary: Tensor
     best: Tensor
-    scratch: Any = None  # whatever a backend derives
+    scratch: Any = None  # what a backend derives
 
     def probs(self, rows: Tensor | None = None) -> Tensor:
-        """[M, V] fp64, or those of some rows."""
+        """Probabilities [M, V] fp64, or those of some rows."""
         logits, summary = (
             (self.logits, self.summary) if rows is None else (self.logits[rows], self.summary[rows])
         )
@@ -445,7 +440,8 @@ class Distribution:
         return weights.masked_fill(logits < floor, 0)
 
     def probability(self, tokens: Tensor) -> Tensor:
-        """Of tokens [R, n], in the first n of every M / R rows: [R, n] fp64."""
+        """Probabilities [R, n] fp64 of tokens [R, n]; request r has M / R rows, of which the first
+        n are used."""
         count, n = tokens.shape
         logits = (
             self.logits.view(count, -1, self.logits.shape[1])[:, :n]
@@ -458,17 +454,17 @@ class Distribution:
 
 
 def tempered(logits: Tensor, temperature: Tensor, peak: Tensor) -> Tensor:
-    """Probabilities but for a factor; 1 where the logit is `peak`."""
+    """Unnormalized probabilities; 1 where the logit is `peak`."""
     return ((logits - peak) / temperature.clamp(GREEDY_TEMPERATURE)).exp()
 
 
 def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
-    """logits [M, V] fp32, settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without
-    `cuts` only the temperature counts.
+    """logits [M, V] fp32; settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without
+    `filters` only the temperature is used.
 
     Computed in fp64 here. A faster version may move a boundary between two tokens by 1e-6 of the
-    whole mass; and where top-p or min-p lies within 1e-6 of a token's limit (of the mass before it;
-    of its share of the best one), the token may be on the other side.
+    total mass, and may decide differently on a token whose limit (for top-p the mass before it, for
+    min-p its ratio to the best one) is within 1e-6 of the setting.
     """
     temperature, top_p, min_p, top_k = settings.unbind(1)
     wide = logits.double()
@@ -476,23 +472,22 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
     weights = tempered(wide, temperature[:, None], peak[:, None])
     floor = torch.full_like(peak, float("-inf"))
     if filters:
-        weights = cut(weights, top_k, top_p, min_p)
+        weights = apply_filters(weights, top_k, top_p, min_p)
         floor = wide.masked_fill(weights == 0, float("inf")).amin(-1)
     return Distribution(
         logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1)
     )
 
 
-def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero what top-k, then top-p over what top-k left, then min-p exclude. Tokens tied with the
-    last one kept are kept. weights [M, V], probabilities but for a factor; the others [M]."""
+def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Zero the tokens that top-k, then top-p over the rest, then min-p exclude. Tokens tied with
+    the last one kept are kept. weights [M, V]: unnormalized probabilities; the others [M]."""
     ordered = weights.sort(-1, descending=True).values
     last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
     by_k = ordered.gather(1, last[:, None])
     kept = ordered.masked_fill(ordered < by_k, 0)
     before = kept.cumsum(-1) - kept
-    # The smallest set whose mass reaches top_p: a token stays while the mass before it is below the
-    # goal.
+    # the smallest set whose mass reaches top_p: a token is kept if the mass before it is below
     inside = (before < top_p[:, None] * kept.sum(-1, keepdim=True)) & (kept > 0)
     by_p = ordered.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
     by_p = torch.where(top_p[:, None] < 1, by_p, by_k)
@@ -500,8 +495,9 @@ def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return weights.masked_fill(weights < threshold, 0)
 
 
-def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which the cumulative sum of weights [M, V] passes numbers [M] of its total."""
+def inverse_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
+    """[M] int64: the token at which the cumulative sum of weights [M, V] exceeds the fraction
+    numbers [M] of its total."""
     cumulative = weights.cumsum(-1)
     goal = numbers[:, None] * cumulative[:, -1:]
     return (
@@ -510,10 +506,10 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
-    """One token a row, [M] int64: the inverse of the cumulative distribution, in vocabulary
-    order, at numbers [M] in [0, 1) fp64."""
+    """One token per row, [M] int64, by inverting the cumulative distribution, in vocabulary order,
+    at numbers [M] in [0, 1) fp64."""
     greedy = given.summary[:, 0] < GREEDY_TEMPERATURE
-    return torch.where(greedy, given.best, invert(given.probs(), numbers))
+    return torch.where(greedy, given.best, inverse_cdf(given.probs(), numbers))
 
 
 def sample_residual(
@@ -524,25 +520,25 @@ def sample_residual(
     q: Tensor | None = None,
     q_rows: Tensor | None = None,
 ) -> Tensor:
-    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the
-    distribution (-1: nothing is wanted) and q the rows q_rows [R] of q [N, V] fp32, which the
-    drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where nothing is
-    left over or wanted."""
+    """Sample the replacement of a rejected draft from max(p - q, 0): tokens [R], -1 if nothing is
+    requested or the residual is empty. p: rows [R] of the distribution (-1: not requested). q: rows
+    q_rows [R] of q [N, V] fp32, from which the drafts were sampled; None: the drafts, refused [R],
+    had probability 1."""
     p = given.probs(rows.clamp(min=0))
     rest = (
         p.scatter(1, refused[:, None], 0)
         if q is None or q_rows is None
         else (p - q[q_rows]).clamp_(min=0)
     )
-    return torch.where((rest.sum(-1) > 0) & (rows >= 0), invert(rest, numbers), -1)
+    return torch.where((rest.sum(-1) > 0) & (rows >= 0), inverse_cdf(rest, numbers), -1)
 
 
 def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
-    """Probabilities to the rows [M] of plane [N, V] fp32."""
+    """Write probabilities to the rows [M] of plane [N, V] fp32."""
     plane.index_copy_(0, rows, given.probs().to(plane.dtype))
 
 
-# ---- how requests move on through a decode step
+# ---- request state in decode steps
 
 
 def decode_rows(
@@ -554,12 +550,12 @@ def decode_rows(
     num_speculative_tokens: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be
-    written, and num_speculative_tokens drafts behind it.
+    """The rows of a decode step of requests in `slots` [R]: the newest token of each, whose cache
+    entry is not written yet, followed by num_speculative_tokens drafts.
 
     length, last_token [S] and drafts [S, at least num_speculative_tokens] by slot; tables [R,
-    pages] block tables of these requests. All int64. Returns ids, positions and slot mapping, [R
-    (num_speculative_tokens + 1)] each, and the lengths [R] of the cache once all are written."""
+    pages]: block tables of these requests. All int64. Returns ids, positions and slot mapping, [R
+    (num_speculative_tokens + 1)] each, and the cache lengths [R] after the step."""
     first = length.index_select(0, slots)
     ids = last_token.index_select(0, slots)
     spread = first[:, None]
@@ -579,38 +575,43 @@ def decode_rows(
 
 
 def verify_drafts(
-    tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+    tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, accepted: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at
-    least n] and num_drafts [S] by slot; taken [R, n] bool: whether each is right, None: where it
-    is the model's own. A draft counts only behind others that do.
+    """Verify the drafts of requests in `slots` [R]. tokens [R, n + 1]: the model's token after each
+    row; drafts [S, at least n] and num_drafts [S] by slot; accepted [R, n] bool: whether to accept
+    each draft; None: accept those equal to the model's token. A draft is accepted only if all
+    before it are.
 
-    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many drafts
-    stand [R]; drafts there were [R])."""
+    Returns (accepted drafts, then one token of the model, then -1: [R, n + 1]; number of accepted
+    drafts [R]; number of drafts [R])."""
     n = tokens.shape[1] - 1
-    ahead = drafts.index_select(0, slots)[:, :n]
-    drafted = num_drafts.index_select(0, slots).clamp(max=n)
+    drafted = drafts.index_select(0, slots)[:, :n]
+    num_drafted = num_drafts.index_select(0, slots).clamp(max=n)
     places = torch.arange(n + 1, device=tokens.device)
-    good = (tokens[:, :n] == ahead if taken is None else taken) & (places[:n] < drafted[:, None])
-    right = good.long().cumprod(1).sum(1)
-    stands = torch.cat(
-        (torch.where(places[:n] < right[:, None], ahead, tokens[:, :n]), tokens[:, n:]), 1
-    )
-    return torch.where(places <= right[:, None], stands, -1), right, drafted
+    matches = tokens[:, :n] == drafted if accepted is None else accepted
+    matches = matches & (places[:n] < num_drafted[:, None])
+    num_accepted = matches.long().cumprod(1).sum(1)
+    kept = torch.where(places[:n] < num_accepted[:, None], drafted, tokens[:, :n])
+    kept = torch.cat((kept, tokens[:, n:]), 1)
+    return torch.where(places <= num_accepted[:, None], kept, -1), num_accepted, num_drafted
 
 
 def commit_tokens(
-    last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
+    last_token: Tensor,
+    length: Tensor,
+    slots: Tensor,
+    lens: Tensor,
+    tokens: Tensor,
+    num_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Requests in `slots` [R] have got right [R] drafts and a token more, of tokens [R, n + 1],
-    after a step that wrote entries up to lens [R]: their newest token and their length, by slot
-    in last_token and length, move on.
+    """Update last_token and length, by slot, of requests in `slots` [R] after a step that wrote
+    cache entries up to lens [R]. Of tokens [R, n + 1] each request keeps num_accepted [R] drafts
+    and one token more.
 
-    Returns (the token after each row of the step, 0 where none stands, [R (n + 1)]; the row of
-    each request's last such, [R])."""
+    Returns (the token after each row of the step, 0 after rejected rows, [R (n + 1)]; the row of
+    each request's last kept token, [R])."""
     width = tokens.shape[1]
-    last_token.index_copy_(0, slots, tokens.gather(1, right[:, None]).squeeze(1))
-    length.index_copy_(0, slots, lens - width + 1 + right)
-    return tokens.clamp(min=0).flatten(), torch.arange(
-        0, tokens.numel(), width, device=tokens.device
-    ) + right
+    last_token.index_copy_(0, slots, tokens.gather(1, num_accepted[:, None]).squeeze(1))
+    length.index_copy_(0, slots, lens - width + 1 + num_accepted)
+    first = torch.arange(0, tokens.numel(), width, device=tokens.device)
+    return tokens.clamp(min=0).flatten(), first + num_accepted

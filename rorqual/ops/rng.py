@@ -1,5 +1,4 @@
-"""Random numbers from counters: the same bits on every device, in every batch and in every
-layout."""
+"""Counter-based random numbers: the same bits on every device, in every batch and layout."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-FIELDS_DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)  # of the sum of four numbers below 2^16
+FIELDS_DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)  # std of a sum of four uniforms below 2^16
 
 
 def hash_bits(counter: Tensor, key: int) -> Tensor:
@@ -21,8 +20,8 @@ def hash_bits(counter: Tensor, key: int) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int = 0, fp64: bool = True) -> Tensor:
-    """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one
-    another. Without fp64, for devices that have none: the same number's first 24 bits, fp32."""
+    """One number in [0, 1) for each (seed, position), fp64. Streams are independent. Without fp64,
+    for devices that lack it: the number's first 24 bits, fp32."""
     bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9)
     if not fp64:
         return ((bits >> 40) & ((1 << 24) - 1)).float() * 2.0**-24
@@ -32,11 +31,11 @@ def uniform(seed: Tensor, position: Tensor, stream: int = 0, fp64: bool = True) 
 def draw_normal(
     view: Tensor, key: int, std: float, first: int, width: int, chunk: int | None = None
 ) -> None:
-    """Fill view [rows, columns] with a nearly normal draw from integer arithmetic alone (the sum
-    of four 16-bit fields of a hash), rounded to its type; e4m3 is clipped to +-448. The element
-    in row r and column c is number first + r * width + c: a window of a matrix `width` wide.
-    `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster
-    than 2^22), on a GPU enough to fill it."""
+    """Fill view [rows, columns] with nearly normal numbers (the sum of four 16-bit fields of a
+    hash, integer arithmetic only), rounded to its dtype; e4m3 is clipped to +-448. The element in
+    row r and column c has counter first + r * width + c: the view is a window of a matrix with
+    `width` columns. `chunk`: elements drawn at a time; the default fits a CPU's cache (17 times
+    faster than 2^22) or fills a GPU."""
     chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
     rows, columns = view.shape
     step = max(1, chunk // max(1, columns))
@@ -47,7 +46,7 @@ def draw_normal(
 
 
 def _elements(first: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """Numbers of a window's elements in a matrix `width` wide, [rows * columns]."""
+    """Counters of a window's elements, [rows * columns], in a matrix with `width` columns."""
     if columns == width or rows == 1:
         return torch.arange(first, first + rows * columns, dtype=torch.int64, device=device)
     starts = torch.arange(first, first + rows * width, width, dtype=torch.int64, device=device)

@@ -1,5 +1,4 @@
-"""Numbers of eight and four bits: how activations are rounded to them, and how two four-bit numbers
-stand in a byte."""
+"""8-bit and 4-bit numbers: rounding of activations to them, and packing of two int4 in a byte."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ LEAST_AMAX = 1e-4  # (DeepGEMM)
 
 
 def pack_int4(values: Tensor) -> Tensor:
-    """Numbers 0 to 15, [..., columns] uint8, two a byte: [..., columns / 2]. The even column is the
-    low half."""
+    """Pack numbers 0 to 15, [..., columns] uint8, to [..., columns / 2]; even columns in the low
+    half."""
     return values[..., 0::2] | (values[..., 1::2] << 4)
 
 
@@ -26,22 +25,22 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is not smaller (UE8M0)."""
+    """Round up to a power of two (UE8M0)."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
 def by_group(x: Tensor, group: int) -> Tensor:
-    """x [T, columns] in fp32, [T, groups, group], with zeros behind the last column."""
+    """x [T, columns] to fp32 [T, groups, group], padded with zeros."""
     tokens, columns = x.shape
     wide = F.pad(x.float(), (0, -columns % group))
     return wide.view(tokens, -(-columns // group), group)
 
 
 def to_8_bits(groups: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Columns that share a scale, [..., n] fp32, in 8 bits: e4m3 or int8, and their scales [...]
-    fp32. The largest becomes the largest that the number holds; it counts as 1e-4 at least."""
-    # by a number torch would, on a GPU, multiply with its rounded inverse
+    """Quantize columns that share a scale, [..., n] fp32, to `number` (e4m3 or int8) with scales
+    [...] fp32: amax, at least 1e-4, over the largest number of the format."""
+    # a tensor: dividing by a Python number, torch on a GPU multiplies by its rounded inverse
     most = torch.full((), FP8_MAX if number == FP8 else INT8_MAX, device=groups.device)
     scale = groups.abs().amax(-1).clamp(LEAST_AMAX) / most
     steps = groups / scale[..., None]
@@ -49,8 +48,8 @@ def to_8_bits(groups: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:
-    """x [T, columns] as a product with rounded activations sees it, in fp32. kind: one of
-    config.quant.ACTIVATIONS but "wide" and "fp8_group"."""
+    """x [T, columns] after a round trip through quantization, in fp32. kind: one of
+    config.quant.ACTIVATIONS except "wide" and "fp8_group"."""
     number, _, share = kind.partition("_")
     columns = x.shape[1]
     groups = by_group(x, max(1, columns) if share == "token" else ACTIVATION_BLOCK)

@@ -1,4 +1,4 @@
-"""Which op table a platform runs. Apart from the interface, which the backends import."""
+"""The op table of a platform. Not in interface.py, which the backends import."""
 
 from __future__ import annotations
 

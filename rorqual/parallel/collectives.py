@@ -1,9 +1,9 @@
 """Collectives over one named axis of the mesh.
 
 `NullAxis` is an axis of one rank: every call is the identity, so layers need no branches;
-group_axis.py holds the axis of several. Rows are the first dimension. `counts` gives each rank's
-rows, the same tuple on all ranks; None means equally many. All ranks of an axis make the same calls
-in the same order.
+group_axis.py has the axis of several ranks. Rows are the first dimension. `counts`: rows of each
+rank, the same tuple on all ranks; None: equally many. All ranks of an axis make the same calls in
+the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Activation, T
 
 
 class PendingCollective(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> Tensor: ...
 
@@ -36,7 +36,7 @@ class Ready:
 
 
 class FusedAddNorm(Protocol):
-    """All-reduce, residual addition and RMSNorm in one kernel, for the messages it takes
+    """All-reduce, residual addition and RMSNorm in one kernel, for messages that `takes` accepts
     (parallel/p2p_memory.py)."""
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool: ...
@@ -46,13 +46,13 @@ class FusedAddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class ExpertRows(Protocol):
-    """Rows to experts and sums back through memory that the ranks of an axis share
+class P2PDispatch(Protocol):
+    """Dispatch and combine through memory that the ranks of an axis share
     (parallel/p2p_dispatch.py)."""
 
     def takes(self, x: Tensor, capacity: int, top_k: int) -> bool: ...
 
-    def send(
+    def dispatch(
         self,
         x: Tensor,
         slots: Tensor,
@@ -62,26 +62,26 @@ class ExpertRows(Protocol):
         fp8: bool = False,
     ) -> Any: ...
 
-    def receive(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...
+    def recv_dispatch(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...
 
-    def send_back(self, flight: Any, y: Tensor) -> None: ...
+    def send_combine(self, flight: Any, y: Tensor) -> None: ...
 
-    def finish(self, flight: Any) -> Tensor: ...
+    def combine(self, flight: Any) -> Tensor: ...
 
 
 class Axis(Protocol):
-    """What layers and exchanges may ask of a group of ranks. `shard` is this rank's part of an
-    axis split over the group."""
+    """A group of ranks, for layers and exchanges. `shard`: this rank's part of a dimension that is
+    split over the group."""
 
     name: str
     size: int
     rank: int
     shard: Shard
     traffic: Traffic
-    peers: ExpertRows | None
+    p2p_dispatch: P2PDispatch | None
 
     def count(self, call: str, message: int) -> None:
-        """Add a call with a message of so many bytes (comm_counters.py) to `traffic`."""
+        """Add a call with a message of `message` bytes to `traffic` (comm_counters.py)."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class Axis(Protocol):
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
     ) -> tuple[Activation, Tensor]:
-        """(norm(sum of x over ranks + residual), that sum + residual); `plain` is the same
-        without ranks."""
+        """(norm(sum of x over ranks + residual), that sum + residual). `plain`: the op on one
+        rank."""
         ...
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -116,8 +116,8 @@ class Axis(Protocol):
         ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """x holds send[r] rows for each rank r, in order; returns receive[r] rows from each rank
-        r. The host knows all lengths."""
+        """x has send[r] rows for each rank r, in order; returns receive[r] rows from each rank r.
+        The host knows all lengths."""
         ...
 
     def start_all_to_all(
@@ -125,20 +125,19 @@ class Axis(Protocol):
     ) -> PendingCollective: ...
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
-        """x [size, rows, ...]: block r goes to rank r; returns the blocks received. No length
-        depends on data: fit for a graph."""
+        """x [size, rows, ...]: block r goes to rank r; returns the blocks received. Sizes are
+        static, so a graph can capture it."""
         ...
 
     def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective: ...
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
-        """Rank `root`'s x on every rank, written in place; x belongs to the call until it is
-        waited for."""
+        """Rank `root`'s x on every rank, written in place; do not use x before the wait."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Start sending to rank `to`; `flush` waits for what was sent. Neither side does
-        anything about a tensor without elements."""
+        """Start sending to rank `to`; `flush` waits for all sends. Empty tensors are neither sent
+        nor received."""
         ...
 
     def receive(
@@ -154,7 +153,7 @@ class NullAxis:
     size = 1
     rank = 0
     shard = Shard()
-    peers: ExpertRows | None = None
+    p2p_dispatch: P2PDispatch | None = None
 
     def __init__(self, name: str):
         self.name = name

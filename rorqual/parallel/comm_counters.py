@@ -1,8 +1,7 @@
-"""What collectives move: the definitions that the running counters and any estimate of them share.
+"""How many bytes collectives send: definitions for the runtime counters and for estimates of them.
 No torch.
 
-Bytes are those that leave one rank, averaged over the ranks of a group of n, in the cheapest
-algorithm that any network allows:
+Bytes leave one rank, averaged over a group of n ranks, with the cheapest algorithm on any network:
 
 | call           | message                                | bytes                        |
 |----------------|----------------------------------------|------------------------------|
@@ -13,23 +12,23 @@ algorithm that any network allows:
 | all_to_all     | what this rank sends to others         | all of it                    |
 | send           | the tensor                             | all of it                    |
 
-An exchange over memory that ranks share counts as the one over a process group that it stands for:
-the most that can leave. How many rows were wanted where is known to the device alone.
+An exchange over shared memory counts as the process-group exchange that it replaces, an upper
+bound: only the device knows how many rows went where.
 
-Rows are padded to the longest of a group before they are gathered or scattered, so messages count
-padded rows.
+Rows are padded to the longest rank of a group before they are gathered or scattered, so messages
+include padding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-ROUTING_BYTES = 8  # of one chosen expert, beside a row: an int32 id and an fp32 weight
+ROUTING_BYTES = 8  # sent with a row for each of its experts: an int32 id and an fp32 weight
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 
 
 def bytes_sent(call: str, message: int, size: int) -> int:
-    """Bytes that leave a rank for one call with a message of so many bytes in a group of `size`
+    """Bytes that leave a rank for one call with a message of `message` bytes in a group of `size`
     ranks."""
     assert call in CALLS, call
     if call in ("all_to_all", "send"):
@@ -38,7 +37,7 @@ def bytes_sent(call: str, message: int, size: int) -> int:
 
 
 def fp8_row_bytes(columns: int) -> int:
-    """Of a hidden state that travels as e4m3, with one fp32 scale for each 128 columns."""
+    """Bytes of a hidden state sent as e4m3, with one fp32 scale for each 128 columns."""
     return columns + 4 * -(-columns // 128)
 
 

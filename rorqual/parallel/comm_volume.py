@@ -1,8 +1,8 @@
-"""What one step moves between ranks, call by call, computed beforehand: the counters of a run must
-come to the same, and the planner's network times stand on it. No torch.
+"""Communication volume of one step, call by call, computed in advance. The counters of a run must
+match it, and the planner's network times use it. No torch.
 
-Bytes are those of comm_counters.py. The dynamic all-to-all alone depends on where tokens go: for it
-the result is the expectation under uniform routing.
+Bytes are as in comm_counters.py. Only the dynamic all-to-all depends on the routing: its volume is
+the expectation under uniform routing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COUNT_BYTES = ID_BYTES = 8
 
 @dataclass(frozen=True)
 class CommCall:
-    """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is
-    the call's in bytes, as comm_counters.py defines it."""
+    """One call of one rank among `size` ranks of `axis`. `name`: what is sent. `message`: bytes, as
+    comm_counters.py defines them."""
 
     name: str
     axis: str
@@ -38,7 +38,7 @@ class CommCall:
 
     @property
     def bytes(self) -> int:
-        """What leaves this rank."""
+        """Bytes that leave this rank."""
         return bytes_sent(self.call, self.message, self.size)
 
     def __bool__(self) -> bool:
@@ -47,8 +47,8 @@ class CommCall:
 
 @dataclass
 class StepMessages:
-    """The messages of one rank in one step, part by part; calls that are not made are left out.
-    `tokens`, `logits`: rows of each data-parallel rank; `itemsize` of activations in bytes."""
+    """The calls of one rank in one step; calls without bytes are left out. `tokens`, `logits`: rows
+    of each data-parallel rank. `itemsize`: of activations, bytes."""
 
     model: ModelConfig
     sizes: ParallelConfig
@@ -76,7 +76,7 @@ class StepMessages:
         if self.pp_rank == 0:
             yield from self.embedding()
         for layer in self.sizes.stage_layers(self.model.num_layers, self.pp_rank):
-            if layer or self.sharded:  # the first norm of all meets no partial sum
+            if layer or self.sharded:  # the input of the very first norm is no partial sum
                 yield from self.to_attention()
             yield from self.layer(self.model.moe_layers[layer])
         if self.pp_rank == self.sizes.pp - 1:
@@ -85,7 +85,7 @@ class StepMessages:
             yield from self.hand_over()
 
     def block(self, size: int) -> range:
-        """Data-parallel ranks whose tokens meet in a block of so many ranks."""
+        """Data-parallel ranks whose tokens are gathered in a block of `size` ranks."""
         ranks = max(size, self.sizes.tp)
         start = self.local // ranks * ranks
         return range(start // self.sizes.tp, (start + ranks) // self.sizes.tp)
@@ -107,8 +107,8 @@ class StepMessages:
         )
 
     def to_attention(self) -> Iterator[CommCall]:
-        """Before the attention of one layer: the sums of the feed-forward layer behind it, or
-        what sharded tokens gather."""
+        """Before the attention of one layer: the all-reduce of the previous feed-forward layer, or
+        the all-gather of sharded tokens."""
         if self.sharded:
             columns = gathered_columns(self.model) * self.itemsize
             yield from _made(
@@ -120,19 +120,19 @@ class StepMessages:
             yield from self.sums(self.own)
 
     def sums(self, rows: int) -> Iterator[CommCall]:
-        """The sums of a feed-forward layer, where every rank of tp keeps all rows."""
+        """The all-reduce of a feed-forward layer, if tokens are replicated over tp."""
         yield from _made(
             CommCall("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp)
         )
 
     def layer(self, sparse: bool) -> Iterator[CommCall]:
-        """From the attention of one layer up to the partial sums of its feed-forward."""
+        """From the attention output of one layer to the partial sums of its feed-forward."""
         call, rows = ("reduce_scatter", self.padded) if self.sharded else ("all_reduce", self.own)
         yield from _made(CommCall("attention output", "tp", call, rows * self.row, self.sizes.tp))
         if not sparse:
             yield from self.dense("dense")
             return
-        # with the experts' rows, and summed with their sums
+        # an all-gather exchange also gathers the shared expert's rows and returns its sums
         gathered = self.exchange.startswith("allgather")
         if self.model.moe.num_shared and not gathered:
             yield from self.dense("shared")
@@ -188,11 +188,11 @@ class StepMessages:
 
     @property
     def payload(self) -> int:
-        """Bytes of a hidden state on its way to low-latency experts."""
+        """Bytes of a hidden state in a low-latency dispatch."""
         return fp8_row_bytes(self.model.hidden_size) if self.sizes.fp8_dispatch else self.row
 
     def leave(self, rows: int) -> Iterator[CommCall]:
-        """Behind the last layer: hidden states of so many wanted rows on every rank of tp."""
+        """After the last layer: hidden states of `rows` logit rows to every rank of tp."""
         if self.sharded:
             yield from _made(
                 CommCall("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp)
@@ -222,7 +222,7 @@ class StepMessages:
         )
 
     def hand_over(self) -> Iterator[CommCall]:
-        """To the next stage: hidden states and the residual stream."""
+        """To the next pipeline stage: hidden states and the residual stream."""
         rows = self.shards[self.local] if self.sharded else self.own
         yield from _made(CommCall("stage", "pp", "send", 2 * rows * self.row, self.sizes.pp))
 
@@ -240,8 +240,8 @@ def step_messages(
     itemsize: int = 2,
     logits: Sequence[int] | None = None,
 ) -> Bytes:
-    """Bytes that rank `rank` sends in a step, by axis and call. `logits` rows default to one a
-    token, as when decoding."""
+    """Bytes that rank `rank` sends in a step, by axis and call. `logits` rows default to one per
+    token, as in decode."""
     found: Bytes = {}
     for sent in StepMessages(
         model, sizes, rank, tokens, decode, itemsize, tokens if logits is None else logits

@@ -1,9 +1,8 @@
-"""Memory of one GPU that processes of its host map into their own: CUDA's interprocess handles,
-asked of the driver itself.
+"""GPU memory shared between processes of one host: CUDA IPC handles, through the driver API.
 
-torch's symmetric memory maps the same way, but its meeting of ranks counts, in each process and for
-as long as that lives, how often it has met before. The processes of an engine's other ranks are new
-each time and rank 0's is not, so a second engine would wait for ever.
+torch's symmetric memory uses the same mechanism, but its rendezvous keeps a counter per process.
+When rank 0's process starts a second engine, the other ranks' processes are new and their counters
+differ from rank 0's, so the rendezvous would hang.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class Handle(ctypes.Structure):
-    """CUipcMemHandle, which the driver takes by value."""
+    """CUipcMemHandle; the driver takes it by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 @functools.cache
 def driver() -> Any:
-    """libcuda, with its functions' arguments declared."""
+    """libcuda, with argument types declared."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_uint64
     size = ctypes.c_size_t
@@ -59,7 +58,7 @@ def driver() -> Any:
 
 
 def call(function: str, *args: Any) -> None:
-    """Raises RuntimeError with the driver's name for what went wrong."""
+    """Call a driver function; raises RuntimeError with the driver's error name."""
     code = getattr(driver(), function)(*args)
     if code:
         name = ctypes.c_char_p()
@@ -69,7 +68,7 @@ def call(function: str, *args: Any) -> None:
 
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """The GPU's context is current, whichever thread this is."""
+    """Make the GPU's context current on this thread."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()
         yield
@@ -81,8 +80,8 @@ def _undo(function: str, pointer: int, device: int) -> None:
 
 
 class Mapping:
-    """A block of memory at `pointer`, given back (`undo`: the driver's function) when nobody
-    holds this any more. Made on torch's current GPU, which this thread must have used."""
+    """A block of memory at `pointer`, freed with the driver function `undo` when this object is
+    garbage-collected. Created on torch's current GPU, which this thread must have used."""
 
     def __init__(self, pointer: int, size: int, undo: str):
         self.pointer = pointer
@@ -94,7 +93,7 @@ class Mapping:
             "version": 3,
         }
         end = weakref.finalize(self, _undo, undo, pointer, torch.cuda.current_device())
-        end.atexit = False  # a process's end frees it, with the context
+        end.atexit = False  # at process exit the context frees it
 
     @staticmethod
     def new(size: int) -> Mapping:
@@ -104,7 +103,7 @@ class Mapping:
 
     @staticmethod
     def of(handle: bytes, size: int) -> Mapping:
-        """What another process of this host calls `handle`, from its `Mapping.new(size)`."""
+        """Map the memory of another process on this host; `handle` is from its Mapping.handle()."""
         pointer = ctypes.c_uint64()
         call(
             "cuIpcOpenMemHandle_v2",
@@ -115,11 +114,11 @@ class Mapping:
         return Mapping(pointer.value, size, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:
-        """HANDLE_BYTES, for another process."""
+        """The IPC handle, HANDLE_BYTES, for another process."""
         found = Handle()
         call("cuIpcGetMemHandle", ctypes.byref(found), self.pointer)
         return bytes(found.reserved)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """[size] uint8; holds the mapping."""
+        """[size] uint8; keeps the mapping alive."""
         return torch.as_tensor(self, device=device)

@@ -1,5 +1,5 @@
-"""Exchange: how tokens reach experts. MoE layers are written once against this protocol; where
-experts live is behind it."""
+"""Exchange: dispatch of tokens to experts, and combine. MoE layers use this protocol and do not
+know where experts are."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ExpertsFp8Fn = Callable[..., Tensor]  # Ops.experts_fp8
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Which logical expert each physical slot holds. An expert may have several slots
-    (replicas). Slots of expert-parallel rank r of n are the r-th of n equal runs."""
+    """The logical expert in each physical slot. An expert may have several slots (replicas).
+    Expert-parallel rank r of n has the r-th of n equal runs of slots."""
 
-    logical: tuple[int, ...]
+    physical_to_logical: tuple[int, ...]
     num_experts: int
 
     @staticmethod
@@ -33,15 +33,15 @@ class SlotMap:
 
     @property
     def num_slots(self) -> int:
-        return len(self.logical)
+        return len(self.physical_to_logical)
 
     @property
     def is_identity(self) -> bool:
-        return self.logical == tuple(range(self.num_experts))
+        return self.physical_to_logical == tuple(range(self.num_experts))
 
     def local(self, shard: Shard) -> range:
-        """The slots of one expert-parallel rank. Raises ConfigError where they cannot be dealt
-        out equally."""
+        """The slots of one expert-parallel rank. Raises ConfigError if they do not divide
+        equally."""
         if self.num_slots % shard.count:
             raise ConfigError(f"ep={shard.count} does not divide {self.num_slots} expert slots")
         return range(*shard.span(self.num_slots))
@@ -49,40 +49,41 @@ class SlotMap:
     def replicas(self) -> list[list[int]]:
         """The physical slots of each logical expert."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
-        for slot, expert in enumerate(self.logical):
+        for slot, expert in enumerate(self.physical_to_logical):
             found[expert].append(slot)
         return found
 
     @property
-    def most_replicas(self) -> int:
-        """That an expert can have in any map of so many slots."""
+    def max_replicas(self) -> int:
+        """Most replicas of one expert in any map with this many slots."""
         return self.num_slots - self.num_experts + 1
 
-    def rows(self) -> list[list[int]]:
-        """[E, 1 + most_replicas]: how many slots each expert has, and which; -1 behind them."""
+    def logical_to_physical(self) -> list[list[int]]:
+        """[E, 1 + max_replicas]: the number of slots of each expert, then the slots, padded with
+        -1."""
         replicas = self.replicas()
         assert all(replicas), "every expert needs a slot"
-        most = self.most_replicas
+        most = self.max_replicas
         return [[len(slots), *slots, *[-1] * (most - len(slots))] for slots in replicas]
 
 
 class Exchange(Protocol):
-    """Stages a layer chains; any of them may be a no-op. Expert ids are logical.
+    """The stages of an MoE layer; any of them may be a no-op. Expert ids are logical.
 
-    dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; where `counts_first(layout)`,
-    it sends how many rows will come, and send(ticket), which waits for that, the rows: others may
-    compute in between. run_experts(ticket) computes;
-    combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's
-    layout says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket),
-    between dispatch and run_experts: the rows of the layout's dense group where this exchange has
-    gathered them anyway, else None. A dense layer beside the experts takes them instead of
-    gathering its own, and gives run_experts its partial sums of them, which then come back with
-    the experts'.
-    `capturable` says whether the stages of a decode step may be recorded in a device graph.
-    `experts` are the weights by physical slot, `load` [E] int64 counts by logical expert how often
-    the tokens dispatched here chose it while `record_load` is on; all are updated in place. Where
-    ranks dispatch the same tokens one of them counts (Layout.counted): a sum over all ranks then
-    has each token once.
+    - dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends the rows. If
+      `counts_first(layout)`, it only sends the row counts; send(ticket) waits for them and sends
+      the rows. Other micro-batches may compute in between.
+    - dense_rows(ticket), between dispatch and run_experts: the rows of the layout's dense group if
+      this exchange has gathered them, else None. A shared expert uses them instead of gathering
+      its own, and passes its partial sums to run_experts, to be returned with the experts' sums.
+    - run_experts(ticket) computes.
+    - combine(ticket) returns the weighted sum over the chosen experts, [T, hidden]: a partial sum
+      over tp, or complete if tokens are sharded.
+
+    `capturable`: whether a device graph can capture the stages of a decode step. `experts`: weights
+    by physical slot. `load` [E] int64: how many (token, expert) pairs were dispatched here, by
+    logical expert, while `record_load` is on. If ranks dispatch the same tokens only one of them
+    counts (Layout.counted), so a sum over all ranks has each token once. All are updated in place.
     """
 
     record_load: bool
@@ -112,13 +113,14 @@ class Exchange(Protocol):
 
 
 class ExpertStore:
-    """The experts of this rank and how to find any expert: what all exchanges of a layer share.
+    """The experts of this rank and the slot map, shared by all exchanges of a layer.
 
-    `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` is
-    SlotMap.rows(), int64; of an expert's n copies a token in row i takes number i mod n, so ranks
-    that hold the same tokens agree. placed: there is a table for experts in order as well, so that
-    `remap` can move them. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
-    Shared experts may stand among them only where all routed ones are here; they are not counted.
+    `shard`: the expert-parallel part; this rank holds slots.local(shard). `table`:
+    SlotMap.logical_to_physical() as int64, or None if logical and physical ids are equal; `placed`
+    forces a table, so that `remap` can change it. A token in row i uses replica i mod n of an
+    expert's n, so ranks with the same tokens agree. `compute`, `compute_fp8`: the ops `experts` and
+    `experts_fp8`. Fused shared experts require all routed experts on this rank; they are not
+    counted in `load`.
     """
 
     def __init__(
@@ -136,20 +138,22 @@ class ExpertStore:
         self.compute = compute
         self.compute_fp8 = compute_fp8
         self.shard = shard
-        self.mine = slots.local(shard)
+        self.local_slots = slots.local(shard)
         in_order = slots.is_identity and not placed
-        self.table = None if in_order else torch.tensor(slots.rows(), device=device)
-        self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
-        self.load = self.picked[: slots.num_experts]
+        self.table = None if in_order else torch.tensor(slots.logical_to_physical(), device=device)
+        self.expert_counts = torch.zeros(
+            slots.num_experts + shared, dtype=torch.int64, device=device
+        )
+        self.load = self.expert_counts[: slots.num_experts]
         self.record_load = False
         self.plain = self.table is None and shard.count == 1  # logical ids are local ids
         assert self.plain or not shared
 
-    def slots(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
-        """Logical ids [T, K] to physical slots; counts them, unless another rank does. first: what
-        the first row counts as where rows take turns."""
+    def to_physical(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
+        """Logical ids [T, K] to physical slots. Adds them to `load` if `counted`. first: number of
+        the first row, for the choice of replicas."""
         if self.record_load and counted:
-            self.picked.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+            self.expert_counts.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         if self.table is None:
             return ids
         if self.table.shape[1] == 2:
@@ -160,39 +164,39 @@ class ExpertStore:
     def local_ids(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
         """Logical ids [T, K] to local ids (indices of gate_up and down), -1 where another rank
         holds the expert."""
-        return self.here(self.slots(ids, counted, first))
+        return self.to_local(self.to_physical(ids, counted, first))
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
-        """Another map of as many slots, in place; the caller has moved the weights. rows: those
-        of the map, where they are on the device already."""
+        """Use another map with as many slots, in place; the caller has moved the weights. rows: the
+        map's logical_to_physical(), if it is on the device already."""
         assert self.table is not None, "the layer was made with one slot for each expert"
-        if slots.num_slots != len(self.mine) * self.shard.count:
+        if slots.num_slots != len(self.local_slots) * self.shard.count:
             raise ConfigError(
                 f"the new map has {slots.num_slots} slots, the layer "
-                f"{len(self.mine) * self.shard.count}"
+                f"{len(self.local_slots) * self.shard.count}"
             )
-        self.table.copy_(torch.tensor(slots.rows()) if rows is None else rows)
+        self.table.copy_(torch.tensor(slots.logical_to_physical()) if rows is None else rows)
 
-    def here(self, slots: Tensor) -> Tensor:
+    def to_local(self, slots: Tensor) -> Tensor:
         """Physical slots to local ids, -1 where another rank holds the slot."""
         if self.shard.count == 1:
             return slots
-        local = slots - self.mine.start
-        return local.masked_fill((local < 0) | (local >= len(self.mine)), -1)
+        local = slots - self.local_slots.start
+        return local.masked_fill((local < 0) | (local >= len(self.local_slots)), -1)
 
     def run(
         self, x: Tensor, local_ids: Tensor, weights: Tensor, base: Tensor | None = None
     ) -> Tensor:
-        """The weighted sum over the experts that are here: x [T, hidden], local_ids and weights
-        [T, K] (-1: not here). `base` is added."""
+        """The weighted sum over the local experts: x [T, hidden], local_ids and weights [T, K] (-1:
+        on another rank). `base` is added."""
         if not x.shape[0]:
             return x
         return self.compute(x, local_ids, weights, self.experts, base)
 
-    def run_sent(
+    def run_received(
         self, parts: Sequence[Tensor], dtype: torch.dtype, local_ids: Tensor, weights: Tensor
     ) -> Tensor:
-        """The same for rows as they travelled: (rows,), or (e4m3 rows, scales)."""
+        """`run` for received rows: (rows,), or (e4m3 rows, scales)."""
         if len(parts) == 1:
             return self.run(parts[0], local_ids, weights)
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
@@ -201,7 +205,7 @@ class ExpertStore:
 
 
 class StoreExchange:
-    """What every exchange over an ExpertStore has in common."""
+    """Base of the exchanges over an ExpertStore."""
 
     capturable = True
 
@@ -216,7 +220,7 @@ class StoreExchange:
         return False
 
     def send(self, ticket: Any) -> None:
-        raise AssertionError("rows have left with dispatch")
+        raise AssertionError("dispatch has sent the rows already")
 
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None
@@ -246,8 +250,8 @@ class Ticket:
 
 
 class LocalExchange(StoreExchange):
-    """Every rank has every token: nothing travels, and each computes with what experts, or
-    columns of experts, it holds."""
+    """Every rank has every token: nothing is sent, and each rank computes with its experts, or its
+    columns of experts."""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
@@ -257,8 +261,8 @@ class LocalExchange(StoreExchange):
         return Ticket(x, ids, weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
-        """Every rank's columns of a dense layer meet the same tokens as its experts, and are
-        summed over the same ranks."""
+        """The layer's own rows: a dense layer has the same tokens as the experts, and is summed
+        over the same ranks."""
         return ticket.x
 
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:

@@ -1,13 +1,13 @@
-"""All-to-all: a token goes once to each rank that holds any of its experts, however many, and comes
-back as one partial sum.
+"""All-to-all: a token is sent once to each rank that holds any of its experts, and one partial sum
+is returned from each.
 
-`AllToAllExchange` tells the receivers first how many rows will come: least bytes, but the host
-reads the counts, so no graph can hold it. `LowLatencyExchange` sends padded blocks of a capacity
-that no step exceeds: no count, no sync, fit for a graph. `FusedExchange` does the same by two
-operators of the device, which sort rows by expert on the way (ops/npu/dispatch.py). The others
-add a token's partial sums in the order of ranks, in fp32, so that results do not depend on arrival.
+`AllToAllExchange` sends the row counts first: fewest bytes, but the host reads the counts, so no
+graph can capture it. `LowLatencyExchange` sends padded blocks of a fixed capacity: no counts, no
+sync, capturable. `FusedExchange` does the same with two device operators, which also sort rows by
+expert (ops/npu/dispatch.py). The first two add a token's partial sums in rank order, in fp32, so
+that results do not depend on the order of arrival.
 
-Each token must start from one rank alone: the layout shards tokens where attention groups have
+Each token must be dispatched by one rank only: the layout shards tokens if attention groups have
 several ranks.
 """
 
@@ -26,26 +26,26 @@ from rorqual.parallel.exchange_gather import pack, unpack
 from rorqual.parallel.layout import Layout
 
 
-def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
-    """[T, ranks] bool: which ranks must see a token whose experts lie in `slots`. The ranks of
-    an expert_tp block all must."""
+def destination_mask(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
+    """[T, ranks] bool: the ranks to which a token with experts in `slots` is sent: all ranks of an
+    expert's expert_tp block."""
     groups = store.shard.count
     mask = torch.zeros(slots.shape[0], groups, dtype=torch.bool, device=slots.device)
-    mask.scatter_(1, slots.long() // len(store.mine), True)
+    mask.scatter_(1, slots.long() // len(store.local_slots), True)
     return mask.repeat_interleave(ranks // groups, 1)
 
 
 def local_ids_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Slots [N, K] of rows that go to `rank` [N], as local ids there; -1 where that rank does not
-    hold them."""
-    each = len(store.mine)
+    """Slots [N, K] of rows sent to `rank` [N], as local ids there; -1 if that rank does not hold
+    them."""
+    each = len(store.local_slots)
     local = slots - (rank // (ranks // store.shard.count) * each)[:, None]
     return local.masked_fill((local < 0) | (local >= each), -1)
 
 
 def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32 sums
-    in the order of ranks."""
+    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32, in rank
+    order."""
     total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     if parts.shape[0] == 0:
         return total.to(like.dtype)
@@ -57,8 +57,8 @@ def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
 
 @dataclass
 class AllToAllTicket:
-    """What `wait` needs to put partial sums back: `row` [T, ranks] in the message, where `mask`
-    says that there is one."""
+    """State of one exchange. `row` [T, ranks]: the token's row in the message to each rank, valid
+    where `mask` is set."""
 
     axis: Axis
     like: Tensor
@@ -74,7 +74,7 @@ class AllToAllTicket:
 
 @dataclass
 class Announcement:
-    """What is to be sent once the other ranks' counts have come."""
+    """What to send once the other ranks' counts have been received."""
 
     counts: Tensor
     received: PendingCollective
@@ -90,8 +90,8 @@ class AllToAllExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.slots(ids, layout.counted, layout.first_row)
-        mask = wanted(self.store, slots, axis.size)
+        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        mask = destination_mask(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.start_all_to_all_fixed(counts)
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
@@ -100,7 +100,7 @@ class AllToAllExchange(StoreExchange):
         return sent
 
     def send(self, ticket: AllToAllTicket) -> None:
-        """The host waits for the counts of all ranks."""
+        """Blocks the host until all ranks' counts have been received."""
         axis = ticket.axis
         announced = ticket.announced
         assert announced is not None, "rows leave once"
@@ -128,8 +128,8 @@ class AllToAllExchange(StoreExchange):
 
 
 class LowLatencyExchange(StoreExchange):
-    """Blocks hold as many rows as the longest rank brings: every token could go to one rank, and
-    none is ever dropped."""
+    """The capacity of a block is the longest rank's number of rows: all of them could go to one
+    rank, so no token is dropped."""
 
     def __init__(self, store: ExpertStore, fp8: bool = False):
         super().__init__(store)
@@ -137,9 +137,9 @@ class LowLatencyExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.slots(ids, layout.counted, layout.first_row)
+        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
         capacity = max(layout.moe_rows or (x.shape[0],))
-        mask = wanted(self.store, slots, axis.size)
+        mask = destination_mask(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1
         token = _filled(place.masked_fill(~mask, capacity), capacity)
         row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity
@@ -153,7 +153,7 @@ class LowLatencyExchange(StoreExchange):
         return sent
 
     def _payload(self, x: Tensor, token: Tensor, ranks: int) -> list[Tensor]:
-        """Hidden states by destination, [ranks, capacity, ...]; as fp8 with scales if so chosen."""
+        """Hidden states by destination, [ranks, capacity, ...], as fp8 with scales if `fp8`."""
         if not x.shape[0]:
             x = x.new_zeros(1, x.shape[1])  # a rank without tokens still sends its blocks
         parts: tuple[Tensor, ...] = (x,)
@@ -181,7 +181,7 @@ class LowLatencyExchange(StoreExchange):
             return
         *parts, routing = (message.wait() for message in ticket.messages)
         local_ids, weights = unpack(routing.flatten(0, 1), ticket.ids)
-        y = self.store.run_sent(
+        y = self.store.run_received(
             [part.flatten(0, 1) for part in parts], ticket.like.dtype, local_ids, weights
         )
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
@@ -193,8 +193,8 @@ class LowLatencyExchange(StoreExchange):
 
 
 def _filled(place: Tensor, capacity: int) -> Tensor:
-    """[ranks * capacity]: the token at each place of each block, 0 where none is. place [T,
-    ranks], `capacity` meaning nowhere."""
+    """[ranks * capacity]: the token in each row of each block, 0 for unused rows. place [T, ranks]:
+    the token's row in each rank's block; `capacity`: not sent there."""
     tokens, ranks = place.shape
     blocks = torch.zeros(ranks, capacity + 1, dtype=torch.int64, device=place.device)
     order = torch.arange(tokens, device=place.device).expand(ranks, -1)
@@ -203,7 +203,7 @@ def _filled(place: Tensor, capacity: int) -> Tensor:
 
 @dataclass
 class FusedTicket:
-    """`sent` is the operators' own; None where no rank has a row."""
+    """`sent`: state of the operators; None if no rank has rows."""
 
     axis: Axis
     like: Tensor
@@ -212,8 +212,8 @@ class FusedTicket:
 
 
 class FusedExchange(StoreExchange):
-    """`fused` are the operators. Rows for experts with int8 weights travel as these take them: in
-    int8, with a scale each."""
+    """`fused`: the operators. Rows for experts with int8 weights are sent as int8 with one scale
+    per row."""
 
     def __init__(self, store: ExpertStore, fused: Any):
         super().__init__(store)
@@ -222,11 +222,11 @@ class FusedExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> FusedTicket:
         axis = layout.moe_axis
-        slots = self.store.slots(ids, layout.counted, layout.first_row)
+        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
         capacity = max(layout.moe_rows or (x.shape[0],))
         if not capacity:
             return FusedTicket(axis, x, None)
-        group = self.fused.group(axis, len(self.store.mine) * self.store.shard.count)
+        group = self.fused.group(axis, len(self.store.local_slots) * self.store.shard.count)
         row = x.shape[1] * (1 if self.eight_bits else x.element_size())
         axis.count("all_to_all", (axis.size - 1) * capacity * row)
         sent = self.fused.dispatch(x, slots, weights, capacity, group, self.eight_bits)
@@ -241,7 +241,7 @@ class FusedExchange(StoreExchange):
         if ticket.sent is None:
             return ticket.like
         assert ticket.y is not None, "run_experts comes before combine"
-        slots = len(self.store.mine) * self.store.shard.count
+        slots = len(self.store.local_slots) * self.store.shard.count
         group = self.fused.group(ticket.axis, slots)
         ticket.axis.count("all_to_all", (ticket.axis.size - 1) * ticket.like.nbytes)
         return self.fused.combine(ticket.y, ticket.sent, group)

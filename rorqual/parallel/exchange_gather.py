@@ -1,11 +1,11 @@
-"""All-gather, experts, reduce-scatter: every rank sees every token, and computes with what experts,
-or columns of experts, it holds.
+"""All-gather, experts, reduce-scatter: every rank has every token, and computes with its experts,
+or its columns of experts.
 
-No counts and no sync with the host; sums come in a fixed order. One class serves tensor-parallel
+No counts and no sync with the host; sums have a fixed order. One class handles tensor-parallel
 experts, whole experts and both.
 
-The ranks of a dense group lie side by side in the exchange's axis, so their rows are among those
-gathered, and what these ranks add to the sums of these rows comes to the dense layer's own.
+The ranks of a dense group are adjacent in the exchange's axis, so their rows are among the gathered
+ones, and a shared expert's partial sums can be reduced with the experts'.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from rorqual.parallel.layout import Layout
 
 
 def pack(ids: Tensor, weights: Tensor) -> Tensor:
-    """Ids (slots or local ids) and fp32 weights [T, K] as one message, int32 [T, 2 K]."""
+    """Pack ids (slots or local ids) and fp32 weights, [T, K] each, in one message, int32 [T,
+    2 K]."""
     return torch.cat((ids.to(torch.int32), weights.view(torch.int32)), 1)
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The ids, as `dtype`, and the weights."""
+    """(ids as `dtype`, weights)."""
     ids, weights = message.chunk(2, 1)
     return ids.to(dtype).contiguous(), weights.contiguous().view(torch.float32)
 
@@ -46,19 +47,19 @@ class AllGatherExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis = layout.moe_axis
         counts = layout.moe_rows
-        routing = pack(self.store.slots(ids, layout.counted, layout.first_row), weights)
+        routing = pack(self.store.to_physical(ids, layout.counted, layout.first_row), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(routing, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 
     def dense_rows(self, ticket: GatherTicket) -> Tensor | None:
         if ticket.dense is None:
             return None
-        ticket.x = Ready(ticket.x.wait())  # waited for once, put into shape once
+        ticket.x = Ready(ticket.x.wait())  # so that run_experts does not trim the rows again
         return ticket.x.wait()[ticket.dense]
 
     def run_experts(self, ticket: GatherTicket, dense: Tensor | None = None) -> None:
         slots, weights = unpack(ticket.routing.wait(), ticket.ids)
-        y = self.store.run(ticket.x.wait(), self.store.here(slots), weights)
+        y = self.store.run(ticket.x.wait(), self.store.to_local(slots), weights)
         if dense is not None:
             y[ticket.dense] += dense
         ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)

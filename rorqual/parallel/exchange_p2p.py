@@ -1,9 +1,8 @@
-"""An exchange by way of memory that the ranks' GPUs share, in place of collectives of a process
-group.
+"""An exchange through memory that the ranks' GPUs share, instead of process-group collectives.
 
-Only the way changes: rows meet the same experts, and partial sums are added in fp32 in the order of
-ranks, as `low_latency` does over collectives, bit for bit. A row goes only to ranks that hold one
-of its experts, also where `plain` is an all-gather.
+Results equal those of `low_latency` over collectives bit for bit: partial sums are added in fp32 in
+rank order. A row is sent only to ranks that hold one of its experts, even if it replaces an
+all-gather.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class P2PTicket:
 
 
 class P2PExchange(StoreExchange):
-    """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain`
-    goes. Ranks decide alike, since all know the longest rank's rows. Traffic is counted as `plain`
-    counts it: the most that can leave, as only the device knows more.
+    """Uses `axis.p2p_dispatch`, if the axis has one and the step's rows fit; else `plain`. All
+    ranks decide alike, since they all know the longest rank's rows. Traffic is counted as `plain`
+    counts it, an upper bound, since only the device knows the actual rows.
 
-    gathers: `plain` is an all-gather. shared: the layer has shared experts; if those take their
-    rows from what was gathered (Layout.dense_rows), it stays with the all-gather, since here a row
-    only goes where routed experts want it.
+    gathers: `plain` is an all-gather. shared: the layer has shared experts. If these use the
+    gathered rows (Layout.dense_rows), `plain` is used, since here only rows for routed experts are
+    sent.
     """
 
     def __init__(
@@ -51,29 +50,35 @@ class P2PExchange(StoreExchange):
         axis = layout.moe_axis
         capacity = max(layout.moe_rows or (x.shape[0],))
         gathered = self.brings_rows and layout.dense_rows is not None
-        if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
+        if (
+            gathered
+            or axis.p2p_dispatch is None
+            or not axis.p2p_dispatch.takes(x, capacity, ids.shape[1])
+        ):
             return self.plain.dispatch(x, ids, weights, layout)
-        slots = self.store.slots(ids, layout.counted, layout.first_row)
-        flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
+        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        flight = axis.p2p_dispatch.dispatch(
+            x, slots, weights, capacity, self._place(layout), self.fp8
+        )
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))
         return P2PTicket(axis, flight, x.dtype)
 
     def _place(self, layout: Layout) -> Any:
-        """Which experts the ranks of this step's axis hold: those of a stage, or, with tokens
-        replicated over tp, every tp-th of them."""
+        """The experts of the axis's ranks: those of all ranks of the stage, or of every tp-th rank
+        if tokens are replicated over tp."""
         from rorqual.ops.triton.comm.dispatch_combine import ExpertPlacement
 
         mesh = layout.mesh
         share = mesh.sizes.stage // self.store.shard.count
         return (
-            ExpertPlacement(len(self.store.mine), share)
+            ExpertPlacement(len(self.store.local_slots), share)
             if layout.sharded
-            else ExpertPlacement(len(self.store.mine), share, mesh.sizes.tp, mesh.tp_rank)
+            else ExpertPlacement(len(self.store.local_slots), share, mesh.sizes.tp, mesh.tp_rank)
         )
 
     def _count(self, axis: Axis, call: str, block: int) -> None:
-        """A message with one block of so many bytes from, or to, every rank."""
+        """Count a message with one block of `block` bytes from, or to, every rank."""
         if self.gathers:
             axis.count(call, axis.size * block)
         else:
@@ -89,17 +94,17 @@ class P2PExchange(StoreExchange):
         if not isinstance(ticket, P2PTicket):
             return self.plain.run_experts(ticket, dense)
         assert dense is None, "no dense rows were offered"
-        peers = ticket.axis.peers
+        p2p = ticket.axis.p2p_dispatch
         flight = ticket.flight
-        assert peers is not None
-        parts, local_ids, weights = peers.receive(flight)
-        y = self.store.run_sent(parts, ticket.dtype, local_ids, weights)
+        assert p2p is not None
+        parts, local_ids, weights = p2p.recv_dispatch(flight)
+        y = self.store.run_received(parts, ticket.dtype, local_ids, weights)
         self._count(ticket.axis, "reduce_scatter", y.nbytes // ticket.axis.size)
-        peers.send_back(flight, y)
+        p2p.send_combine(flight, y)
         return None
 
     def combine(self, ticket: Any) -> Tensor:
         if not isinstance(ticket, P2PTicket):
             return self.plain.combine(ticket)
-        assert ticket.axis.peers is not None
-        return ticket.axis.peers.finish(ticket.flight)
+        assert ticket.axis.p2p_dispatch is not None
+        return ticket.axis.p2p_dispatch.combine(ticket.flight)

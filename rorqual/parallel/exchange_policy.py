@@ -1,17 +1,17 @@
-"""How tokens reach experts, step by step: the rule behind exchange="auto". A pure function of what
-every rank knows. No torch.
+"""The rule behind exchange="auto": which exchange a step uses. A pure function of what every rank
+knows. No torch.
 
-In this order:
+The first that applies:
 
-1. dp = 1 and no sequence parallelism: `local`. Every rank holds every token, so nothing is sent;
-   one all-reduce adds the parts.
+1. dp = 1 and no sequence parallelism: `local`. Every rank has every token, so nothing is sent; one
+   all-reduce adds the partial sums.
 2. ep = 1: `allgather_tp`. Every rank needs every token anyway.
-3. a decode step, or fewer than ALLTOALL_ROWS rows a rank: counting tokens would make the host wait.
-   Up to GATHER_RANKS ranks `allgather_ep`, which moves no more bytes than a padded all-to-all and
+3. A decode step, or fewer than ALLTOALL_ROWS rows per rank: exchanging counts would block the host.
+   Up to GATHER_RANKS ranks `allgather_ep`, which sends no more bytes than a padded all-to-all and
    adds in a fixed order; above, `low_latency`, which can send fp8.
-4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else
-   `allgather_ep`. Shared experts over several ranks count as copies to these: only the gather
-   brings their rows along.
+4. A longer step: `alltoall` if a token is sent to less than GATHER_SHARE of the other ranks, else
+   `allgather_ep`. A shared expert split over several ranks counts as copies to these, since only
+   the all-gather sends its rows too.
 
 The thresholds are estimates from published figures until they have been measured here
 (docs/parallelism.md).
@@ -25,13 +25,13 @@ from rorqual.config.parallel import REMOTE, ParallelConfig
 GATHER_RANKS = 8
 ALLTOALL_ROWS = 512
 GATHER_SHARE = 0.75
-NEEDS_SHARDS = ("alltoall", "low_latency", REMOTE)  # a token must start from one rank alone
+NEEDS_SHARDS = ("alltoall", "low_latency", REMOTE)  # one rank only may dispatch a token
 
 
 def destinations(ep: int, moe: MoEConfig, placed: bool = False) -> float:
-    """Expert groups that hold at least one of a token's experts, expected under uniform routing;
-    routing limited to groups of experts (arXiv 2412.19437, section 2.1.2) bounds it, since
-    neighbouring experts live together, unless experts are `placed` by their load."""
+    """Expected number of expert-parallel ranks that hold at least one of a token's experts, under
+    uniform routing. Group-limited routing (arXiv 2412.19437, section 2.1.2) bounds it, since
+    experts of a group are on the same ranks, unless experts are `placed` by load."""
     uniform = ep * (1 - (1 - 1 / ep) ** moe.top_k)
     if moe.method == "greedy" or moe.n_group == 1 or placed:
         return uniform
@@ -39,7 +39,7 @@ def destinations(ep: int, moe: MoEConfig, placed: bool = False) -> float:
 
 
 def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bool) -> str:
-    """`rows`: the most tokens any rank brings; `decode`: no rank brings a chunk of prompt."""
+    """`rows`: the most tokens on any rank. `decode`: no rank has a prefill chunk."""
     if sizes.exchange != "auto":
         return sizes.exchange
     if sizes.dp == 1 and not shards_tokens(sizes, ""):
@@ -56,8 +56,7 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
 
 
 def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:
-    """Whether the residual stream is spread over the ranks of an attention group, each holding
-    its share of the tokens."""
+    """Whether the residual stream is sharded by tokens over the ranks of an attention group."""
     return sizes.tp > 1 and (
         sizes.sequence_parallel or (sizes.dense_tp or 1) < sizes.tp or exchange in NEEDS_SHARDS
     )
@@ -65,13 +64,13 @@ def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:
 
 def gathers_latents(model: ModelConfig) -> bool:
     """Whether attention over sharded tokens gathers [query latent | key-value latent | rope key]
-    in place of hidden states: where these are fewer columns. Queries that are made from hidden
-    states (no query latent, grouped-query attention) need those on every rank."""
+    instead of hidden states, which it does if these are fewer columns. Queries projected from
+    hidden states (no query latent, grouped-query attention) need the hidden states."""
     return _latent_columns(model) < model.hidden_size
 
 
 def gathered_columns(model: ModelConfig) -> int:
-    """Columns of a token that attention over sharded tokens gathers."""
+    """Columns per token that attention over sharded tokens gathers."""
     return min(_latent_columns(model), model.hidden_size)
 
 
@@ -83,6 +82,6 @@ def _latent_columns(model: ModelConfig) -> int:
 
 
 def possible_exchanges(sizes: ParallelConfig, moe: MoEConfig) -> tuple[str, ...]:
-    """Those that some step of this configuration may choose."""
+    """The exchanges that steps of this configuration may use."""
     steps = ((1, True), (1, False), (ALLTOALL_ROWS, False))
     return tuple(dict.fromkeys(chosen_exchange(sizes, moe, rows, decode) for rows, decode in steps))

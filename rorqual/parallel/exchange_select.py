@@ -1,5 +1,5 @@
-"""One exchange for a layer whose steps choose among several: all over the same experts, tables
-and counters."""
+"""An exchange that selects another one for each step; all of them use the same experts, tables and
+counters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS: dict[str, type[StoreExchange]] = {
 }
 
 
-def records_decode(sizes: ParallelConfig, moe: MoEConfig) -> bool:
-    """Whether a device graph can hold steps that only decode. A question of the configuration,
-    which all ranks answer alike: a pipeline stage may hold no experts to ask."""
+def captures_decode(sizes: ParallelConfig, moe: MoEConfig) -> bool:
+    """Whether a device graph can capture decode steps. Decided from the configuration, so that all
+    ranks agree: a pipeline stage may have no experts to ask."""
     name = chosen_exchange(sizes, moe, 1, decode=True)
     return name != REMOTE and KINDS[name].capturable
 
@@ -35,13 +35,13 @@ def records_decode(sizes: ParallelConfig, moe: MoEConfig) -> bool:
 def make_exchange(
     sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore, fused: Any = None
 ) -> Exchange:
-    """The exchange of one layer: what the steps of this configuration may choose. fused: the
-    operators that dispatch and combine, of a device that has them."""
+    """The exchange of one layer, for all exchanges that steps of this configuration may use. fused:
+    the device's dispatch and combine operators, if it has them."""
     names = possible_exchanges(sizes, moe)
     made = {name: _make(name, sizes, store, moe.num_shared > 0, fused) for name in names}
     if len(made) == 1:
         return made[names[0]]
-    return SelectedExchange(store, made, records_decode(sizes, moe))
+    return SelectedExchange(store, made, captures_decode(sizes, moe))
 
 
 def _make(
@@ -63,7 +63,7 @@ def _make(
 
 
 class SelectedExchange(StoreExchange):
-    """Each step takes the exchange that its layout names."""
+    """Each step uses the exchange that its layout names."""
 
     def __init__(self, store: ExpertStore, made: dict[str, Exchange], capturable: bool):
         super().__init__(store)

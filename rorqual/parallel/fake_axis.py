@@ -1,9 +1,9 @@
-"""An axis of several ranks of which only this one exists: the others are taken to hold what it
-holds, and nothing is sent.
+"""An axis of several ranks of which only this one exists. Nothing is sent; the others are assumed
+to hold the same data.
 
-It shows what one rank of a layout computes, on the one device at hand. Sums lack the others' parts,
-so tokens mean nothing. Copies are made as large as what would arrive; of rows that differ from rank
-to rank (their experts, above all) a gather brings copies of this rank's.
+It benchmarks what one rank of a layout computes, on a single device. Sums lack the other ranks'
+parts, so tokens are meaningless. Results have the size of the real ones: a gather repeats this
+rank's rows in place of the others', whose data (above all their expert ids) would differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FakeAxis(NullAxis):
         return Ready(self.all_gather(x, counts))
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        # as what arrives is
+        # contiguous, as the real result is
         return self.all_gather(x.transpose(0, 1), widths).transpose(0, 1).contiguous()
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -58,7 +58,7 @@ class FakeAxis(NullAxis):
 
 
 def _resized(x: Tensor, rows: int) -> Tensor:
-    """x, again and again, until there are `rows` rows; rows of zeros where x has none."""
+    """x repeated to `rows` rows; zeros if x has no rows."""
     if rows <= x.shape[0]:
         return x[:rows]
     if not x.shape[0]:

@@ -1,5 +1,5 @@
-"""An axis of several ranks over torch.distributed, gloo and NCCL alike. What its calls mean
-stands in collectives.py."""
+"""An axis of several ranks over torch.distributed, with gloo or NCCL. collectives.py defines its
+calls."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from rorqual.ops.activation import Activation
 from rorqual.parallel.collectives import (
     AddNormFn,
-    ExpertRows,
     FusedAddNorm,
+    P2PDispatch,
     PendingCollective,
     Ready,
 )
 from rorqual.parallel.comm_counters import Traffic
 from rorqual.parallel.shard import Shard
 
-# torch 2.13 renames these two and warns at the old names.
+# torch 2.13 renames these two and warns about the old names
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Started:
-    """`finish` puts the result into shape once the transfer is done. On a GPU, waiting orders
-    streams and never blocks the host."""
+    """A collective in flight; `finish` makes the result from the received data. On a GPU, waiting
+    orders streams and does not block the host."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], Tensor]):
         self.work = work
@@ -40,8 +40,8 @@ class Started:
 
 
 class GroupAxis:
-    """An axis over a process group; `ranks` are its global ranks in order. `last_call` is for
-    whoever asks what a rank waits in."""
+    """An axis over a process group. `ranks`: its global ranks in order. `last_call`: the latest
+    collective, for diagnostics of a hang."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int]):
         self.name = name
@@ -52,7 +52,7 @@ class GroupAxis:
         self.shard = Shard(self.rank, self.size)
         self.traffic = Traffic()
         self.fused: FusedAddNorm | None = None
-        self.peers: ExpertRows | None = None
+        self.p2p_dispatch: P2PDispatch | None = None
         self.last_call = ""
         self.sent: list[tuple[dist.Work, Tensor]] = []
         self.watched: list[dist.Work] | None = None
@@ -63,30 +63,30 @@ class GroupAxis:
         return Started(work, finish)
 
     def settle(self) -> None:
-        """Wait for what has been started since the last call, the results of which stay to be
-        waited for; from the first call on. `watched` = None ends it."""
+        """Wait for the collectives started since the previous `settle`; their results must still be
+        waited for. The first call only starts the tracking, `watched` = None ends it."""
         for work in self.watched or ():
             work.wait()
         self.watched = []
 
     def count(self, call: str, message: int) -> None:
-        """Not of what is traced: a compiled step would count it once, and what it has counted
-        would be one of its guards."""
+        """Not while tracing: a compiled step would count once, and the counter would be one of its
+        guards."""
         if torch.compiler.is_compiling():
             return
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
-    def abandon(self) -> None:
-        """End what waits for other ranks on a GPU. A gloo call ends by itself when a peer does,
-        or at its time limit."""
+    def abort(self) -> None:
+        """Abort NCCL collectives. A gloo call ends by itself when a peer exits, or at its
+        timeout."""
         if dist.get_backend(self.group) == "nccl":
             self.group.abort()
 
     # ---- sums
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        # What is traced is not counted: a compiled step would count it once, and knows no sizes.
+        # not counted while tracing: a compiled step would count once, and sizes are unknown
         if torch.compiler.is_compiling():
             return functional.all_reduce(x.contiguous(), "sum", self.group_name)
         if x.numel():
@@ -125,7 +125,7 @@ class GroupAxis:
         return self._started(work, lambda: out if own == most else out[:own])
 
     def _longest(self, counts: Sequence[int] | None, each: int) -> tuple[int, bool]:
-        """(rows of the longest rank, whether all are as long); `each` where no counts are given."""
+        """(rows of the longest rank, whether all have as many); `each` if counts is None."""
         return (each, True) if counts is None else (max(counts), min(counts) == max(counts))
 
     # ---- copies
@@ -200,12 +200,12 @@ class GroupAxis:
             return
         self.count("send", x.nbytes)
         x = x.contiguous()
-        # a recorded event cannot be asked
+        # the event of a send during capture cannot be queried
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
         work = dist.isend(x, self.ranks[to], group=self.group)
         assert work is not None, "this rank is part of the group"
-        self.sent.append((work, x))  # the tensor must live until it is gone
+        self.sent.append((work, x))  # x must live until the send is done
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
@@ -224,12 +224,12 @@ class GroupAxis:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """What a backend without fp8 can carry."""
+    """fp8 as uint8: backends do not support fp8."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _longer(x: Tensor, rows: int) -> Tensor:
-    """x with zero rows behind it, `rows` in all."""
+    """x padded with zero rows to `rows`."""
     if x.shape[0] == rows:
         return x
     out = x.new_zeros(rows, *x.shape[1:])
@@ -238,7 +238,7 @@ def _longer(x: Tensor, rows: int) -> Tensor:
 
 
 def _padded(x: Tensor, counts: Sequence[int], most: int) -> Tensor:
-    """Every rank's rows made `most` long."""
+    """Pad each rank's rows to `most`."""
     return torch.cat([_longer(part, most) for part in x.split(list(counts))])
 
 

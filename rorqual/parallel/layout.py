@@ -1,18 +1,18 @@
-"""Where the rows of an activation are during one step, and what it takes to move from one part of a
-layer to the next.
+"""How the rows of an activation are distributed in one step, and the communication between the
+parts of a layer.
 
 Attention takes the tokens of its data-parallel rank, replicated over tp, and returns a partial sum
-over tp. Between the layers there are two ways, and the way back is always part of the next norm:
+over tp. There are two layouts of the residual stream; the next norm does the reduction:
 
-- `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce.
+- `Replicated`: every rank of an attention group has all its tokens; the norms all-reduce.
   Feed-forward layers return partial sums over tp.
-- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter.
-  Attention gathers what it needs of all tokens: hidden states, or the latents that each rank made
-  of its own. Feed-forward layers start from tokens that no other rank has, and return complete
+- `Sharded`: each rank has its share of the tokens, after a reduce-scatter before the feed-forward.
+  Attention gathers what it needs of all tokens: hidden states, or the latents that each rank
+  projected from its own. Feed-forward layers take tokens that no other rank has and return complete
   sums.
 
-A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums
-(`dense`). `Layout` itself is the one device on which nothing moves.
+A dense layer whose weights are split over more ranks gathers their rows and reduce-scatters the
+sums (`dense`). `Layout` itself is for a single device, without communication.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MLP = Callable[[Activation, Weight, Weight], Tensor]
 
 
 class MeshView(Protocol):
-    """What a layout asks of the mesh (mesh.py, which makes the layouts): this rank's place and its
+    """What a layout needs of the Mesh (mesh.py creates the layouts): this rank's coordinates and
     groups."""
 
     sizes: ParallelConfig
@@ -50,7 +50,7 @@ class MeshView(Protocol):
 
 
 class AddNorm(Protocol):
-    """A norm, told the axis over which `x` is still a partial sum (layers/norm.py)."""
+    """A norm; `axis`: the axis over which `x` is a partial sum (layers/norm.py)."""
 
     def add(
         self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
@@ -58,8 +58,8 @@ class AddNorm(Protocol):
 
 
 class Layout:
-    """One step's layout. `exchange` names the chosen way to the experts; `sharded`: the residual
-    stream is split over tp."""
+    """One step's layout. `exchange`: name of the step's exchange. `sharded`: the residual stream is
+    sharded by tokens over tp."""
 
     exchange = "local"
     sharded = False
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def moe_axis(self) -> Axis:
-        """The ranks whose rows meet at the experts."""
+        """The ranks among which rows are dispatched to experts."""
         return self.mesh.dp
 
     @property
@@ -79,47 +79,47 @@ class Layout:
 
     @property
     def dense_rows(self) -> slice | None:
-        """Where the rows that `dense` gathers lie among those of `moe_axis`; None where it
-        gathers none."""
+        """The rows that `dense` gathers, as a slice of those of `moe_axis`; None if it gathers
+        none."""
         return None
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts the rows it has: of ranks with the same rows, one does."""
+        """Whether this rank adds its rows to the expert load: one of the ranks with the same rows
+        does."""
         return True
 
     @property
     def first_row(self) -> int:
-        """Added to the number of a row where rows take turns among the copies of an expert: ranks
-        with other rows begin with another copy, ranks with the same rows agree."""
+        """Number of the first row, for the round-robin choice of replicas. Ranks with different
+        rows start with another replica, ranks with the same rows agree."""
         return 0
 
     @property
-    def norm_sums(self) -> bool:
-        """Whether what routed experts gave on this rank is complete and goes straight into a
-        norm, which may then add it up."""
+    def defers_moe_sum(self) -> bool:
+        """Whether an MoE layer's result on this rank is complete and goes straight into a norm,
+        which can then do the sum over a token's experts."""
         return True
 
     def enter(self, x: Tensor) -> Tensor:
-        """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those
-        of the residual stream here."""
+        """Rows of all tokens of this data-parallel rank, replicated over tp, to this rank's rows of
+        the residual stream."""
         return x
 
     def gather(self, x: Activation) -> Activation:
-        """The way back: rows of the residual stream here to those of all tokens of this
-        data-parallel rank."""
+        """The inverse of `enter`: this rank's rows to those of all tokens of this data-parallel
+        rank."""
         return x
 
     def to_attention(
         self, norm: AddNorm, x: NormInput, residual: Tensor | None
     ) -> tuple[Activation, Tensor]:
-        """(norm(x + residual), the residual stream), of the rows here: attention asks for the
-        others with `gather`. x as a feed-forward layer returns it; no residual: as `enter` does."""
+        """(norm(x + residual), residual stream) of this rank's rows; attention gets the others with
+        `gather`. x: a feed-forward layer's result, or `enter`'s if residual is None."""
         return norm.add(x, residual)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Activation, Tensor]:
-        """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns
-        it."""
+        """(norm(x + residual) for the feed-forward, residual stream). x: attention's result."""
         return norm.add(x, residual)
 
     def dense(self, mlp: MLP, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
@@ -128,8 +128,8 @@ class Layout:
         return mlp(x, gate_up, down)
 
     def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
-        """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on
-        every rank of tp."""
+        """The final norm: hidden states of `rows` of this data-parallel rank (None: all), on every
+        rank of tp."""
         if rows is None:
             return hidden_of(norm.add(x, residual)[0])
         picked = (summed(x).index_select(0, rows), residual.index_select(0, rows))
@@ -137,8 +137,8 @@ class Layout:
 
 
 class MultiRankLayout(Layout):
-    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of
-    `dense_axis`, the first of which is number `dense_first` of `moe_axis`."""
+    """Several ranks. `tokens`: of each data-parallel rank. `dense_counts`: rows of each rank of
+    `dense_axis`, whose first rank is number `dense_first` of `moe_axis`."""
 
     dense_axis: Axis
     dense_counts: Sequence[int]
@@ -150,12 +150,12 @@ class MultiRankLayout(Layout):
         self.exchange = exchange
 
     @property
-    def norm_sums(self) -> bool:
+    def defers_moe_sum(self) -> bool:
         return self.mesh.sizes.tp == 1
 
     @property
     def rows(self) -> int:
-        """Rows of the residual stream on this rank."""
+        """This rank's rows of the residual stream."""
         return self.tokens[self.mesh.dp_rank]
 
     @property
@@ -260,8 +260,8 @@ class Sharded(MultiRankLayout):
 def head_rows(
     mesh: MeshView, hidden: Tensor, counts: Sequence[int] | None
 ) -> tuple[Tensor, list[int]]:
-    """(hidden states of every data-parallel rank that shares this rank's vocabulary group, how
-    many of each); `counts` as given for all."""
+    """(hidden states of all data-parallel ranks in this rank's vocabulary group, rows of each).
+    `counts`: rows of every data-parallel rank."""
     if mesh.axes["head_dp"].size == 1:
         return hidden, [hidden.shape[0]]
     assert counts is not None, (
@@ -274,8 +274,8 @@ def head_rows(
 def return_logits(
     mesh: MeshView, logits: Tensor, counts: Sequence[int], widths: Sequence[int]
 ) -> Tensor:
-    """Partial vocabularies [sum of counts, own width] to this rank's rows over the whole
-    vocabulary, [own rows, sum of widths]."""
+    """Logits over this rank's part of the vocabulary, [sum of counts, own width], to this rank's
+    rows over the whole vocabulary, [own rows, sum of widths]."""
     head = mesh.axes["head"]
     tp = mesh.sizes.tp
     if head.size <= tp:

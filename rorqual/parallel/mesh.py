@@ -1,20 +1,20 @@
-"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialized
+"""The mesh: each rank's process groups, by axis name, from a ParallelConfig and an initialized
 torch.distributed.
 
 | axis                        | ranks of one stage that form a group                               |
 | --------------------------- | ------------------------------------------------------------------ |
-| tp                          | an attention group: the same tokens, each rank its heads           |
-| dp                          | those with the same place in their attention groups                |
+| tp                          | an attention group: the same tokens, different heads               |
+| dp                          | ranks with the same index in their attention groups                |
 | stage                       | all                                                                |
 | dense, embed, head          | blocks of dense_tp, embed_tp, head_tp ranks                        |
-| dense_dp, embed_dp, head_dp | of such a block, those with the same place in their attention      |
+| dense_dp, embed_dp, head_dp | ranks of such a block with the same index in their attention       |
 |                             | groups                                                             |
 | expert_tp                   | a block that splits the columns of its experts                     |
-| ep                          | those with the same place in their expert_tp blocks: together all  |
+| ep                          | ranks with the same index in their expert_tp blocks: together all  |
 |                             | experts                                                            |
-| pp                          | across stages: those with the same place in their stages           |
-| tokens                      | the same ranks as pp, in a group of its own: tokens go back while  |
-|                             | activations go on                                                  |
+| pp                          | across stages: ranks with the same index in their stages           |
+| tokens                      | the ranks of pp, in a second group: sampled tokens are sent back   |
+|                             | while activations are sent forward                                 |
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
 from rorqual.parallel.shard import Shard
 
-# exchanges that P2PExchange can take over
-ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")
+# exchanges that P2PExchange can replace
+P2P_EXCHANGES = ("low_latency", "allgather_ep", "allgather_tp")
 PARTS = ("dense", "embed", "head")
 AXES = (
     "tp",
@@ -93,30 +93,30 @@ def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
 
 @dataclass(frozen=True)
 class WeightsGroup:
-    """Ranks that have parts of the same experts' columns, in the order of ep; they send each
-    other experts in a group of its own."""
+    """Ranks with the same columns of different experts, in ep order, in a separate group for moving
+    expert weights."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's index in `ranks`."""
         return self.ranks.index(dist.get_rank())
 
 
 class ProcessGroups:
-    """Process groups by their global ranks, each made once; that of `tokens` apart, for its
-    calls must not queue behind others. torch names a group by its ranks and by how many groups
-    its process has, so all processes must make as many, in the same order; ranks of one mesh do."""
+    """Process groups by their global ranks, each created once. `tokens` has its own, since its
+    calls must not queue behind others. torch names a group by its ranks and by the number of groups
+    of the process, so all processes must create the same groups in the same order; ranks of one
+    mesh do."""
 
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
         self.known: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def host_group(self, ranks: Sequence[int]) -> WeightsGroup:
-        """Over host memory, whatever else the ranks use; for one thread beside those that
-        compute."""
+        """A gloo group over host memory, for a thread beside those that compute."""
         group = dist.new_group(
             list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True
         )
@@ -134,8 +134,8 @@ class ProcessGroups:
 
 
 class Mesh:
-    """This rank's place: `axes` by name, and the layouts of its steps. `Mesh.single()` stands
-    for one device alone."""
+    """This rank's coordinates: `axes` by name, and the layouts of its steps. `Mesh.single()` is one
+    device."""
 
     def __init__(self, sizes: ParallelConfig, rank: int, axes: dict[str, Axis]):
         self.sizes = sizes
@@ -146,8 +146,8 @@ class Mesh:
         self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
         self.weights: WeightsGroup | None = None
         self.stop: Tensor | None = None
-        self.leaving: list[threading.Thread] = []
-        self.leaving_lock = threading.Lock()
+        self.aborting: list[threading.Thread] = []
+        self.aborting_lock = threading.Lock()
 
     @staticmethod
     def single() -> Mesh:
@@ -159,11 +159,11 @@ class Mesh:
         ranks: Sequence[int] | None = None,
         groups: ProcessGroups | None = None,
     ) -> Mesh:
-        """The mesh over the global ranks `ranks` (all of them if left out), this process among
-        them. Collective: all of them call it.
+        """The mesh over the global ranks `ranks` (None: all), which include this process.
+        Collective over them.
 
-        torch.distributed must be initialized unless sizes.world is 1. Raises ConfigError where
-        the numbers of ranks differ."""
+        torch.distributed must be initialized unless sizes.world is 1. Raises ConfigError if the
+        number of ranks is not sizes.world."""
         if ranks is None:
             ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         if len(ranks) != sizes.world:
@@ -186,7 +186,7 @@ class Mesh:
 
     @staticmethod
     def fake(sizes: ParallelConfig) -> Mesh:
-        """Rank 0's place in a mesh that has no other ranks (fake_axis.py). One pipeline stage."""
+        """Rank 0 of a mesh without other ranks (fake_axis.py). One pipeline stage."""
         assert sizes.pp == 1, "a single stage has none to receive from"
         lengths = {name: len(members(sizes, 0, name)) for name in AXES}
         return Mesh(
@@ -219,9 +219,9 @@ class Mesh:
         device: torch.device,
         share: bool = True,
     ) -> str:
-        """How partial sums over tp become the next norm's input, in words, decided here: for
-        steps of up to `rows` rows by one kernel over memory that the GPUs of a host share, if
-        they can and `share` allows it; else by the process group. Collective."""
+        """Choose the all-reduce over tp and return its description: for steps of up to `rows` rows
+        a fused kernel over memory that the GPUs of a host share, if they can and `share` is set;
+        else the process group. Collective."""
         if not isinstance(self.tp, GroupAxis):
             return "local"
         if self.layout([1] * self.sizes.dp, True, moe).sharded:
@@ -235,48 +235,47 @@ class Mesh:
     def fuse_all_reduce(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """On GPUs of one host: norms over tp take messages of up to rows x columns through
-        symmetric memory. Collective."""
+        """On GPUs of one host: fuse the all-reduce into norms over tp, for messages of up to rows x
+        columns. Collective."""
         assert isinstance(self.tp, GroupAxis)
         self.tp.fused = P2PAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
 
     def _stop_word(self, device: torch.device) -> Tensor:
-        """Of all memory that this rank shares (ops/triton/comm/p2p_flags.py)."""
+        """One word for all memory that this rank shares (ops/triton/comm/p2p_flags.py)."""
         if self.stop is None:
             self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         return self.stop
 
-    def let_go(self) -> None:
-        """Kernels on this rank's GPU wait for no other rank from now on, and their results mean
-        nothing."""
+    def release_kernels(self) -> None:
+        """From now on kernels on this rank's GPU do not wait for other ranks; their results are
+        invalid."""
         if self.stop is not None:
             self.stop.fill_(1)
 
-    def abandon(self) -> None:
-        """Other ranks are gone, or stand still: collectives end as well. From any thread, and
-        returns at once: NCCL tells a group's kernels to end, then waits until nothing captured
-        holds a call of the group, which may be long; so each group has a thread of its own."""
-        self.let_go()
+    def abort(self) -> None:
+        """End all collectives, because other ranks are gone or hang. From any thread; returns at
+        once. An NCCL abort stops the group's kernels, then waits until no captured graph uses the
+        group, which may take long, so each group is aborted in its own thread."""
+        self.release_kernels()
         groups = {
             id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)
         }
-        with self.leaving_lock:
-            if self.leaving:
+        with self.aborting_lock:
+            if self.aborting:
                 return
             for axis in groups.values():
-                thread = threading.Thread(target=axis.abandon, daemon=True)
+                thread = threading.Thread(target=axis.abort, daemon=True)
                 thread.start()
-                self.leaving.append(thread)
+                self.aborting.append(thread)
 
-    def left(self, seconds: float) -> bool:
-        """Whether groups that were abandoned are no more, within so many seconds. Captured graphs
-        must be gone before."""
+    def wait_aborted(self, seconds: float) -> bool:
+        """Whether all aborts finish within `seconds`. Captured graphs must be freed before."""
         deadline = time.monotonic() + seconds
-        with self.leaving_lock:  # another thread may be in the midst of `abandon`
-            leaving = list(self.leaving)
-        for thread in leaving:
+        with self.aborting_lock:  # another thread may be inside `abort`
+            aborting = list(self.aborting)
+        for thread in aborting:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in leaving)
+        return not any(thread.is_alive() for thread in aborting)
 
     def all2all_backend(
         self,
@@ -288,12 +287,12 @@ class Mesh:
         share: bool = True,
         flights: int = 1,
     ) -> str:
-        """The way that decode steps take, in words, decided here: through memory that the GPUs
-        of a host share for up to `rows` rows a data-parallel rank, `flights` exchanges at a
-        time, if the GPUs can and `share` allows it. Collective."""
+        """Choose the exchange of decode steps and return its description: through memory that the
+        GPUs of a host share, if they can and `share` is set, for up to `rows` rows per
+        data-parallel rank and `flights` exchanges in flight. Collective."""
         layout = self.layout([1] * self.sizes.dp, True, moe)
         axis = layout.moe_axis
-        if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):
+        if layout.exchange not in P2P_EXCHANGES or not isinstance(axis, GroupAxis):
             return layout.exchange
         reason = why_not_shared(axis, device) if share else "as configured"
         if (
@@ -310,25 +309,26 @@ class Mesh:
 
         most = -(-rows // self.sizes.tp) if layout.sharded else rows
         areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)
-        axis.peers = P2PDispatchBuffers(
+        axis.p2p_dispatch = P2PDispatchBuffers(
             P2PMemory.of(axis, flights * areas.size, device, self._stop_word(device)),
             axis.rank,
             areas,
             dtype,
             flights,
         )
-        return f"{layout.exchange} (memory shared by the GPUs, {axis.peers.nbytes / 2**20:.0f} MiB)"
+        size = axis.p2p_dispatch.nbytes / 2**20
+        return f"{layout.exchange} (memory shared by the GPUs, {size:.0f} MiB)"
 
     def dp_ranks(self, part: str) -> range:
-        """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or
-        head."""
+        """The data-parallel ranks whose tokens are gathered in this rank's dense, embed or head
+        group."""
         size = max(getattr(self.sizes, f"{part}_tp"), self.sizes.tp)
         start = self.stage_rank // size * size
         return range(start // self.sizes.tp, (start + size) // self.sizes.tp)
 
     def layout(self, tokens: Sequence[int], decode: bool, moe: MoEConfig) -> Layout:
-        """The layout of one step: `tokens` of every data-parallel rank, the same on all ranks of
-        the world; `decode` where no rank brings a chunk of prompt."""
+        """The layout of one step. `tokens` of every data-parallel rank, the same on all ranks of
+        the world; `decode`: no rank has a prefill chunk."""
         assert len(tokens) == self.sizes.dp, f"{len(tokens)} token counts for dp={self.sizes.dp}"
         if self.is_single:
             return SINGLE_LAYOUT

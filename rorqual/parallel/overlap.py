@@ -1,5 +1,5 @@
-"""Interleave the hand-overs of several micro-batches: one is the plain path, two are two-batch
-overlap, more hide a network trip."""
+"""Interleave micro-batches at their hand-overs: one is plain execution, two are two-batch overlap,
+more hide network latency."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 
 
 def run(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Advance each generator by one stage in turn until all have returned; results in the order
-    given."""
+    """Advance the generators round-robin, one stage at a time, until all have returned. Results are
+    in the order given."""
     results: dict[int, Any] = {}
     while len(results) < len(generators):
         for index, generator in enumerate(generators):
@@ -24,7 +24,7 @@ def run(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
 
 
 def run_one(generator: Generator[None, None, Result]) -> Result:
-    """Run one generator to its end, without hand-overs."""
+    """Run one generator to its end, ignoring hand-overs."""
     while True:
         try:
             next(generator)
@@ -33,9 +33,9 @@ def run_one(generator: Generator[None, None, Result]) -> Result:
 
 
 def chain(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Bring every generator to its first hand-over, then each to its end in turn. For the
-    micro-batches of a pipeline: all receives are posted before the first is waited for, and what
-    one micro-batch sends travels while the next computes."""
+    """Run every generator to its first hand-over, then each to its end in turn. For the
+    micro-batches of a pipeline: all receives are posted before the first is waited for, and one
+    micro-batch's sends overlap with the next one's computation."""
     first: dict[int, Any] = {}
     for index, generator in enumerate(generators):
         try:

@@ -1,8 +1,8 @@
 """Memory that the GPUs of one host share (cuda_ipc.py; plain loads and stores, no multicast), and
-small all-reduces over it, with residual addition and RMSNorm fused in: what NCCL's latency would
-dominate.
+all-reduces over it, fused with residual addition and RMSNorm, for small messages that NCCL's
+latency would dominate.
 
-Runs inside captured graphs. All calls of a group stay on one stream. ONE_SHOT_BYTES comes from
+Runs inside captured graphs. All calls of a group are on one stream. ONE_SHOT_BYTES is from
 published figures.
 """
 
@@ -28,33 +28,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class P2PMemory:
-    """`own`: this rank's bytes, zero at first; `table` [world + 1] int64: the addresses of all
-    ranks' as this rank's device sees them, and of `stop` (ops/triton/comm/p2p_flags.py)."""
+    """`own`: this rank's bytes, initially zero. `table` [world + 1] int64: addresses of all ranks'
+    memory in this rank's device address space, and of `stop` (ops/triton/comm/p2p_flags.py)."""
 
     own: Tensor
     table: Tensor
     stop: Tensor
-    handle: Any = None  # keeps the mapping
+    handle: Any = None  # keeps the mapping alive
 
     @staticmethod
     def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
-        """`size` bytes on each rank's GPU. stop: this rank's word in pinned host memory.
-        Collective: all ranks of the axis make it at the same time, with the same size. Raises
-        RuntimeError on every rank where some rank cannot."""
+        """`size` bytes on each rank's GPU, the same on all ranks. stop: this rank's word in pinned
+        host memory. Collective over the axis. Raises RuntimeError on every rank if it fails on
+        any."""
         with torch.cuda.device(device):
-            mine, name = on_all(axis, lambda: _export(size), device)
+            mine, name = run_on_all_ranks(axis, lambda: _export(size), device)
             names = (
                 axis.all_gather(torch.tensor([list(name)], dtype=torch.uint8, device=device))
                 .cpu()
                 .numpy()
             )
             own = mine.tensor(device).zero_()
-            # and then the ranks meet: none raises a flag before all flags are zero
+            # followed by a collective, so no rank raises a flag before all flags are zero
             torch.cuda.synchronize(device)
             theirs = {
                 rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank
             }
-            found = on_all(
+            found = run_on_all_ranks(
                 axis,
                 lambda: (
                     {rank: Mapping.of(handle, size) for rank, handle in theirs.items()}
@@ -70,10 +70,9 @@ class P2PMemory:
         return P2PMemory(own, table, stop, found)
 
 
-def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
-    """What `work`, which every rank calls and which waits for no other, gives here, once all
-    have done it; RuntimeError on every rank where it did not work on some: a container may
-    forbid what it needs."""
+def run_on_all_ranks(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
+    """Run `work`, which waits for no other rank, on every rank and return this rank's result.
+    Raises RuntimeError on every rank if it fails on any: a container may forbid what it needs."""
     reason = ""
     found = []
     try:
@@ -82,7 +81,7 @@ def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
         RuntimeError,
         OSError,
         AttributeError,
-    ) as error:  # also no driver's library, or one that lacks a function
+    ) as error:  # includes a missing driver library or driver function
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     refused = int(axis.all_reduce(torch.tensor(int(not found), device=device)))
     if refused:
@@ -96,8 +95,8 @@ def _export(size: int) -> tuple[Mapping, bytes]:
 
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
-    """Why the ranks of the axis cannot share memory; empty where they can, which is alike on all
-    ranks. Collective on GPUs."""
+    """Why the ranks of the axis cannot share memory; empty if they can. All ranks agree on whether
+    it is empty. Collective on GPUs."""
     if device.type != "cuda":
         return f"{device.type} has no symmetric memory"
     here = torch.tensor([[host_number(), device.index or 0]], device=device)
@@ -121,14 +120,14 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
 
 
 def host_number() -> int:
-    """A number that processes of one running host share."""
+    """A number that identifies the host until its next boot."""
     name = BOOT_ID.read_bytes() if BOOT_ID.exists() else uuid.getnode().to_bytes(8, "big")
     return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
 
 class P2PAddNorm:
-    """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis
-    make it at the same time."""
+    """A FusedAddNorm for messages of up to `rows` x `columns`. Creation is collective over the
+    axis."""
 
     def __init__(
         self,

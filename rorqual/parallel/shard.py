@@ -1,4 +1,4 @@
-"""Which part of an axis a rank holds. No torch."""
+"""Which part of a dimension a rank holds. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` parts of an axis. Where the length is no multiple of `count`, the
+    """Part `index` of `count` parts of a dimension. If its length is not a multiple of `count`, the
     last parts are shorter or empty."""
 
     index: int = 0
@@ -19,7 +19,7 @@ class Shard:
         return min(self.index * each, length), min((self.index + 1) * each, length)
 
     def lengths(self, length: int) -> tuple[int, ...]:
-        """Of all parts."""
+        """Lengths of all parts."""
         spans = (Shard(index, self.count).span(length) for index in range(self.count))
         return tuple(stop - start for start, stop in spans)
 

@@ -1,5 +1,5 @@
-"""What the engine asks of a device. One subclass a kind of device; nothing above this floor
-names CUDA or an NPU."""
+"""The engine's interface to a device, with one subclass per kind of device. Nothing above this
+floor names CUDA or an NPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Pieces = Callable[[Callable[[T], None]], Tensor]
 
 
 class Staging:
-    """Host memory of one thread, from which the device copies while the thread fills it anew: get a
-    `buffer`, start copies from it, say `sent`. At the end of the context all copies are done."""
+    """Host buffers of one thread, from which the device copies while the thread fills the next one:
+    get a `buffer`, start copies from it, call `sent`. When the context exits all copies are
+    done."""
 
     def __init__(self, size: int):
         self.memory = torch.empty(size, dtype=torch.uint8)
@@ -27,21 +28,21 @@ class Staging:
     def __exit__(self, *raised: object) -> None: ...
 
     def buffer(self) -> Tensor:
-        """Bytes that nobody reads any more."""
+        """A buffer that is not in use by a copy."""
         return self.memory
 
     def sent(self) -> None:
-        """All copies from the newest buffer have been started."""
+        """Call after all copies from the newest buffer have been started."""
 
 
 class Platform:
-    """A device with its memory and its way of bringing results home.
+    """A device.
 
-    host_step_bytes: most that one step copies to or from host memory, each way.
-    default_page_size in tokens; default_batched_tokens: of a step, decoding and prompts;
-    steps_in_flight: how many steps to launch before reading the first;
-    has_graphs: `capture` works; compiles: kernels are compiled by their first launch, or ahead of
-    it; asynchronous: what is launched runs later, else it is done when the call returns.
+    host_step_bytes: most bytes that one step copies to host memory, and from it.
+    default_page_size: tokens. default_batched_tokens: most tokens of a step, decode and prefill.
+    steps_in_flight: steps to launch before reading the first one's results.
+    has_graphs: `capture` works. compiles: kernels are compiled at or before their first launch.
+    asynchronous: launched work runs later; else it is done when the call returns.
     """
 
     name = "base"
@@ -58,12 +59,12 @@ class Platform:
         self.device = device
 
     def group_options(self, buffer_mb: int) -> Any:
-        """How torch.distributed is to make a communicator with a buffer of so many MB; None where
-        it has no such choice."""
+        """torch.distributed's options for a communicator with a buffer of `buffer_mb` MB; None if
+        the backend has no such option."""
         return None
 
     def describe(self) -> str:
-        """The device's model and what it can do: what compiled code depends on."""
+        """The device's model and capabilities: what compiled code depends on."""
         return self.name
 
     @property
@@ -83,10 +84,10 @@ class Platform:
         """Wait until the device is idle."""
 
     def release_memory(self) -> None:
-        """Give back what this process keeps for later and nothing uses."""
+        """Free cached memory that is not in use."""
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start copying a tensor to the host; calling the result waits for that copy alone."""
+        """Start copying a tensor to the host; calling the result waits for that copy only."""
         return lambda: tensor
 
     def to_device(self, data: Tensor) -> Tensor:
@@ -94,27 +95,26 @@ class Platform:
         return data
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device's kernels can read, for as long as the tensor lives."""
+        """Host memory that the device's kernels can read as long as the tensor lives."""
         return torch.empty(shape, dtype=dtype)
 
     def weights_made(self, tensors: Iterable[Tensor]) -> None:
-        """Called with all weights while nothing stands in them yet."""
+        """Called with all weights before they are loaded."""
 
     def staging(self, size: int) -> Staging:
-        """Buffers of `size` bytes, for the thread that asks."""
+        """Buffers of `size` bytes for the calling thread."""
         return Staging(size)
 
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
-        """Capture device work; the result replays it and returns the same output tensor each
-        time, overwritten. warm: run it once before; without, all that a first run does besides
-        computing has been done."""
+        """Capture device work in a graph. The result replays it and returns the same output tensor
+        each time, overwritten. warm: run the work once before; set it to False only if it ran
+        before, so that nothing has to be compiled or allocated."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
-        """Capture device work with gaps: `work(gap)` calls gap(what) where one is, and what comes
-        before and after is captured apart. The result takes a function, replays the pieces, calls
-        the function with each gap's `what` in between, and returns the same output tensor each
-        time, overwritten."""
+        """Capture device work in several graphs: `work(gap)` calls gap(what) wherever one ends. The
+        result takes a function, replays the graphs, calls the function with each gap's `what` in
+        between, and returns the same output tensor each time, overwritten."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:
@@ -122,32 +122,33 @@ class Platform:
         return nullcontext()
 
     def background(self) -> AbstractContextManager[Callable[[], None]]:
-        """The context in which another thread copies beside the steps; what it gives waits until
-        that is done. Nothing is captured meanwhile, so nobody may wait for other ranks in it."""
+        """Context in which another thread copies concurrently with the steps; yields a function
+        that waits for these copies. No graph is captured meanwhile, so do not wait for other ranks
+        in it."""
         return nullcontext(lambda: None)
 
     def beside(self, work: Callable[[], None]) -> None:
-        """Do device work of the engine's thread beside its steps: behind all that it has launched
-        by now, and in the order of these calls. What `background` does comes behind it."""
+        """Run device work of the engine's thread concurrently with its later steps: after
+        everything launched so far, and in the order of these calls. Later work in `background`
+        follows it."""
         work()
 
     def after_beside(self) -> None:
-        """What is launched here from now on waits for it."""
+        """Make later launches in this context wait for the work of `beside`."""
 
     def reached(self) -> Callable[[], None]:
-        """What has been launched in this context by now: the result, called on any thread, waits
-        until it is done."""
+        """A function that waits, on any thread, for everything launched in this context so far."""
         return lambda: None
 
     def mark(self) -> Callable[[], None]:
-        """After what has been launched here by now: the result, called in another context, makes
-        that context's work wait for it."""
+        """A function that, called in another context, makes that context's later work wait for
+        everything launched here so far."""
         return lambda: None
 
 
 class Uncaptured(Platform):
-    """A platform whose `capture` only keeps the work: for steps whose kernels are a compiled
-    graph's anyway, but which want the sizes of captured ones."""
+    """A platform whose `capture` returns the work itself: for compiled steps that use the batch
+    sizes of captured ones but need no graph."""
 
     def __init__(self, platform: Platform):
         super().__init__(platform.device)

@@ -1,4 +1,4 @@
-"""The CPU: steps run as they are launched, so one is in flight at a time."""
+"""The CPU: a launched step runs at once, so one is in flight at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CpuPlatform(Platform):
     name = "cpu"
 
     def weights_made(self, tensors: Iterable[Tensor]) -> None:
-        """Ask Linux for pages of 2 MiB, over which weights are read faster. It gives what it has:
-        nothing depends on them, and no byte more is taken."""
+        """Ask Linux for huge pages (2 MiB), with which weights are read faster. It is only advice:
+        nothing depends on it, and no more memory is used."""
         if not sys.platform.startswith("linux"):
             return
         advise = ctypes.CDLL(None).madvise

@@ -1,5 +1,4 @@
-"""An NVIDIA GPU: steps are launched ahead, results come home through pinned memory and an
-event."""
+"""An NVIDIA GPU: steps are launched ahead, results are copied to pinned memory."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from rorqual.platforms.base import Pieces, Platform, Staging, T
 
 
 class PinnedStaging(Staging):
-    """Two buffers in turn, and a stream of its own."""
+    """Two alternating buffers and a separate stream."""
 
     def __init__(self, device: torch.device, size: int):
         self.stream = torch.cuda.Stream(device)
         self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        # threads that wait leave the processor to those that read
+        # blocking events: waiting threads leave the CPU to those that read
         self.copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
         self.turn = 0
         self.entered = torch.cuda.stream(self.stream)
@@ -48,8 +47,8 @@ class PinnedStaging(Staging):
 class CudaPlatform(Platform):
     name = "cuda"
     default_page_size = 64
-    # experts read all their weights for a few tokens as for many: Qwen3-30B on an H200 computes
-    # 40,000 tokens/s of prompts with 2,048 a step, 75,000 with 8,192
+    # a step reads all expert weights for few tokens and for many: Qwen3-30B on an H200 computes
+    # 40,000 prompt tokens/s with 2,048 per step, 75,000 with 8,192
     default_batched_tokens = 8192
     host_step_bytes = 256 * 2**20  # 5 ms at 50 GB/s
     steps_in_flight = 2
@@ -60,7 +59,7 @@ class CudaPlatform(Platform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        # kernels, streams and events are made on the current GPU; a process has one
+        # kernels, streams and events are created on the current GPU; a process uses one
         torch.cuda.set_device(device)
         self.pool: Any = None
         self.keeper: torch.cuda.CUDAGraph | None = None
@@ -68,8 +67,9 @@ class CudaPlatform(Platform):
         self.side = torch.cuda.Stream(device)
 
     def _graph_pool(self) -> Any:
-        """All captured graphs share one. A graph of next to nothing keeps it: where all graphs of a
-        pool are gone and something that they allocated is not, torch captures no other into it."""
+        """The memory pool that all captured graphs share. A tiny graph keeps it in use: when all
+        graphs of a pool are freed but some of its memory is not, torch cannot capture into it
+        again."""
         if self.pool is None:
             pool = torch.cuda.graph_pool_handle()
             self.keeper = torch.cuda.CUDAGraph()
@@ -79,14 +79,14 @@ class CudaPlatform(Platform):
         return self.pool
 
     def stream(self) -> AbstractContextManager[object]:
-        """The current device is a thread's own: steps may be launched by another thread than the
-        one that made the engine."""
+        """The current device is per thread, and steps may be launched by another thread than the
+        one that created the engine."""
         return torch.cuda.device(self.device)
 
     @contextmanager
     def background(self) -> Iterator[Callable[[], None]]:
-        """A stream of its own. While a graph is captured the driver takes no calls of other
-        threads that might wait."""
+        """A second stream. The lock excludes captures, during which the driver rejects blocking
+        calls of other threads."""
         with (
             self.capturing,
             torch.cuda.device(self.device),
@@ -95,8 +95,8 @@ class CudaPlatform(Platform):
             yield self.side.synchronize
 
     def beside(self, work: Callable[[], None]) -> None:
-        """On the same stream as `background`. The engine's thread never captures meanwhile, so it
-        waits for no lock."""
+        """On the stream of `background`, but without its lock: the engine's thread is not capturing
+        when it calls this."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
             work()
@@ -157,7 +157,7 @@ class CudaPlatform(Platform):
         return data.pin_memory().to(self.device, non_blocking=True)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Pinned, hence mapped into the GPU's address space at the same address."""
+        """Pinned memory, which has the same address on the GPU."""
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
@@ -170,7 +170,7 @@ class CudaPlatform(Platform):
         return PinnedStaging(self.device, size)
 
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
-        """Run first on a side stream: kernels compile, libraries make their workspaces. All
+        """The warm-up runs on a side stream: kernels compile, libraries allocate workspaces. All
         captured graphs share one memory pool."""
         with self.capturing:
             if warm:
@@ -238,8 +238,8 @@ class CudaPlatform(Platform):
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What Python's collector frees must not be freed while a graph is captured, and a whole
-    collection before each takes longer than to capture it."""
+    """Disable Python's garbage collector, which must not free GPU memory during a capture. A full
+    collection before each capture would take longer than the capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

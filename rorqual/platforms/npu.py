@@ -1,4 +1,4 @@
-"""An Ascend NPU through torch_npu: written against its interfaces, run without the hardware alone
+"""An Ascend NPU through torch_npu: written against its interfaces and not yet run on the hardware
 (docs/design/ascend.md says what has been checked, and how)."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ VECTOR_CORES = 3  # hccl_op_expansion_mode: AIV
 
 
 def torch_npu() -> Any:
-    """The package. Raises ConfigError, with what to do, where it is missing, belongs to another
-    torch (which may end the process when it is imported), or cannot find CANN."""
+    """The torch_npu package. Raises ConfigError, with advice, if it is missing, is for another
+    torch version (importing it may then end the process), or cannot find CANN."""
     version = ".".join(torch.__version__.split(".")[:2])
     advice = INSTALL.format(version)
     try:
@@ -42,7 +42,7 @@ def torch_npu() -> Any:
 
 
 class PinnedNpuStaging(Staging):
-    """Two buffers in turn, and a stream of its own."""
+    """Two alternating buffers and a separate stream."""
 
     def __init__(self, npu: Any, device: torch.device, size: int):
         self.stream = npu.Stream(device)
@@ -69,7 +69,7 @@ class PinnedNpuStaging(Staging):
 
 
 class UpdatedGraph:
-    """A captured step whose attention takes lengths from the host: `set_lengths` before each
+    """A captured step whose attention takes lengths from the host: call `set_lengths` before each
     replay."""
 
     def __init__(self, graph: Any, out: Tensor):
@@ -78,20 +78,20 @@ class UpdatedGraph:
         self.lengths: list[int] = []
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Cached entries of each request, this step's included."""
+        """Cached entries of each request, including this step's."""
         self.lengths = lengths
 
     def __call__(self) -> Tensor:
-        """The attention calls of the graph wait until they have been given their lengths, which
-        happens on a stream of their own, behind the replay."""
+        """Replay. The graph's attention calls wait for their lengths, which are set on another
+        stream after the replay has started."""
         self.graph.replay()
         self.graph.update(cpu_update_input=[{"actual_seq_kvlen": self.lengths}])
         return self.out
 
 
 class NpuPlatform(Platform):
-    """One step in flight: attention wants lengths from the host, which knows them once a step has
-    been read."""
+    """One step in flight: attention takes lengths from the host, which knows them only after the
+    previous step's results were read."""
 
     name = "npu"
     default_page_size = 128
@@ -112,7 +112,7 @@ class NpuPlatform(Platform):
 
     @property
     def soc(self) -> str:
-        """A2 or A3: what limits of operators depend on."""
+        """A2 or A3; limits of operators depend on it."""
         found = self.npu.get_device_name(self.device)
         kinds = [kind for part, kind in SOCS.items() if part in found]
         if not kinds:
@@ -132,7 +132,7 @@ class NpuPlatform(Platform):
         return options
 
     def stream(self) -> AbstractContextManager[object]:
-        """The current device is a thread's own."""
+        """The current device is per thread."""
         return self.npu.device(self.device)
 
     @contextmanager
@@ -149,7 +149,7 @@ class NpuPlatform(Platform):
         return lambda: self.npu.current_stream(self.device).wait_event(event)
 
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> UpdatedGraph:
-        """Run once before in any case, as libraries make their workspaces. All graphs share one
+        """Always runs once before, so that libraries allocate workspaces. All graphs share one
         memory pool."""
         with self.copying:
             work()

@@ -13,7 +13,7 @@ from rorqual.bench.comm.expert_reads import bench_reads
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rows_travel_and_are_counted(fp8: bool) -> None:
-    """One row picks all four experts, so each of two servers gets it."""
+    """One row is routed to all four experts, so each of two servers gets it."""
     setup = HopSetup((1, 6), 2, 256, 4, 4, repeats=5, fp8=fp8)
     found = bench(setup)
     assert [hop.rows for hop in found] == [1, 6]

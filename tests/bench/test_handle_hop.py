@@ -37,7 +37,7 @@ def test_rows_come_back_right(capsys: pytest.CaptureFixture[str]) -> None:
         (1, False, True),
         (12, False, True),
     ]
-    # each row picks four of six experts, so both servers get it
+    # each row is routed to four of six experts, so both servers get it
     assert [hop.back for hop in found] == [2 * 2 * 256 * hop.rows for hop in found]
     print_table(found, setup)
     assert capsys.readouterr().out.count("right") == 4

@@ -188,7 +188,7 @@ def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
     ]
     entries = [exact_entries(own)[:, None] for own in rows]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
-    # nobody reads tokens that do not exist
+    # tokens that do not exist are not read
     seen = torch.tensor([n >= queries for n in lens for _ in range(queries)], device="cuda")
     configs = mla.configs_for(heads * queries, BF16, fp8_cache=True)
 
@@ -246,7 +246,7 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
     tables = torch.zeros(1, 40, dtype=torch.int64, device="cuda")
     lens = torch.tensor([length], device="cuda")
     (share,) = shares_of(AttentionMetadata(tables, lens, (queries,), (length + 30,)), size, 64)
-    found = PartialAttention.over_nothing(q, 128)
+    found = PartialAttention.over_no_keys(q, 128)
     begin = 0
     for stretch in share.segments:
         own = slice(begin, begin + stretch.max_kv_lens[0])

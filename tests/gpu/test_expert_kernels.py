@@ -66,7 +66,7 @@ def test_against_fp64(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
 def test_every_plan_agrees(kind: str) -> None:
-    """Skewed routing, absent picks and each plan of the table: the same function."""
+    """Skewed routing, experts on other ranks and each plan of the table: the same function."""
     shape = bench.ExpertShape(kind, 16, 1024, 512, 4)
     w = bench.expert_weights(shape, DEVICE)
     x = torch.randn(300, 1024, device=DEVICE, dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_every_plan_agrees(kind: str) -> None:
 @pytest.mark.parametrize(("rows", "stages"), [(128, 6), (128, 2), (256, 4)])
 @pytest.mark.parametrize("tokens", [700, *rarely(60, 3000)])
 def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
-    """Skewed routing, experts without rows, absent picks: as the reference, and the same in
+    """Skewed routing, experts without rows, or on other ranks: as the reference, and the same in
     captured graphs whose kernels start early."""
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
@@ -160,7 +160,7 @@ def test_routers_repeat_bit_for_bit(model: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [3, 200, *rarely(8, 64)])
 def test_layers_repeat_bit_for_bit(kind: str, tokens: int) -> None:
-    """Picks of an expert are counted in whatever order they come; no result may show it, and
+    """Pairs of an expert are counted in any order; no result may depend on it, and
     every count comes back to zero."""
     shape = bench.ExpertShape(kind, 66, 1024, 256, 8, 2)
     moe = MoEConfig(64, 6, 256)

@@ -125,7 +125,7 @@ def test_engines_give_the_same_tokens(
 
 
 def test_decode_steps_sum_nothing_but_in_norms(tmp_path: Path, deferring: Deferring) -> None:
-    """The last layer's too: no row is picked where all are wanted."""
+    """The last layer's too: no row is selected if all are wanted."""
     save("v3", tmp_path)
     llm = LLM(tmp_path, **SIZES)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
@@ -178,23 +178,23 @@ def small_moe(ops: Ops, tmp_path: Path, mesh: Mesh | None = None) -> MoE:
 
 
 def test_who_asks_for_a_tensor_gets_one(tmp_path: Path) -> None:
-    """The stages that travel always sum; the one op may leave the sum to a norm."""
+    """Stages over an exchange always sum; the one op may defer the sum to a norm."""
     moe = small_moe(Deferring(), tmp_path)
-    x = torch.randn(3, moe.held.hidden)
+    x = torch.randn(3, moe.local_experts.hidden)
     with torch.inference_mode():
         left = moe.forward(x)
         assert isinstance(left, DeferredMoESum)
         made = moe.combine(moe.run_experts(moe.dispatch(x, SINGLE_LAYOUT)))
         assert isinstance(made, Tensor)
         torch.testing.assert_close(made, summed(left), rtol=1e-5, atol=1e-5)
-        assert moe.forward(x[:0]).shape == (0, moe.held.hidden)
+        assert moe.forward(x[:0]).shape == (0, moe.local_experts.hidden)
 
 
-def test_counted_picks_are_summed_at_once(tmp_path: Path) -> None:
+def test_counted_load_is_summed_at_once(tmp_path: Path) -> None:
     moe = small_moe(Deferring(), tmp_path)
     moe.exchange.record_load = True
     assert len(moe.stages()) == 3, "the exchange counts"
-    assert isinstance(run_stages(moe.stages(), torch.randn(3, moe.held.hidden)), Tensor)
+    assert isinstance(run_stages(moe.stages(), torch.randn(3, moe.local_experts.hidden)), Tensor)
 
 
 def test_partial_sums_are_added_before_they_travel() -> None:

@@ -102,7 +102,7 @@ def wide(weight: Weight) -> Tensor:
 def joined_mlp(moe: MoE) -> tuple[Tensor, Tensor]:
     """(gate and up, down) of the shared experts of a joined layer as one MLP."""
     first = moe.moe.num_experts
-    size = len(moe.held.columns)
+    size = len(moe.local_experts.columns)
     ups = [wide(moe.exchange.experts.gate_up[first + n]) for n in range(moe.fused_shared_experts)]
     downs = [wide(moe.exchange.experts.down[first + n]) for n in range(moe.fused_shared_experts)]
     return torch.cat([up[:size] for up in ups] + [up[size:] for up in ups]), torch.cat(downs, 1)
@@ -139,9 +139,7 @@ def test_layers_give_the_same_sums(fields: dict[str, Any], tokens: int) -> None:
     torch.testing.assert_close(
         run_stages(one.stages(), x), run_stages(other.stages(), x), rtol=1e-5, atol=1e-5
     )
-    assert torch.equal(one.exchange.load, other.exchange.load), (
-        "picks of shared experts are not counted"
-    )
+    assert torch.equal(one.exchange.load, other.exchange.load), "shared experts are not counted"
     assert one.exchange.load.sum() == tokens * one.moe.top_k
 
 

@@ -290,7 +290,7 @@ def test_surplus_tensors_are_named(tmp_path: Path, tensors: dict[str, Tensor]) -
     assert f"{EXPERTS}.4.up_proj.weight" in text
 
 
-def test_a_bias_nobody_announced_is_surplus(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_an_unexpected_bias_is_surplus(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(16)
     save(tmp_path, tensors)
     assert "model.layers.1.self_attn.q_proj.bias" in refusal(tmp_path)

@@ -44,7 +44,7 @@ def test_parts_joined_are_the_whole(queries: int, edges: list[int]) -> None:
         torch.testing.assert_close(
             out, reference.causal_attention(q, k, v, SCALE), rtol=CLOSE, atol=CLOSE
         )
-        scores = reference.seen_scores(q, k, SCALE, 20 - queries)
+        scores = reference.masked_scores(q, k, SCALE, 20 - queries)
         torch.testing.assert_close(total, scores.logsumexp(-1).t())
 
 
@@ -76,7 +76,7 @@ def test_blocks_of_heads_and_queries(
     tables = torch.arange(12)[None]
     segment = AttentionMetadata(tables, torch.tensor([40]), (11,), (bound,), exact=bound == 40)
     (share,) = shares_of(segment, 8, PAGE)
-    found = PartialAttention.over_nothing(q, 8)
+    found = PartialAttention.over_no_keys(q, 8)
     begin = 0
     for stretch in share.segments:
         assert isinstance(stretch, Stretch)

@@ -38,7 +38,7 @@ from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
-from rorqual.parallel.p2p_memory import on_all
+from rorqual.parallel.p2p_memory import run_on_all_ranks
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.request import SamplingParams
@@ -286,7 +286,7 @@ def exchange(
     generator = torch.Generator().manual_seed(3)
     up = torch.randn(experts, 2 * size, hidden, generator=generator) / 16
     down = torch.randn(experts, hidden, size, generator=generator) / 6
-    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
+    held = [slot_map.physical_to_logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
     columns = slice(*mesh.axes["expert_tp"].shard.span(size))
     gate_up = Weight(
         torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous()
@@ -402,7 +402,7 @@ def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
             raise RuntimeError("no permission\nand more")
 
     try:
-        on_all(axis, make, CPU)
+        run_on_all_ranks(axis, make, CPU)
     except RuntimeError as error:
         return str(error)
     return ""

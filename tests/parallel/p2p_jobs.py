@@ -89,7 +89,7 @@ def attach(
 
 
 def peers_of(mesh: Mesh, moe: MoEConfig) -> Any:
-    return mesh.layout([1] * mesh.sizes.dp, True, moe).moe_axis.peers
+    return mesh.layout([1] * mesh.sizes.dp, True, moe).moe_axis.p2p_dispatch
 
 
 def sharing(folder: str) -> Callable[[Mesh, MoEConfig, Tensor], None]:
@@ -115,7 +115,7 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
     generator = torch.Generator().manual_seed(3)
     up = torch.randn(EXPERTS, 2, INNER, HIDDEN, generator=generator).to(dtype) / 4
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator).to(dtype) / 4
-    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
+    held = [slot_map.physical_to_logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
     columns = slice(*mesh.axes["expert_tp"].shard.span(INNER))
     gate_up = Weight(up[held][:, :, columns].flatten(1, 2))
     part = Weight(down[held][:, :, columns].contiguous())
@@ -140,7 +140,7 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
 
 
 def call(mesh: Mesh, number: int, tokens: list[int], dtype: torch.dtype) -> Given:
-    """Every third call wants the first experts alone: nobody asks for those of the last ranks."""
+    """Every third call wants the first experts alone: none of the last ranks' experts are used."""
     generator = torch.Generator().manual_seed(1000 * number + mesh.dp_rank)
     count = tokens[mesh.dp_rank]
     x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
@@ -196,13 +196,13 @@ def compare(
         mesh.all2all_backend(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)
     ]
     way = attach(mesh, moe, folder, rows, HIDDEN, kind, at_once, start)
-    peers = axis.peers
+    peers = axis.p2p_dispatch
     assert isinstance(peers, P2PDispatchBuffers)
     axis.traffic.reset()
     found = list(walk(layer, calls, at_once, pause))
     counted = dict(axis.traffic.bytes)
     taken = sum(int(buffer.totals[0]) - start for buffer in peers.buffers)
-    axis.peers = None
+    axis.p2p_dispatch = None
     mesh.stage.all_reduce(torch.ones(1))
     axis.traffic.reset()
     wanted = list(walk(layer, calls, at_once, None))

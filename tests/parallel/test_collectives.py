@@ -93,7 +93,7 @@ class Reluctant(GroupAxis):
         self.recorded = recorded
         self.told = threading.Event()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         self.told.set()
         self.recorded.wait(30)
 
@@ -108,9 +108,9 @@ def test_no_group_that_is_given_up_waits_for_another() -> None:
         0,
         dict(zip(AXES, itertools.chain(axes, itertools.repeat(twin)), strict=False)),
     )
-    mesh.abandon()
+    mesh.abort()
     assert all(axis.told.wait(60) for axis in [*axes[1:], twin])
     assert not axes[0].told.is_set(), "one group is given up once"
-    assert not mesh.left(0.05)
+    assert not mesh.wait_aborted(0.05)
     recorded.set()
-    assert mesh.left(5)
+    assert mesh.wait_aborted(5)

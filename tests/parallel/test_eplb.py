@@ -18,19 +18,19 @@ from rorqual.parallel.eplb.load_file import (
     read_expert_load,
     write_expert_load,
 )
-from rorqual.parallel.eplb.movement import parts, rebalance, renamed
+from rorqual.parallel.eplb.movement import match_placement, parts, rebalance
 from rorqual.parallel.eplb.placement import (
     Floats,
     Ints,
     balancedness,
     balancedness_by_layer,
     by_rank,
-    combined,
+    combined_loads,
     copies,
+    identity_placement,
     moved,
     place,
     rank_loads,
-    unplanned,
 )
 
 
@@ -84,7 +84,11 @@ def test_a_plan_is_balanced_and_quick(ranks: int, redundant: int, least: float) 
     found = place(load, 256 + redundant, ranks)
     seconds = time.process_time() - start
     check(found, 256, ranks)
-    assert balancedness(found, load, ranks) > least > balancedness(unplanned(58, 256), load, ranks)
+    assert (
+        balancedness(found, load, ranks)
+        > least
+        > balancedness(identity_placement(58, 256), load, ranks)
+    )
     assert seconds < 0.2, "some 25 ms on a machine of its own"
 
 
@@ -120,7 +124,7 @@ def test_a_new_plan_near_the_present_one(ranks: int, slots: int) -> None:
     reached = balancedness_by_layer(found, later, ranks)
     assert (reached >= 0.99 * balancedness_by_layer(fresh, later, ranks)).all()
     few = moved(present, found, ranks).sum()
-    assert few < 0.3 * moved(present, renamed(fresh, present, ranks), ranks).sum()
+    assert few < 0.3 * moved(present, match_placement(fresh, present, ranks), ranks).sum()
     assert few < 0.3 * moved(present, fresh, ranks).sum()
     assert rebalance(found, later, ranks).tolist() == found.tolist(), "balanced layers stay"
 
@@ -130,7 +134,7 @@ def test_several_workloads_beat_one_on_another() -> None:
     loads = [drifted(base, seed) for seed in range(10, 16)]
     for ranks in (8, 32):
         left_out, *others = loads
-        several = balancedness(place(combined(others), 288, ranks), left_out, ranks)
+        several = balancedness(place(combined_loads(others), 288, ranks), left_out, ranks)
         single = [balancedness(place(load, 288, ranks), left_out, ranks) for load in others]
         assert several > max(single)
 

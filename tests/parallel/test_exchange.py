@@ -1,5 +1,5 @@
-"""Exchanges alone: the weighted sums of all experts on one device, whoever holds the tokens and
-whoever holds the experts."""
+"""Exchanges alone: the weighted sums of all experts on one device, for every distribution of tokens
+and experts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["allgather_ep", "alltoall", "low_latency"])
-def test_load_counts_logical_picks_of_the_tokens_submitted(pool: RankPool, exchange: str) -> None:
+def test_load_counts_logical_experts_of_dispatched_tokens(pool: RankPool, exchange: str) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": exchange}
     results = pool.run(
         "exchange", 2, sizes=sizes, tokens=[5, 2], routing="first", slots=REPLICAS, steps=2
@@ -183,9 +183,11 @@ def store_of(slots: tuple[int, ...]) -> ExpertStore:
 def test_rows_take_replicas_in_turn() -> None:
     store = store_of((0, 1, 2, 1, 0, 0))
     ids = torch.tensor([[0, 1], [0, 1], [0, 2], [1, 0]])
-    assert store.slots(ids).tolist() == [[0, 1], [4, 3], [5, 2], [3, 0]]
-    assert store.slots(ids, first=1).tolist() == [[4, 3], [5, 1], [0, 2], [1, 4]], "another rank"
-    evenly = store_of((0, 1, 2, 1, 1, 0)).slots(torch.tensor([[0, 1]]).expand(60, -1))
+    assert store.to_physical(ids).tolist() == [[0, 1], [4, 3], [5, 2], [3, 0]]
+    assert store.to_physical(ids, first=1).tolist() == [[4, 3], [5, 1], [0, 2], [1, 4]], (
+        "another rank"
+    )
+    evenly = store_of((0, 1, 2, 1, 1, 0)).to_physical(torch.tensor([[0, 1]]).expand(60, -1))
     assert evenly.unique(return_counts=True)[1].tolist() == [30, 20, 20, 20, 30]
 
 
@@ -194,7 +196,10 @@ def test_a_table_is_remapped_in_place() -> None:
     table = store.table
     store.remap(SlotMap((2, 1, 0, 2), 3))
     assert store.table is table
-    assert store.slots(torch.tensor([[0, 1, 2], [0, 1, 2]])).tolist() == [[2, 1, 0], [2, 1, 3]]
+    assert store.to_physical(torch.tensor([[0, 1, 2], [0, 1, 2]])).tolist() == [
+        [2, 1, 0],
+        [2, 1, 3],
+    ]
     with pytest.raises(ConfigError, match="the new map has 5 slots, the layer 4"):
         store.remap(SlotMap((0, 0, 0, 1, 2), 3))
 

@@ -1,4 +1,4 @@
-"""Groups of a mesh that are abandoned, while another thread asks whether they are gone."""
+"""Groups of a mesh that are aborted, while another thread asks whether they are gone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rorqual.parallel.mesh import Mesh
 def axis(gone: threading.Event) -> GroupAxis:
     found = object.__new__(GroupAxis)
     found.group = object()  # type: ignore[assignment]
-    found.abandon = lambda: gone.wait(30)  # type: ignore[assignment, method-assign, return-value]
+    found.abort = lambda: gone.wait(30)  # type: ignore[assignment, method-assign, return-value]
     return found
 
 
-def test_whoever_asks_while_groups_are_being_abandoned_waits_for_all(
+def test_waiting_during_an_abort_waits_for_all_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh = copy(Mesh.single())  # that one is shared
-    mesh.leaving = []
+    mesh.aborting = []
     gone = threading.Event()
     mesh.axes = {"tp": axis(gone), "ep": axis(gone)}
     begun = threading.Event()
@@ -34,18 +34,18 @@ def test_whoever_asks_while_groups_are_being_abandoned_waits_for_all(
         time.sleep(0.1)
         start(thread)
 
-    watchdog = threading.Thread(target=mesh.abandon)
+    watchdog = threading.Thread(target=mesh.abort)
     watchdog.start()
     watchdog.join()
-    assert not mesh.left(0.01), "the groups are still there"
+    assert not mesh.wait_aborted(0.01), "the groups are still there"
 
-    mesh.leaving = []
-    watchdog = threading.Thread(target=mesh.abandon)
+    mesh.aborting = []
+    watchdog = threading.Thread(target=mesh.abort)
     monkeypatch.setattr(threading.Thread, "start", slowly)
     start(watchdog)
     assert begun.wait(30)
-    assert not mesh.left(0.01), "none may be asked for before it runs"
+    assert not mesh.wait_aborted(0.01), "none may be asked for before it runs"
     gone.set()
     watchdog.join()
-    assert mesh.left(30)
-    assert len(mesh.leaving) == 2
+    assert mesh.wait_aborted(30)
+    assert len(mesh.aborting) == 2

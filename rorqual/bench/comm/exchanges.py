@@ -26,14 +26,14 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.comm_counters import ROUTING_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import ExpertStore, SlotMap
-from rorqual.parallel.exchange_alltoall import wanted
+from rorqual.parallel.exchange_alltoall import destination_mask
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 
 WAYS = (("allgather_ep", False), ("alltoall", False), ("low_latency", False), ("low_latency", True))
 SHARED = (("allgather_ep", False), ("low_latency", False), ("low_latency", True))
 GATHER_TOLERANCE = 2**-5  # of the largest sum: a few roundings of a bf16 sum in another order
-PUBLISHED = {"hidden": 7168, "experts": 256, "top_k": 8}  # DeepEP's figures are for these alone
+PUBLISHED = {"hidden": 7168, "experts": 256, "top_k": 8}  # sizes of DeepEP's published figures
 
 Call = Callable[[], object]
 Share = Callable[[Mesh, MoEConfig, Tensor], None]
@@ -41,8 +41,8 @@ Share = Callable[[Mesh, MoEConfig, Tensor], None]
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for
-    the same, as published."""
+    """`sent`: bytes that leave a rank, if they depend on the routing. peer_us: DeepEP's published
+    time for the same."""
 
     name: str
     axis: Axis
@@ -112,7 +112,7 @@ class ExchangeLayer:
     def _experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, places: Tensor, weights: Tensor, *_: Any
     ) -> Tensor:
-        """Experts in fp8 take such rows as they are."""
+        """fp8 rows are returned unchanged, as fp8 experts use them directly."""
         if not self.exact:
             return torch.empty(x.shape, dtype=dtype, device=x.device)
         return self._experts(reference.dequantize_activation(x, scale, dtype), places, weights)
@@ -136,8 +136,8 @@ class ExchangeLayer:
             self.exact = True
 
     def rows_away(self) -> float:
-        """Rows that leave a rank for other ranks, the mean of all ranks; as many come back."""
-        mask = wanted(self.store, self.ids, self.axis.size)
+        """Rows sent to other ranks, mean over ranks; as many are returned."""
+        mask = destination_mask(self.store, self.ids, self.axis.size)
         away = mask.sum() - mask[:, self.axis.rank].sum()
         return float(self.axis.all_reduce(away)) / self.axis.size
 
@@ -145,7 +145,7 @@ class ExchangeLayer:
 def exchanges(
     sizes: Sizes, groups: ProcessGroups, x: Tensor, share: Share | None
 ) -> Iterator[ExchangeCase]:
-    """All ways over the process group, then, given a way to share memory, those over that."""
+    """All exchanges over the process group, then, given `share`, those over shared memory."""
     for name, fp8 in WAYS:
         layer = ExchangeLayer(sizes, groups, x, name, fp8)
         yield ExchangeCase(
@@ -155,7 +155,7 @@ def exchanges(
         assert share is not None
         layer, plain = (ExchangeLayer(sizes, groups, x, name, fp8) for _ in range(2))
         share(layer.mesh, layer.moe, x)
-        if layer.axis.peers is not None:
+        if layer.axis.p2p_dispatch is not None:
             check(layer, plain, sizes.checked)
             yield from _shared(
                 layer, f"{name} symm{' fp8' * fp8}", published(sizes, x) if fp8 else None
@@ -169,14 +169,14 @@ def _shared(
     from rorqual.ops.triton.comm import dispatch_combine as kernels
     from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 
-    peers = layer.axis.peers
+    peers = layer.axis.p2p_dispatch
     axis = layer.axis
     x = layer.x
     assert isinstance(peers, P2PDispatchBuffers)
     buffer = peers.buffers[0]
     capacity = x.shape[0]
     columns = x.shape[1]
-    place = kernels.ExpertPlacement(len(layer.store.mine))
+    place = kernels.ExpertPlacement(len(layer.store.local_slots))
     rows = layer.rows_away()
     picks = ROUTING_BYTES * layer.ids.shape[1]
     row = fp8_row_bytes(columns) if layer.fp8 else columns * x.element_size()

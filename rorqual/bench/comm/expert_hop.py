@@ -1,7 +1,8 @@
-"""How long rows take to expert servers and back, without the experts' time, beside what the same
-bytes take over plain sockets.
+"""Round-trip time of rows to expert servers, without expert computation, compared with the same
+bytes over plain sockets.
 
-The servers are processes of this host that answer with zeros. As a module it is one of them."""
+The servers are processes of this host that answer with zeros. Run as a module this file is a
+server."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ WARM = 20
 
 @dataclass(frozen=True)
 class HopSetup:
-    """experts: of the layer, dealt out to `servers` processes; each row picks `top_k` of them.
-    intermediate: columns of experts that are read here, for comparison; 0 for none."""
+    """experts: of the layer, distributed over `servers` processes; each row is routed to `top_k` of
+    them. intermediate: columns of local experts that are read for comparison; 0: none."""
 
     rows: tuple[int, ...]
     servers: int = 1
@@ -86,8 +87,8 @@ class NoExperts:
 
 
 def serve_nothing() -> None:
-    """The main of a server: told how on its standard input, it says its port and stays until that
-    ends."""
+    """Main of a server: reads its settings from stdin, prints its port and runs until stdin
+    closes."""
     told = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     shard: Any = NoExperts(told["hidden"], told["experts"])

@@ -1,5 +1,4 @@
-"""What one row costs at experts that this process reads itself, to be set beside a call to others
-that do."""
+"""Time of one row through local experts, to compare with calls to expert servers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MOST_REPEATS = 30
 
 @dataclass(frozen=True)
 class Reads:
-    """us, medians: of one row through `picks` experts, and through one. bytes: of one."""
+    """us, medians, of one row through `picks` experts, and through one. bytes: of one expert."""
 
     picks: int
     us: float
@@ -28,8 +27,8 @@ class Reads:
 
 
 def bench_reads(hidden: int, intermediate: int, picks: int, device: str, repeats: int) -> Reads:
-    """Experts in bf16, all of one layer. One after another is picked alone, so that none is found
-    in a cache that holds fewer than all."""
+    """bf16 experts of one layer. Single experts are used in turn, so that none is in a cache that
+    holds fewer than all."""
     platform = make_platform(device)
     ops = ops_for(platform.name)
     place = platform.device

@@ -1,6 +1,5 @@
-"""How long rows take to expert servers and back by messages of a process group: NCCL's on GPUs,
-many hops in one captured graph, gloo's on a CPU. The servers are those of handle_hop.py, each on a
-GPU of its own."""
+"""Round-trip time of rows to expert servers over a process group: NCCL on GPUs, with many hops in
+one captured graph; gloo on a CPU. The servers are those of handle_hop.py, one per GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long rows take to an expert server's GPU and back over shared memory, without the experts'
-time: many hops one after the other in one captured graph, against a server that answers at once.
+"""Round-trip time of rows to an expert server's GPU over shared memory, without expert computation:
+many sequential hops in one captured graph, with a server that answers at once.
 
-The server is a process of its own, on another GPU or on the same (where the two take turns, so
-times mean nothing and only the rows are checked). As a module it is that server."""
+The server is another process, on another GPU or on the same one (which the two then share, so times
+are meaningless and only the rows are checked). Run as a module this file is the server."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from rorqual.platforms.base import Platform
 FINGERPRINT = {"format": "handle hop"}
 HopExchanges = Sequence[HandleExchange] | Sequence[GroupExchange]  # of LAYERS
 DTYPE = torch.bfloat16
-SILENT = 0  # a layer that answers what lies there
+SILENT = 0  # a layer that computes nothing and returns stale memory
 ECHO = 1  # one that answers the row times its weights
 LAYERS = (SILENT, ECHO)
 WARM = 3
 SILENCE_SECONDS = 30.0  # compiling on a busy machine is no reason to leave a server out
-NVLINK = 450e3  # bytes a us, one way: NVLink 4
+NVLINK = 450e3  # bytes per us in one direction: NVLink 4
 
 
 @dataclass(frozen=True)
 class HandleHopSetup:
-    """experts: of a layer, dealt out to `servers` processes; each row picks `top_k` of them. hops:
-    in one graph. device, server_device: such as cuda:0."""
+    """experts: of a layer, distributed over `servers` processes; each row is routed to `top_k` of
+    them. hops: in one graph. device, server_device: such as cuda:0."""
 
     rows: tuple[int, ...]
     servers: int = 1
@@ -73,9 +73,9 @@ class HandleHopSetup:
 
 @dataclass(frozen=True)
 class HandleHop:
-    """us: of a hop there and back, median over graphs; least: the fastest graph's. sent, back:
-    bytes, of all servers together. floor: us that they take at NVLINK, one way after the other.
-    right: whether the rows that came back were."""
+    """us: of a round trip, median over graphs; least: the fastest graph's. sent, back: bytes, all
+    servers together. floor: us for these bytes at NVLINK, one direction after the other. right:
+    whether the returned rows were correct."""
 
     rows: int
     fp8: bool
@@ -133,13 +133,13 @@ class EchoExperts:
 
 
 def share(weights: Tensor, here: Tensor) -> Tensor:
-    """[T, 1]: what a server that holds some picks multiplies a row by."""
+    """[T, 1]: factor of a row at a server that holds some of its experts."""
     return torch.where(here, weights, 0.0).sum(1, keepdim=True)
 
 
 def serve_echo() -> None:
-    """The main of a server: told how on its standard input, it says its port and stays until that
-    ends."""
+    """Main of a server: reads its settings from stdin, prints its port and runs until stdin
+    closes."""
     told = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     platform = make_platform(told["device"])
@@ -243,7 +243,7 @@ def _hop(setup: HandleHopSetup, layers: HopExchanges, rows: int, fp8: bool) -> H
     row = setup.hidden + 4 * -(-setup.hidden // ACTIVATION_BLOCK) if fp8 else 2 * setup.hidden
     sent = copies * row + setup.servers * rows * 8 * setup.top_k
     back = copies * 2 * setup.hidden
-    # raises where a server was left out on the way
+    # raises if a server was dropped meanwhile
     calls.check(epoch, int(calls.sent[0, 0]))
     return HandleHop(
         rows, fp8, statistics.median(times), times[0], sent, back, (sent + back) / NVLINK, right
@@ -259,7 +259,8 @@ def _echoed(setup: HandleHopSetup, x: Tensor, ids: Tensor, weights: Tensor, fp8:
 
 
 def _graph(layers: HopExchanges, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Captured, where the device has graphs. Each call of the result tells the servers first."""
+    """Captures if the device has graphs. Each call of the result first announces the step to the
+    servers."""
     calls = layers[0].calls
     if not calls.platform.has_graphs:
         return work
@@ -290,7 +291,7 @@ def _time(
 
 
 def print_table(found: list[HandleHop], setup: HandleHopSetup, way: str = "") -> None:
-    """way: how rows went, where not over shared memory."""
+    """way: the transport, if not shared memory."""
     title = (
         f"{setup.servers} expert servers on {setup.server_device}{way}, the caller on "
         f"{setup.device}, "

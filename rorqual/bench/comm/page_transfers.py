@@ -1,7 +1,7 @@
-"""How long the pages of a prompt take from one engine to another of this host, by each transport,
-beside the same bytes over one plain socket, by the library alone, and copied in memory.
+"""Transfer time of a prompt's pages between two engines of this host, for each transport, compared
+with the same bytes over one plain socket, with the library alone, and as a memory copy.
 
-The keepers are processes of their own (transfer_keeper.py)."""
+The sending engines are separate processes (transfer_keeper.py)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class TransferFigures:
 
 
 def bench(setup: TransferSetup) -> TransferFigures:
-    """All transports in turn, `repeats` times after once to warm up. Raises ConfigError where a
-    library is missing, TargetError where pages do not come."""
+    """All transports in turn, `repeats` times after one warm-up. Raises ConfigError if a library is
+    missing, TargetError if pages do not arrive."""
     platform = make_platform(setup.devices[1])
     spec = spec_of(setup)
     placed = platform.device.type != "cpu" or HANDLES in setup.transports

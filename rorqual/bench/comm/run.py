@@ -1,11 +1,10 @@
-"""`rorqual bench comm`: collectives and exchanges between ranks, in microseconds, beside the bytes
-each rank sends.
+"""`rorqual bench comm`: times of collectives and exchanges between ranks, in microseconds, and the
+bytes that each rank sends.
 
-Starts its ranks as processes of this host, joined over loopback, or takes part in a group that
-torchrun has started (RANK is set). Experts cost nothing here: each exchange returns what it was
-sent, so its time is that of the network and of sorting tokens. On GPUs calls that can be captured
-are timed inside a CUDA graph; what goes through memory that the GPUs share has rows of its own
-(`symm`).
+Starts its ranks as processes of this host, connected over loopback, or joins a group that torchrun
+has started (RANK is set). There is no expert computation: each exchange returns its input, so its
+time is that of the network and of sorting tokens. On GPUs calls that can be captured are timed
+inside a CUDA graph; exchanges through shared GPU memory have separate rows (`symm`).
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class CommSetup:
 @dataclass(frozen=True)
 class CommRow:
     """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/comm_counters.py
-    counts them; over shared memory those of the rows that were routed away. peer_us: what DeepEP
-    takes, as published."""
+    counts them; over shared memory, of the rows routed to other ranks. peer_us: DeepEP's published
+    time."""
 
     name: str
     ranks: int
@@ -144,8 +143,8 @@ def _backend(setup: CommSetup) -> str:
 
 @torch.inference_mode()
 def measure(setup: CommSetup, share: Share | None = None) -> list[CommRow]:
-    """On every rank at once; the rows are the same on all. `share` gives ranks memory in common,
-    where they are no GPUs."""
+    """Call on every rank; the result is the same on all. `share`: gives ranks shared memory without
+    GPUs."""
     groups = ProcessGroups()
     found = []
     sizes = Sizes(setup.ranks, setup.hidden, setup.experts, setup.top_k, min(10, setup.calls))

@@ -12,8 +12,9 @@ from typing import Any
 
 @contextmanager
 def server_processes(module: str, told: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """Their ports. Each runs `module`, which reads one of `told` as a line of JSON, prints its port
-    and serves until its input ends. Raises RuntimeError where one ends instead."""
+    """Starts server processes and yields their ports. Each runs `module`, which reads one of `told`
+    as a line of JSON, prints its port and serves until its stdin closes. Raises RuntimeError if one
+    exits instead."""
     processes = []
     try:
         for one in told:

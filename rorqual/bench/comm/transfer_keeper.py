@@ -31,7 +31,7 @@ from rorqual.platforms import make_platform
 
 
 class NoEvents:
-    """Nobody decides here what reading means."""
+    """A no-op: this process has no engine that reacts to reads."""
 
     def reading(self, lease: bytes, pages: int, size: int) -> None:
         pass
@@ -88,7 +88,7 @@ class KeeperSide:
         return self.newest.hex()
 
     def send(self, size: int) -> int:
-        """The port of a socket that sends so many bytes to who calls."""
+        """The port of a socket that sends this many bytes to each client."""
         listener = socket.create_server((HOST, 0))
         data = memoryview(bytes(CHUNK))
 
@@ -121,7 +121,7 @@ def say(what: Any) -> None:
 
 
 def keep() -> None:
-    """The main of a keeper, told how on its standard input."""
+    """Main of a keeper, which reads its settings from stdin."""
     told = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     given = told["setup"]

@@ -32,14 +32,14 @@ from rorqual.parallel.remote.link import receive_into
 
 KEEPER = "rorqual.bench.comm.transfer_keeper"
 FETCH_SECONDS = 120.0
-READS_AT_ONCE = 2  # by a library alone
+READS_AT_ONCE = 2  # concurrent reads of the bare library
 
 
 @dataclass
 class TransferTimes:
-    """Seconds of each repetition: of a prompt's pages, and of as many bytes by the library alone
-    (nothing for TCP), which read one window again and again. Of GPUs: of gathering the pages in
-    one piece, of placing them from one, and of all from the question to pages in place."""
+    """Seconds of each repetition: of a prompt's pages, and of as many bytes with the bare library
+    (none for TCP), which reads one window repeatedly. With GPUs also: gathering the pages into one
+    buffer, scattering them from one, and everything from the request to pages in place."""
 
     transport: str
     pages: list[float] = field(default_factory=list)
@@ -107,8 +107,8 @@ class ReaderSide:
             raise TargetError(f"{self.times.transport}: the pages came damaged")
 
     def _placed(self, pages: list[int], rows: Tensor | None, start: float) -> Tensor:
-        """The pages as bytes, once they are where an engine's steps would read them. Where they
-        came there at once, `scatter` is what it takes beside that."""
+        """The pages as bytes, after they are where an engine's steps would read them. If they
+        arrived there directly, `scatter` is the remaining time."""
         memory = self.memory
         platform = memory.platform
         whole = time.perf_counter() - start

@@ -36,7 +36,7 @@ class Setting:
 
 
 class Peer:
-    """A model of transformers with weights of its own making, which `save` gives to ours."""
+    """A transformers model with random weights, which `save` passes to our engine."""
 
     def __init__(
         self, data: dict[str, Any], folder: Path, seed: int, clock: Clock, static: int | None
@@ -96,8 +96,8 @@ class Peer:
         return prompts.numel() * config.num_experts_per_tok * matrix
 
     def _candidates(self, tried: dict[Setting, float], steps: int) -> Iterator[Setting]:
-        """Dtype and experts together, then the other attention with the best of them, then that
-        compiled, where it is asked for (decode steps alone: a prompt is one call)."""
+        """Settings to try: dtype and experts together, then the other attention with the best of
+        them, then that compiled, if requested (decode steps only: a prompt is one call)."""
         for experts, dtype in itertools.product(EXPERTS, (torch.bfloat16, torch.float32)):
             yield Setting(dtype, experts, "sdpa")
         best = min(tried, key=lambda setting: tried[setting])
@@ -145,8 +145,8 @@ class Decoding:
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Weights under which activations keep their size and routers tell experts apart: matrices
-    of variance 1 over their inputs, embeddings of variance 1, norms of 1, no correction biases."""
+    """Random weights that keep the scale of activations and spread the routing: matrices of
+    variance 1 / inputs, embeddings of variance 1, norms of 1, no correction biases."""
     for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
         if weight.dim() < 2:
             if "norm" in name:

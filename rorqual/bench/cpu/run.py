@@ -1,5 +1,5 @@
-"""`rorqual bench cpu`: decode steps and prompts of shapes that are drawn when it starts, beside
-transformers at its best settings, the two taking turns in one process."""
+"""`rorqual bench cpu`: decode steps and prompts of random model shapes, compared with transformers
+at its best settings; the two alternate in one process."""
 
 from __future__ import annotations
 

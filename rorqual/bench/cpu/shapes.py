@@ -1,4 +1,5 @@
-"""Shapes that nobody tuned for: V3's, V2's and Qwen3's configurations, drawn from a seed."""
+"""Random model shapes, so that nothing is tuned for them: variants of V3, V2 and Qwen3 from a
+seed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def parameters(config: ModelConfig) -> int:
 
 
 def draw_shapes(seed: int, count: int) -> list[Shape]:
-    """Bands and families in turn, so that every band meets every family in nine shapes."""
+    """Cycles through bands and families, so that nine shapes cover all combinations."""
     dice = random.Random(seed)
     turn = dice.randrange(9)
     places = [divmod(turn + i, 3) for i in range(count)]
@@ -90,7 +91,7 @@ def _common(dice: random.Random, target: float) -> dict[str, Any]:
 
 
 def _latent(dice: random.Random, target: float, common: dict[str, Any]) -> dict[str, Any]:
-    # transformers takes no V2 whose hidden size is no multiple of its heads
+    # transformers needs a V2 hidden size that is a multiple of the heads
     fitting = [heads for heads in (4, 6, 8, 12, 16) if common["hidden_size"] % heads == 0]
     heads = dice.choice(fitting)
     return {

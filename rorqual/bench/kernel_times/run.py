@@ -1,8 +1,8 @@
-"""`rorqual bench calibrate --full`: the times of our kernels as the planner reads them, and what
-steps of whole engines take beside them, with the digests of the kernels, this GPU and the versions.
+"""`rorqual bench calibrate --full`: our kernels' times for the planner, and the rest of a whole
+engine's step, with the digests of the kernels, this GPU and the versions.
 
-The file grows while it is written and a further call goes on where the last one stopped: rows of
-this GPU's kind, these versions and these kernels stay, others are measured anew.
+The file is written as rows are measured, and another call continues: rows of this GPU model, these
+versions and these kernels are kept, others are measured again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep
 Timer = Callable[[TimedRow], float]
 Kept = tuple[dict[TimedRow, float], dict[TimedStep, StepMeasurement], Mapping[str, float]]
 SAVED_EVERY = 20  # seconds
-BASE = "h200_sglang"  # lends collectives and what a file lacks, on a GPU of its own kind alone
+BASE = "h200_sglang"  # supplies collectives and missing rows, only on a GPU of the same model
 
 
 def run(

@@ -123,8 +123,8 @@ def poisoned() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """slots experts of hidden x inner, top_k picks a token; the last `shared` of both are every
-    token's."""
+    """`slots` experts of hidden x inner, top_k per token; the last `shared` of both are fused
+    shared experts."""
 
     kind: str
     slots: int
@@ -143,9 +143,9 @@ class ExpertShape:
 
 
 QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
-# what one of 8 ranks holds, one local pick a token
+# one of 8 ranks, one local expert per token
 V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)
-# the same, 8 picks a token of which 7/8 are elsewhere
+# the same with 8 experts per token, 7/8 of them on other ranks
 V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)
 V2_LITE = ExpertShape("bf16", 64, 2048, 1408, 6)
 QWEN3_235B_TP8 = ExpertShape("bf16", 128, 4096, 192, 8)  # a rank's columns of every expert
@@ -220,7 +220,7 @@ Draw = tuple[Tensor, Tensor, Tensor]
 
 
 def draws(shape: ExpertShape, tokens: int, device: torch.device) -> list[Draw]:
-    """(x, ids, weights) for each call: enough of them that the experts they pick do not fit L2."""
+    """(x, ids, weights) for each call: enough calls that their experts do not fit L2."""
     share = shape is V3_RANK
     slots = shape.slots * 8 if share else shape.routed
     out = []
@@ -366,7 +366,7 @@ def linear_data(
 
 
 def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> KernelSetup:
-    """The product alone, as DeepGEMM's figures are: x comes quantized."""
+    """Only the GEMM, as DeepGEMM's figures: x is already quantized."""
     weights, x, packed = linear_data(rows, columns, tokens, device)
 
     def judge(out: Tensor) -> float:
@@ -700,8 +700,8 @@ def row(case: KernelCase, device: torch.device, check: bool, peer: bool = False)
 
 
 def precompile(chosen: list[KernelCase], device: torch.device) -> None:
-    """Everything the cases launch, side by side, so that the lone thread of the measurement
-    never waits for a compiler."""
+    """Compile everything that the cases launch in parallel, before the single-threaded
+    measurement."""
     with compiling():
         for case in chosen:
             with contextlib.suppress(Exception):

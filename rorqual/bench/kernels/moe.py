@@ -1,5 +1,5 @@
-"""Cases of rorqual.bench.kernels.run: what stands around routed experts in an MoE layer.
-Routers, the sort of picks, and shared experts among the routed ones or beside them."""
+"""Cases of rorqual.bench.kernels.run: the parts of an MoE layer around the routed experts. Routers,
+moe_align_block_size, and shared experts, fused or as a dense layer."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def router_setup(
 
 
 def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> KernelSetup:
-    """Picks of routed experts and of shared ones among them, to the blocks of 32 rows. buckets:
-    in one pass over them, else each program scans them all."""
+    """Sort (token, expert) pairs, including fused shared experts, into blocks of 32 rows. buckets:
+    in one pass; else each program scans all pairs."""
     moe = ROUTERS[model]
     shared = SHARED[model]
     slots = moe.num_experts + shared
@@ -230,8 +230,8 @@ SUM_WAYS = ("", "spare ", "apart ")
 def sum_norm_setup(
     hidden: int, top_k: int, tokens: int, way: str, device: torch.device
 ) -> KernelSetup:
-    """One kernel, as it is or with as many loads at a time as the compiler likes (`spare`), or
-    two (`apart`)."""
+    """One fused kernel, as used or with the compiler's number of concurrent loads (`spare`), or two
+    kernels (`apart`)."""
     weight = torch.rand(hidden, device=device, dtype=torch.bfloat16) + 0.5
 
     def one() -> tuple[DeferredMoESum, Tensor]:
@@ -277,7 +277,7 @@ WAYS = ("", "sorted apart ", "beside ", "before ")
 
 
 def constants(way: str) -> list[Any]:
-    """Patches that make the layer what `way` says."""
+    """Patches that select the layer's variant `way`."""
     patches: list[Any] = []
     if way:
         patches.append(mock.patch.object(ex, "SORTS_WHILE_ROUTING", False))
@@ -290,9 +290,9 @@ def constants(way: str) -> list[Any]:
 
 
 def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> KernelSetup:
-    """Router, routed and shared experts. As they are; with the sort of picks a kernel of its
-    own; also with shared experts as a layer of their own; and also with the library's gate
-    product and a sort that scans. Routing is natural: gates are random."""
+    """Router, routed and shared experts. Variants: as used; sorting in a separate kernel; also
+    shared experts as a dense layer; also cuBLAS for the router GEMM and a scanning sort. Routing is
+    natural: gates are random."""
     from rorqual.ops.triton.backend import TritonOps
 
     ops = TritonOps()

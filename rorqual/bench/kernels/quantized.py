@@ -99,7 +99,7 @@ def as_rounded(x: Tensor, weight: Weight) -> Tensor:
 def linear_data(
     form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
 ) -> tuple[list[Weight], Tensor, Tensor | RoundedRows]:
-    """Weights as they are kept, x, and x as the product takes it: rounding is not timed."""
+    """Weights as stored, x, and x as the GEMM takes it: quantization of x is not timed."""
     copies = min(64, max(2, int(-(-base.ROTATE // (rows * columns * form.width)))))
     held = [random_weight(form, device, rows, columns) for _ in range(copies)]
     for weight in held:

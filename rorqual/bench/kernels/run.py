@@ -1,15 +1,15 @@
-"""All kernels of rorqual.ops.triton on one GPU, one line each, beside the floor of bytes and
-operations and the best peer's time.
+"""Times of all kernels of rorqual.ops.triton on one GPU, one line each, with the floor from bytes
+and operations and the best peer's time.
 
 usage: PYTHONPATH=. python3 -m rorqual.bench.kernels.run [--check] [--tune] [--peer] [--only
 WORD,WORD] [--json FILE] [--limit SECONDS]
 
-How times, floors and errors are taken stands in attention.py, gemm_and_experts.py and sampling.py,
-which hold the cases with moe.py and quantized.py. --only takes comma-separated parts of case
-names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases
-instead, prints the best and keeps them for this GPU (rorqual/ops/triton/runtime/tuning.py). --peer
-runs vLLM's kernels, where it is installed, on the same data in the same process; otherwise the
-peer's column holds figures taken earlier on an H200.
+attention.py, gemm_and_experts.py and sampling.py describe how times, floors and errors are
+measured; they, moe.py and quantized.py have the cases. --only takes comma-separated parts of case
+names; $ marks the end of a name. --tune tries configurations of the chosen cases instead, prints
+the best and stores them for this GPU (rorqual/ops/triton/runtime/tuning.py). --peer runs vLLM's
+kernels, if installed, on the same data in the same process; otherwise the peer's column has earlier
+figures from an H200.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def random_logits(rows: int, vocab: int, device: torch.device) -> list[Tensor]:
-    """Shaped like a model's: a normal bulk, and a few hundred tokens that stand out."""
+    """Logits distributed like a model's: normal, with a few hundred larger outliers."""
     made = []
     for _ in range(min(32, max(2, int(-(-ROTATE // (rows * vocab * 4)))))):
         x = torch.randn(rows, vocab, device=device).mul_(2)

@@ -1,8 +1,8 @@
-"""`rorqual bench kernels --tune`: search the configurations of products, experts and routers for a
-shape, and keep the best for this GPU.
+"""`rorqual bench kernels --tune`: search configurations of GEMMs, experts and routers for a shape,
+and store the best for this GPU.
 
-Options are compiled side by side, timed as the cases of gemm_and_experts.py are, and the fastest
-whose output is that of the configuration in use is stored (rorqual/ops/triton/runtime/tuning.py).
+Candidates are compiled in parallel and timed as the cases of gemm_and_experts.py; the fastest one
+with the same output as the current configuration is stored (rorqual/ops/triton/runtime/tuning.py).
 Attention's few configurations are tried in attention.py.
 """
 
@@ -49,8 +49,8 @@ class TuningSearch:
 
 
 def timed(name: str, options: list[Any], calls_of: Callable[[Any], list[Call]]) -> Results:
-    """Compile all options side by side, time each, print the best. Options that do not compile
-    or fit are left out."""
+    """Compile all candidates in parallel, time each, print the best. Candidates that do not compile
+    or fit are skipped."""
     began = time.time()
     with cases.compiling():
         for option in options:
@@ -218,7 +218,7 @@ def tune_direct(
     w: ExpertWeights,
     device: torch.device,
 ) -> None:
-    """Both kernels alike, then each varied beside the best of these."""
+    """First the same tile for both kernels, then variations of each from the best."""
     options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
     plans = [
         direct.DirectPlan(rows, columns, rows, columns, warps, stages)
@@ -260,8 +260,8 @@ ROOM = (66_000, 104_000, 200_000)
 
 
 def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
-    """Where two fit but one is launched, the next kernel's weights come while this one's parts
-    are added up."""
+    """If two programs fit but one is launched, the next kernel's weights load while this one's
+    partial sums are added."""
     heights = (max(8, next_power(tokens)),) if tokens <= 128 else (64, 128) if tokens <= 512 else ()
     for m, n, room, split in itertools.product(heights, (64, 128), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
@@ -315,7 +315,7 @@ def sizes_alike(plan: LinearPlan, tokens: int) -> list[float]:
 def tune_linear(
     rows: int, columns: int, tokens: int, device: torch.device, gluon: bool = False
 ) -> None:
-    """Triton's forms, or those in Gluon, beside the configuration in use."""
+    """Triton's or Gluon's candidates, and the current configuration."""
     if gluon and not is_hopper(device):
         return
     weights, _, packed = cases.linear_data(rows, columns, tokens, device)
@@ -475,7 +475,7 @@ def searches() -> Iterator[TuningSearch]:
 
 
 def tune_all(device: torch.device, only: str, more: Callable[[], Iterator[TuningSearch]]) -> None:
-    """more: searches beside those here."""
+    """more: additional searches."""
     words = [word for word in only.split(",") if word]
     for search in itertools.chain(searches(), more()):
         if not words or any(word in search.name + "$" for word in words):

@@ -1,9 +1,9 @@
 """vLLM's kernels on the data of our own cases: FlashMLA, FlashAttention 3, its Triton experts,
 DeepGEMM. For `bench kernels --peer`.
 
-Written for vLLM 0.25.1, whose wheel carries all four. Each function takes one case's data and
-returns a call by the number of the data set; what it gives is judged as our own result is. Nothing
-here ever serves a step of the engine.
+Written for vLLM 0.25.1, whose wheel contains all four. Each function takes one case's data and
+returns a call by the number of the data set; its result is checked like ours. The engine uses
+nothing from here.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def best(
     for name, make in makers.items():
         try:
             found[name], errors[name] = measure(make)
-        except (
-            Exception
-        ) as problem:  # another library's, of whatever kind; ours must still be measured
+        except Exception as problem:  # any error of the other library; ours must still be measured
             if "CUDA error" in str(problem):
                 raise
             found[name] = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
@@ -84,7 +82,7 @@ def flash_mla(
 def fa3_mla(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, scale: float
 ) -> Call:
-    """The same with FlashAttention 3, which takes latent and rope parts apart."""
+    """The same with FlashAttention 3, which takes latent and rope parts separately."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     longest = int(kv_lens.max())
@@ -214,8 +212,8 @@ def deep_gemm(x: Tensor, weights: list[Weight]) -> Call:
 
 
 def _by_columns(scale: Tensor) -> Tensor:
-    """[T, blocks] fp32 as bulk copies take it: column after column, each beginning on a multiple
-    of 16 bytes."""
+    """[T, blocks] fp32 in the layout for bulk copies: column-major, with 16-byte aligned
+    columns."""
     tokens, blocks = scale.shape
     out = torch.empty_strided(
         (tokens, blocks), (1, -(-tokens // 4) * 4), dtype=scale.dtype, device=scale.device

@@ -18,7 +18,7 @@ from rorqual.parallel.layout import Layout
 
 
 class NowhereExchange:
-    """Sends tokens nowhere and takes them back unchanged."""
+    """An exchange that returns tokens unchanged."""
 
     record_load = False
     capturable = True
@@ -39,7 +39,7 @@ class NowhereExchange:
     def dense_rows(self, ticket: Tensor) -> None: ...
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
-        """It has no experts to lie anywhere."""
+        """A no-op: it has no experts."""
 
     def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
@@ -74,6 +74,6 @@ class QwenBackbone(Qwen3Moe):
 
 
 def make_backbone(config: ModelConfig, build: Build) -> Transformer:
-    """Parameters are allocated and not yet filled; positions come with the step, so its own
-    rotary tables are empty."""
+    """Parameters are allocated, uninitialized; the step has the rotary angles, so the rotary tables
+    are empty."""
     return DeepseekBackbone(config, build, 1) if config.is_mla else QwenBackbone(config, build, 1)

@@ -186,9 +186,9 @@ class Cache:
 
 
 def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
-    """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by
-    one thread of the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own
-    kernel, as `embed_device: cpu` does)."""
+    """Placements of the table: `device`; and if that is not the host, `cpu` (rows gathered by one
+    host thread), `cpu+h2d` (and copied to the device) and `pinned` (read by the device's kernel, as
+    with `embed_device: cpu`)."""
     config = bench.config
     ops = bench.build.ops
     platform = bench.platform
@@ -293,8 +293,8 @@ def _default_form(phase: str) -> str:
 
 
 class ForcedMoE(MoE):
-    """The router computes, then `forced` ids take the place of its choice. Its weights stay:
-    they cost the same."""
+    """Run the router, then replace its ids by `forced`; the weights are kept, as they do not affect
+    the time."""
 
     forced: Tensor | None = None
 
@@ -445,6 +445,6 @@ def _weight_bytes(bench: LayerBench, module: str) -> int:
         for layer in layers
         for weight in layer_weights(config, layer, config.moe_layers[layer])
     ]
-    if module == "mla":  # the form with the most weights holds its products beside the rest
+    if module == "mla":  # the form with the most weights keeps its products in addition
         listed += attention_weights(config, 0, "AM_CC_ME")[-3:]
     return sum(weight.bytes(name) for weight in listed if weight.part in PARTS[module])

@@ -1,10 +1,10 @@
-"""The per-module sweep: how long each kind of layer takes at n tokens, or against n cached ones, on
-the device at hand.
+"""The per-module sweep: time of each kind of layer with n tokens, or n cached ones, on the current
+device.
 
-Medians are kept. On a device with graphs what decodes, and what has tokens alone, is captured and
-replayed (timing.py); prompts and embeddings are timed call by call, launch costs included. Weights
-and hidden states are random, never zero, and every routing prints the experts it hit, without which
-an MoE figure says nothing.
+Results are medians. On a device with graphs, decode cases and cases without a cache are captured
+and replayed (timing.py); prefill and embeddings are timed per call, including launches. Weights and
+hidden states are random, never zero, and every routing prints the experts hit, without which an MoE
+figure is meaningless.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long a case takes, and how short it could be.
+"""Times of a case, and its lower bound.
 
-`call`: from an idle device to an idle device, what the host does included. `graph`: the call is
-captured and replayed many times in a row, so the device's work alone counts; weights that fit into
-its cache are then read from there.
+`call`: from an idle device to an idle device, including the host's work. `graph`: the call is
+captured and replayed many times in a row, so only the device's work counts; weights that fit its
+cache are then read from there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure_captured(
     run: Callable[[], object], platform: Platform, repeats: int, min_seconds: float
 ) -> list[float]:
     """Seconds of a replay, one average for each row of replays."""
-    replay = platform.capture(run)  # type: ignore[arg-type]  # nobody looks at what it returns
+    replay = platform.capture(run)  # type: ignore[arg-type]  # the result is not used
     once = min(measure(replay, platform, 3, 0.0))
     count = max(1, min(MOST_CALLS, round(SHORTEST / once)))
 
@@ -94,7 +94,8 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def compile_ahead(ops: Ops, runs: list[Callable[[], object]]) -> None:
-    """Kernels of these calls, side by side; left to their first calls they come one by one."""
+    """Compile the kernels of these calls in parallel; at their first calls they would compile one
+    by one."""
     try:
         with ops.compiling():
             for run in runs:

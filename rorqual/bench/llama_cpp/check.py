@@ -65,8 +65,8 @@ class Agreement:
 
 
 def smaller(data: dict[str, Any]) -> dict[str, Any]:
-    """The same architecture in a small size: only numbers that the configuration gives change, and
-    no group of experts comes where there was one."""
+    """The same architecture in a small size: only sizes in the configuration change, and expert
+    groups are not introduced where there was one."""
     found = dict(data)
     for name, size in SMALLER.items():
         given = data.get(name)

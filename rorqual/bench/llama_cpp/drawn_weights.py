@@ -12,7 +12,7 @@ from rorqual.models.loader import fill_normal
 from rorqual.models.registry import make_model
 from rorqual.ops.select import ops_for
 
-ANY_LENGTH = 64  # of a model that is made for its tensors' names alone
+ANY_LENGTH = 64  # max_len of a model that is created only for its tensors' names
 
 
 class DrawnWeights:

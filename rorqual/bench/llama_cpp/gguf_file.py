@@ -176,7 +176,7 @@ def _numpy(name: str) -> Any:
 
 
 def _data(gguf: Any, tensor: GgufTensor, weights: DrawnWeights, pool: ThreadPoolExecutor) -> Any:
-    """The bytes as they lie in the file."""
+    """The bytes as stored in the file."""
     import numpy as np
 
     kind = gguf.GGMLQuantizationType[tensor.kind]
@@ -269,5 +269,5 @@ def _describe_rope(writer: Any, gguf: Any, config: ModelConfig) -> None:
     writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
     writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
     writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
-    # llama.cpp's deepseek2 takes a tenth of it
+    # llama.cpp's deepseek2 expects a tenth of it
     writer.add_rope_scaling_yarn_log_mul(0.1 * rope.mscale_all_dim)

@@ -40,8 +40,8 @@ class PeerSetting:
 
 
 class LlamaCpp:
-    """llama.cpp with one model at a time. processor_time: the seconds told are its processor's, not
-    the clock's. Raises EngineError where it fails or ends."""
+    """llama.cpp with one model at a time. processor_time: report processor seconds instead of
+    elapsed ones. Raises EngineError if it fails or exits."""
 
     def __init__(self, python: str, processor_time: bool = False):
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()

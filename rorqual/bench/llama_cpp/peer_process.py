@@ -30,7 +30,7 @@ class LoadedModel:
         self.clock = time.perf_counter
 
     def count(self, processor_time: bool) -> dict[str, Any]:
-        """Which seconds are told from now on."""
+        """Select which seconds are reported from now on."""
         self.clock = time.process_time if processor_time else time.perf_counter
         return {}
 
@@ -153,7 +153,7 @@ def tell(**answer: Any) -> None:
 def main() -> None:
     import llama_cpp
 
-    # what it has to say goes to standard error, warnings and errors alone
+    # the library logs only warnings and errors, to stderr
     @llama_cpp.llama_log_callback
     def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
         if level in (3, 4):

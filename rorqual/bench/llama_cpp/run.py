@@ -1,5 +1,5 @@
-"""`rorqual bench llama-cpp`: our steps and prompts beside llama.cpp's, on the same random weights
-of one shape, the two taking turns."""
+"""`rorqual bench llama-cpp`: our steps and prompts compared with llama.cpp's, on the same random
+weights of one shape; the two alternate."""
 
 from __future__ import annotations
 

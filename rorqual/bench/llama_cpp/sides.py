@@ -23,7 +23,7 @@ Prompts = Sequence[Sequence[int]]
 Tell = Callable[[str], None]
 SETTLING = 2  # steps before the first that counts
 PROBED_STEPS = 4
-UBATCHES = (128, 1024)  # tried beside llama.cpp's 512
+UBATCHES = (128, 1024)  # tried in addition to llama.cpp's 512
 
 
 class Side(Protocol):
@@ -124,8 +124,8 @@ class LlamaSide:
         self.prompt_settings: dict[int, PeerSetting] = {}
 
     def prepare(self, prompts: Prompts, tell: Tell) -> None:
-        """One thing after another is changed in the best setting so far, llama.cpp's default
-        first; what is loaded anew comes last."""
+        """Search settings: starting from llama.cpp's default, change one setting at a time in the
+        best so far; settings that require a reload are last."""
         found: dict[PeerSetting, tuple[float, float]] = {}
         count = len(prompts)
 

@@ -81,7 +81,7 @@ class LlamaCppWork:
 
 
 def kind_of(name: str) -> str:
-    """llama.cpp's weights beside ours. Raises ConfigError where it has none alike."""
+    """llama.cpp's weight format that corresponds to ours. Raises ConfigError if it has none."""
     quant: QuantConfig | None = None if name == WIDE else quantization_named(name)
     kinds = {"int4": "Q4_0", "int8": "Q8_0"}
     if quant is None or quant.scheme is None:

@@ -1,5 +1,5 @@
-"""`rorqual bench micro-batches`: tokens/s of steps in fixed numbers of parts and as
-`micro_batches="auto"` decides, in one engine, taking turns, beside what overlap permits."""
+"""`rorqual bench micro-batches`: tokens/s of steps with fixed numbers of micro-batches and with
+`micro_batches="auto"`, alternating in one engine, compared with the most that overlap can gain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BLOCK_SECONDS = 0.5  # of one number of parts before the next, at least
 CONTEXT = 64  # cached tokens when decoding begins
 DECODE, PROMPTS = "decode", "prompts"
 HIDES = 0.6  # of what overlap permits, that auto should gain where
-HIDDEN = (0.5, 1.5)  # the wire takes so much of computing
+HIDDEN = (0.5, 1.5)  # range of communication time over computation time
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class BenchSizes:
 
 @dataclass
 class Cell:
-    """One size. rates: tokens/s of all ranks, of each repeat, by what was asked for. decided: the
-    parts that auto took. permitted: what hiding all of the wire behind computing, or the other way
-    round, would gain at most over not hiding any, by the times that auto measured. predicted: the
-    rates' ratios to one part by the same times, before anything of this size was run."""
+    """One size. rates: tokens/s of all ranks, of each repeat, by setting. decided: the number of
+    micro-batches that auto used. permitted: largest possible gain from full overlap of
+    communication and computation, by the times that auto measured. predicted: the rates' ratios to
+    one micro-batch by the same times, before this size was run."""
 
     phase: str
     tokens: int
@@ -80,7 +80,7 @@ class Cell:
         return statistics.median(self.ratios(name, other))
 
     def spread(self, name: str, other: str = "1") -> float:
-        """Half of what lies between the quartiles of the ratios, relative."""
+        """Half the relative interquartile range of the ratios."""
         ratios = self.ratios(name, other)
         if len(ratios) < 2:
             return 0.0
@@ -290,7 +290,7 @@ def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
     """What auto should hold to, and the cells in which it does not, beyond the spread."""
     slower = [cell for cell in cells if cell.decided > 1 and _beyond(cell, "1", 1.0)]
     yield _verdict("auto is not slower than one part", slower)
-    # where auto took the same parts, what lies between the two is noise alone
+    # if auto used the same number, the difference between the two is noise
     others = [cell for cell in cells if str(cell.decided) != cell.best_fixed]
     behind = [cell for cell in others if _beyond(cell, cell.best_fixed, 1 - MARGIN)]
     yield _verdict(f"auto is within {MARGIN:.0%} of the best fixed number of parts", behind)

@@ -1,11 +1,11 @@
-"""Where a decode step's time goes: a trace of steps, and on a GPU time by kernel and how long the
-GPU waited between kernels.
+"""Profile of a decode step: a trace of steps, and on a GPU the time by kernel and the gaps between
+kernels.
 
-torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one
-before ends), so busy time is the union of their spans. A wait longer than WAIT_US is none between
-two kernels of a captured step: it lies between two steps, or the step was not captured. The host is
-to blame where it launched something during the wait; otherwise the launch was there before, and the
-wait is what the GPU takes to begin a captured step.
+torch's profiler records when each kernel and copy ran. Kernels may overlap (one starts while the
+previous one ends), so busy time is the union of their spans. A gap longer than WAIT_US is not
+between two kernels of a captured step: it is between two steps, or the step was not captured. If
+the host launched something during the gap, the host caused it; otherwise the launch was earlier,
+and the gap is the GPU's time to start a captured step.
 """
 
 from __future__ import annotations

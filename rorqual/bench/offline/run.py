@@ -1,5 +1,5 @@
-"""`rorqual bench offline`: output tokens/s of the whole engine at given concurrencies, beside
-the memory-bandwidth floor and, on request, beside transformers' generate in the same process on
+"""`rorqual bench offline`: output tokens/s of the whole engine at given concurrencies, compared
+with the memory-bandwidth floor and, on request, with transformers' generate in the same process on
 the same checkpoint, prompts, dtype and threads."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rorqual.request import SamplingParams
 
 IN_PROCESS = ("transformers", "transformers-compiled")
 READ_BYTES = 256 * 2**20
-LOAD_SECONDS = 10.0  # until all ranks have told what they counted
+LOAD_SECONDS = 10.0  # timeout for all ranks to report their expert load
 SHORTEST = 8  # steps of all requests together that are worth a clock of their own
 
 
@@ -116,13 +116,13 @@ def run(
         llm.engine.platform
     )
     gc.collect()
-    # what is loaded stays: a collection in the middle of a run would look through all of it, in
-    # either engine. What somebody froze before is not thawed.
+    # freeze loaded objects: otherwise a garbage collection during a run would scan them, in either
+    # engine. Objects that were frozen before stay frozen.
     own = not gc.get_freeze_count()
     if own:
         gc.freeze()
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-    # a rank that runs alone has its own requests alone
+    # a single rank has only its own requests
     here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
     profiled = []
     for count in concurrency:
@@ -154,7 +154,7 @@ def run(
 
 
 def _tell(row: OfflineRow) -> None:
-    """As soon as it is known: a long run may be cut short."""
+    """Print a row as soon as it is known: a long run may be interrupted."""
     drafts = (
         f" num_speculative_tokens {row.num_speculative_tokens}, "
         f"{row.accepted_length:.2f} tokens a step,"
@@ -334,8 +334,8 @@ def expert_labels(config: EngineConfig) -> str:
 
 
 def write_load(llm: LLM, work: OfflineWork) -> None:
-    """How often each expert was picked by all that ran so far, where a file was named for it; of
-    several ranks, once the counts of the last step are there."""
+    """Write how many tokens were routed to each expert so far, if a file was named; with several
+    ranks, after the last step's counts have arrived."""
     engine = llm.engine
     path = work.expert_load
     if path is None or engine.config.single_rank_bench:
@@ -381,9 +381,9 @@ class DraftCounts:
 
 
 def steady_steps(llm: LLM, groups: list[list[list[int]]], work: OfflineWork) -> float | None:
-    """Median over runs of the seconds of a decode step while every request is decoding. None
-    where outputs are too short to tell; with speculation, where there is no other way, that
-    raises ConfigError."""
+    """Median over runs of the seconds of a decode step while all requests are decoding. None if
+    outputs are too short for that; with speculation, which has no alternative, raises
+    ConfigError."""
     try:
         found = [steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats)]
     except ConfigError:
@@ -410,9 +410,9 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple
 
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
-    """Distinct experts a layer in one decode step of these prompts, averaged over layers.
-    Counted in a step of its own, neither captured nor compiled. None on several ranks, each of
-    which sees its own tokens alone."""
+    """Distinct experts per layer in one decode step of these prompts, averaged over layers. Counted
+    in a separate step, neither captured nor compiled. None on several ranks, each of which has only
+    its own tokens."""
     engine = llm.engine
     layers = llm.engine.model.moe_layers()
     if not (engine.config.parallel.is_single or engine.config.single_rank_bench):
@@ -433,7 +433,7 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         engine.collect()
         hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
         for layer, load in zip(layers, before, strict=True):
-            layer.exchange.record_load = engine.config.counts_picks
+            layer.exchange.record_load = engine.config.counts_expert_load
             layer.exchange.load.add_(load)
         runner.graphs = graphs
         runner.compiled = compiled

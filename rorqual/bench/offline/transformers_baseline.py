@@ -1,5 +1,5 @@
-"""transformers' generate on the same checkpoint, prompts, dtype and threads: what `bench offline
---compare` puts beside ours."""
+"""transformers' generate on the same checkpoint, prompts, dtype and threads: the baseline of `bench
+offline --compare`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Once = Callable[[int], float]
 
 
 class TransformersBaseline:
-    """One batch of prompts. Both ways return (seconds for generating so many tokens greedily,
-    the settings in words)."""
+    """One batch of prompts. Both methods return (seconds for greedy generation of that many tokens,
+    description of the settings)."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]]):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,8 +1,8 @@
 """vLLM on the same shapes, for `bench offline --compare vllm`: the whole engine's steps and
-prompts, and how many experts its tokens pick.
+prompts, and the number of experts hit.
 
-It runs after ours, in processes of its own (vllm_process.py), so that neither holds the other's
-memory: one for the times, with vLLM's own defaults, and one that hands out what its routers chose,
+It runs after our engine, in separate processes (vllm_process.py), so that neither occupies the
+other's memory: one for the times, with vLLM's defaults, and one that returns the routed experts,
 which costs time.
 """
 
@@ -82,7 +82,7 @@ def measure(
                 for answer in _answers(job | {"routing": True})
                 if "experts_hit" in answer
             }
-        except EngineError as error:  # models without experts, versions that do not tell
+        except EngineError as error:  # models without experts, versions that do not return them
             log.warning("experts hit are not known: %s", error)
             hit = {}
         for row in ours:

@@ -28,9 +28,9 @@ def tell(**answer: Any) -> None:
 
 
 def experts_hit(routed: Sequence[Any]) -> float:
-    """routed: of each request [tokens, layers, picks], the experts of its last tokens. Distinct
-    experts of all requests a step and layer, averaged; layers that route nothing (all their rows
-    alike) do not count."""
+    """routed: for each request [tokens, layers, top_k], the experts of its last tokens. Returns the
+    distinct experts of all requests per step and layer, averaged; layers without routing (all rows
+    equal) do not count."""
     picks = torch.stack([torch.as_tensor(request[-ROUTED_STEPS:]).long() for request in routed])
     hit = []
     for layer in range(picks.shape[2]):
@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    # minutes; capturing and the warm-up runs compile what the timed runs meet
+    # minutes; capturing and the warm-up runs compile what the timed runs need
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     from vllm import LLM, SamplingParams
 

@@ -1,1 +1,1 @@
-"""A server of ours beside another engine's, under the same load on the same machine."""
+"""Our server compared with another engine's, under the same load on the same machine."""

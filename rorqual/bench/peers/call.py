@@ -111,7 +111,7 @@ class PeerCall:
         return row.prefix_cache if said == "rows" else said == "on"
 
     def _fits(self, name: str, reserve: bool) -> bool:
-        """Ours takes as long for the peer's rows as the peer did."""
+        """Assume that ours takes as long for the peer's rows as the peer did."""
         needed = self.spent + OUR_START if reserve else 0.0
         if self.left > needed:
             return True

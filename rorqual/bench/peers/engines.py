@@ -15,7 +15,7 @@ from rorqual.bench.peers.results import OURS
 from rorqual.bench.peers.settings import DEFAULT, PeerSettings
 
 RESIDUAL_GAIN = 0.5  # as in the engine's own random weights; tests compare the two
-WAITING = 1024  # requests that our server lets wait if not told otherwise
+WAITING = 1024  # our server's default limit of waiting requests
 CACHE_OFF = {
     OURS: "--no-prefix-caching",
     "vllm": "--no-enable-prefix-caching",
@@ -110,7 +110,7 @@ def _peer(
 
 
 def _filled(word: str, named: dict[str, str]) -> str:
-    """Braces of other names stay as they are: flags may hold JSON."""
+    """Braces with other names are unchanged: flags may contain JSON."""
     for name, value in named.items():
         word = word.replace("{" + name + "}", value)
     return word

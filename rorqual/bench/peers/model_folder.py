@@ -1,5 +1,5 @@
-"""A folder that every engine takes for a model: config.json of a shape, and a tokenizer that knows
-every id of its vocabulary, so that each token is some text and each step a chunk."""
+"""A model folder that all engines accept: config.json of a shape, and a tokenizer with text for
+every id of its vocabulary, so that each step streams a chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = (*sorted(set(string.printable[:94])), SPACE, NEWLINE)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """random: config.json is all there is, weights come from a seed."""
+    """random: there is only a config.json; weights are drawn from a seed."""
 
     name: str
     folder: Path
@@ -43,8 +43,8 @@ class ServedModel:
 
 
 def served_model(name: str | None, scratch: Path, layers: int | None = None) -> ServedModel:
-    """A folder with weights is served as it is; of one without, and of a shape's name, a folder is
-    made under `scratch`, cut to `layers` if given."""
+    """The folder to serve: a folder with weights unchanged; for one without, or a shape's name, a
+    new folder under `scratch`, with only `layers` layers if given."""
     source = model_folder(name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     title = Path(name).name if name else "bundled"
@@ -75,7 +75,7 @@ def special_ids(config: dict[str, Any]) -> dict[str, int]:
 
 def write_tokenizer(folder: Path, size: int, special: dict[str, int]) -> None:
     """tokenizer.json and tokenizer_config.json: printable characters, then words of a space and
-    four letters; whatever is decoded encodes to the same ids."""
+    four letters; decoded text encodes to the same ids."""
     words = ("".join(letters) for letters in product(string.ascii_lowercase, repeat=LETTERS))
     texts = [*PLAIN, *(SPACE + word for word in islice(words, max(0, size - len(PLAIN))))][:size]
     if len(texts) < size:

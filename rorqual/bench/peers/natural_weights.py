@@ -1,9 +1,8 @@
-"""Random weights whose activations keep their size and whose routers spread, in another engine.
+"""Random weights that keep the scale of activations and spread the routing, for another engine.
 
-What vLLM and SGLang call dummy weights lies within 0.001 of zero: nearly every token then goes to
-the same few experts, whose cost is not that of the layer. Both load plugins in each of their
-processes, so a plugin rewrites the weights before anything is made of them: `plugin_folder` is put
-on their path.
+Dummy weights of vLLM and SGLang are within 0.001 of zero: nearly every token is then routed to the
+same few experts, so the layer is too cheap. Both engines load plugins in each of their processes;
+our plugin rewrites the weights before they are processed: `plugin_folder` is put on their path.
 
 This file is copied into that folder and runs in those engines' processes: it imports nothing of
 this project.
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 TO_RESIDUAL = ("o_proj", "down_proj", "w2_weight")  # matrices that write to the residual stream
-GAIN = "RORQUAL_RESIDUAL_GAIN"  # of those matrices; set by who starts the engine
+GAIN = "RORQUAL_RESIDUAL_GAIN"  # of those matrices; set by the benchmark
 MARK = "rorqual-natural-weights"
 MODULE = "rorqual_natural_weights"
 ENTRY_POINTS = f"""\

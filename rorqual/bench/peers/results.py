@@ -1,8 +1,8 @@
-"""What was measured, one JSON object a line, and the pairs that can be made of it.
+"""The results file, one JSON object per line, and pairs of its rows.
 
-A row of ours and one of the peer's are a pair where both come from one call of the command, and so
-from one machine on one day. A call that is cut short leaves what it had; the next one measures
-what has no pair yet.
+A row of ours and one of the peer's are a pair if both are from one call of the command, and so from
+one machine on one day. An interrupted call keeps its rows; the next one measures those without a
+pair.
 """
 
 from __future__ import annotations

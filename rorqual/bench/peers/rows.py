@@ -94,7 +94,7 @@ def parse_rows(text: str) -> list[Row]:
     rows = [row for word in text.split() for row in _rows(word)]
     if not rows:
         raise ConfigError(f"no rows; accepted: {ACCEPTED}")
-    # the rate is the peer's highest, which closed rows tell
+    # the rate is the peer's highest, known from its closed-loop rows
     return sorted(dict.fromkeys(rows), key=lambda row: row.kind == "poisson")
 
 

@@ -16,8 +16,8 @@ from rorqual.bench.serving.session import write_charts
 
 
 def run(model: str | None, asked: PeerSettings) -> None:
-    """Raises TargetError where a server fails, KeyboardInterrupt where the user or a time limit
-    ends it; either way no server is left, and what was measured is in the file and shown."""
+    """Raises TargetError if a server fails, KeyboardInterrupt if the user or a time limit stops it;
+    in both cases no server is left running, and results so far are in the file and shown."""
     results = Results(asked.results)
     _ = asked.flags, asked.wanted  # mistakes are said before anything is started
     with tempfile.TemporaryDirectory(prefix="rorqual-peers-") as folder:

@@ -59,9 +59,9 @@ def running_server(
     seconds: float,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """`command` of a port, until it takes requests. Raises TargetError, with the end of its log,
-    where it ends before or takes longer than `seconds`. Whatever happens, none of its processes
-    is left."""
+    """Run `command` of a port and wait until it accepts requests. Raises TargetError, with the end
+    of its log, if it exits before or takes longer than `seconds`. None of its processes is left
+    running afterwards, even after an error."""
     port = free_port()
     mark = uuid.uuid4().hex
     began = time.monotonic()
@@ -112,7 +112,7 @@ def last_lines(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Its children are looked for before, while they can be told by their parents, and after."""
+    """Searches for its children both before (while their parents identify them) and after."""
     found = _family(process.pid, mark)
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
@@ -129,8 +129,8 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _family(pid: int, mark: str) -> set[int]:
-    """Of a server's process: those of its group, its descendants, and whoever has its mark; some
-    engines' processes leave the group, and some write over their environment."""
+    """A server's processes: those of its group, its descendants, and those with its mark in their
+    environment; some engines' processes leave the group, and some overwrite their environment."""
     parents: dict[int, int] = {}
     found = {pid}
     for path in Path("/proc").glob("[0-9]*"):
@@ -157,7 +157,7 @@ def _marked(path: Path, mark: str) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    """Ended processes that nobody has waited for do not count."""
+    """Zombie processes do not count."""
     fields = _stat(pid)
     return fields is not None and fields[0] != "Z"
 

@@ -18,7 +18,7 @@ _rows = partial(option, group="Rows")
 _call = partial(option, group="The call")
 
 DEFAULT = "default"
-# engines' own names for the settings that decide most, beside their defaults
+# the most important settings, in the engines' own names, in addition to their defaults
 PRESETS: dict[str, dict[str, str]] = {
     "vllm": {
         DEFAULT: "",
@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """Which servers, which rows, and how long it may take."""
+    """The servers, the rows, and time limits."""
 
     peer: str = _peer(
         "vllm",

@@ -185,8 +185,8 @@ def _offline(results: Results, model: str) -> dict[str, Measured]:
 def chart_series(
     results: Results, model: str, peer: str | None
 ) -> tuple[dict[str, list[Figures]], list[str]]:
-    """Closed rows of the lengths that have most concurrencies, by engine, the peer's at its best
-    settings; and where they come from."""
+    """Closed-loop rows of the lengths with most concurrencies, by engine, the peer's at its best
+    settings; and their provenance."""
     pairs = results.best(model, peer) if peer else {}
     ours = {row.row: row for row in results.of(model, OURS)}
     kept = {name: pair.ours for name, pair in pairs.items() if _counts(pair)} if peer else ours
@@ -207,7 +207,7 @@ def chart_series(
     return series, [line.removeprefix("- ") for line in told]
 
 
-# ---- where it comes from
+# ---- provenance
 
 
 def _notes(pairs: Mapping[str, Pair]) -> Iterator[str]:
@@ -220,7 +220,7 @@ def _notes(pairs: Mapping[str, Pair]) -> Iterator[str]:
 
 
 def _sources(rows: Iterable[Measured]) -> Iterator[str]:
-    """One line a start of a server, with the rows it stands for."""
+    """One line per server start, with its rows."""
     groups: dict[tuple[object, ...], list[Measured]] = {}
     for row in rows:
         key = (row.call, row.engine, row.settings, row.prefix_cache)

@@ -14,12 +14,12 @@ from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import ExpertWeights, Weight, swiglu
 
-MEMORY = 4 * 2**30  # bytes for matrices of moments; beyond it, their diagonals alone
+MEMORY = 4 * 2**30  # bytes for matrices of moments; beyond it only diagonals are kept
 
 
 class RecordingOps(CpuOps):
-    """The CPU backend in torch, which adds up what comes by. A matrix is known by the address of
-    its numbers."""
+    """The CPU backend in torch, which accumulates the moments of every product's input. A matrix is
+    identified by its data's address."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         super().__init__(native=False)

@@ -85,7 +85,7 @@ def stored(module: str, weight: Weight, shape: tuple[int, int]) -> dict[str, Ten
 
 
 def pattern(module: str) -> str:
-    """A regular expression for the modules that differ from this one in their numbers alone."""
+    """A regular expression for modules whose names differ from this one only in numbers."""
     parts = [r"\d+" if part.isdigit() else re.escape(part) for part in module.split(".")]
     return "re:" + r"\.".join(parts) + "$"
 
@@ -131,7 +131,7 @@ def _group(scheme: WeightScheme) -> dict[str, Any]:
 
 
 def copy_others(source: Path, out: Path, names: Iterable[str]) -> None:
-    """Tokenizer, templates and the like: files beside weights and config.json."""
+    """Tokenizer, templates and similar: all files except weights and config.json."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in {*names, INDEX, "config.json"}:
             shutil.copyfile(path, out / path.name)

@@ -76,7 +76,7 @@ class ServerTarget:
         )
 
     def body(self, prompt: Prompt) -> bytes:
-        """The JSON of a request; made before a run, so that encoding takes nothing from it."""
+        """The JSON of a request; encoded before a run, so that encoding takes no time in it."""
         content = prompt.content if isinstance(prompt.content, str) else prompt.content.tolist()
         asked: dict[str, Any] = {"model": self.model, "stream": self.stream}
         if self.chat:
@@ -97,9 +97,9 @@ class ServerTarget:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times in seconds of one clock (time.perf_counter): `due` by the load's
-    schedule, `start` when it was sent, `chunks` of those chunks that carried tokens, `end` of
-    the last chunk of the answer. Token counts are the server's (None: it gave none)."""
+    """One request. Times are seconds of time.perf_counter: `due` in the load's schedule, `start`
+    when it was sent, `chunks` of each chunk with tokens, `end` of the last chunk of the response.
+    Token counts are the server's (None: it reported none)."""
 
     input_len: int
     output_len: int
@@ -131,8 +131,8 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first: (end - first chunk) / (tokens - 1), whatever the
-        chunks carried."""
+        """TPOT, seconds: (end - first chunk) / (tokens - 1), independent of the tokens per
+        chunk."""
         return (
             (self.end - self.chunks[0]) / (self.output_tokens - 1)
             if self.chunks and self.output_tokens > 1
@@ -178,8 +178,7 @@ class Client:
         await self.session.close()
 
     async def send(self, body: bytes, record: RequestRecord) -> RequestRecord:
-        """Fill in the record. Never raises but for cancellation: whatever goes wrong becomes
-        `record.error`."""
+        """Fill in the record. Raises only on cancellation: any error becomes `record.error`."""
         import aiohttp
 
         record.start = time.perf_counter()

@@ -22,8 +22,8 @@ COMPARED = (
 
 
 def table(series: Mapping[str, Sequence[Figures]]) -> Any:
-    """Every file's rows beside those of the first file at the same concurrency (or, without one,
-    at the same rate): value and ratio."""
+    """Every file's rows compared with those of the first file at the same concurrency (or, without
+    one, at the same rate): value and ratio."""
     from rich.table import Table
 
     table = Table(title=f"ratios are against {next(iter(series))}")

@@ -98,8 +98,8 @@ def trace_prompts(
     seed: int,
     count: int | None = None,
 ) -> list[Prompt]:
-    """Sorted by arrival, the first at 0 s. Blocks depend on `seed` and their id alone; what no
-    id covers is drawn anew."""
+    """Sorted by arrival, the first at 0 s. Blocks depend only on `seed` and their id; tokens
+    without an id are random."""
     lines = [(i, line) for i, line in enumerate(_read(trace.path).splitlines(), 1) if line.strip()]
     rows = sorted(
         (_row(trace, number, line) for number, line in lines), key=lambda row: row["timestamp"]

@@ -37,9 +37,9 @@ class LaunchedServer:
 def launched_server(
     options: Sequence[str], seconds: float = 900.0, folder: Path | None = None
 ) -> Iterator[LaunchedServer]:
-    """`rorqual serve` with these options, on a free port of this machine; of the checkout in
-    `folder`, if one is given. Raises TargetError where it ends, or takes longer than `seconds`,
-    before it serves."""
+    """Start `rorqual serve` with these options on a free port of this machine, from the checkout in
+    `folder` if given. Raises TargetError if it exits before it serves, or takes longer than
+    `seconds`."""
     command = [sys.executable, "-m", "rorqual", "serve", "--port", "0", *options]
     environment = {**os.environ, "PYTHONPATH": str(folder)} if folder else None
     with tempfile.TemporaryDirectory(prefix="rorqual-bench-") as own:

@@ -25,10 +25,10 @@ DESCRIPTORS = 65536
 class ArrivalLoad:
     """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma
     distribution of the intervals (1 is a Poisson process, below 1 burstier, above 1 more even);
-    `concurrency`: most open requests at a time (None: no cap); `send_seconds`: requests that
-    would be sent later than so long after the start are not sent; `ramp_seconds`: without a rate,
-    the first `concurrency` requests come spread over so long; `run_seconds`: what is open then is
-    given up and has failed."""
+    `concurrency`: most open requests at a time (None: no limit); `send_seconds`: requests due later
+    than this after the start are not sent; `ramp_seconds`: without a rate, the first `concurrency`
+    requests are spread over this time; `run_seconds`: requests still open then are aborted and
+    count as failed."""
 
     concurrency: int | None = None
     rate: float = math.inf
@@ -89,15 +89,15 @@ async def drive(
     arrivals: Sequence[float],
     seen: Callable[[RequestRecord], None] = lambda _: None,
 ) -> Run:
-    """Send every prompt at its time and wait for all answers. Where the cap holds a request back
-    it waits here, in order, and its clock starts when it is sent. `seen` is called with each
-    record as it is sent and again when it is complete (its `end` is set then)."""
+    """Send every prompt at its time and wait for all responses. Requests above the concurrency
+    limit wait here, in order, and their clock starts when they are sent. `seen` is called with each
+    record when it is sent and again when it is complete (its `end` is then set)."""
     _raise_descriptor_limit()
     bodies = [client.target.body(prompt) for prompt in prompts]
     gate = asyncio.Semaphore(load.concurrency or max(1, len(prompts)))
     gc.collect()
-    # the prompts stay; a collection in the middle of a run would look through all of them. What
-    # somebody froze before is not thawed.
+    # freeze the prompts: otherwise a garbage collection during a run would scan them. Objects that
+    # were frozen before stay frozen.
     own = not gc.get_freeze_count()
     if own:
         gc.freeze()

@@ -72,8 +72,8 @@ class Data:
     def prompts(
         self, vocabulary: Vocabulary, seed: int, stream: int, load: ArrivalLoad
     ) -> list[Prompt]:
-        """Files give the same prompts for every stream of a seed; what is drawn differs by
-        stream, so that no prefix cache knows it."""
+        """Prompts from files are the same for every stream of a seed; random ones differ by stream,
+        so that they are in no prefix cache."""
         count = self.count(load)
         drawn = np.random.default_rng([seed, stream])
         if self.name == "random":
@@ -178,8 +178,8 @@ class ServingBench:
     async def _warm_up(
         self, load: ArrivalLoad, like: Sequence[Prompt], stream: int, title: str
     ) -> None:
-        """The server's shapes and the connections of the run to come. A server that fails every
-        warm-up is not measured."""
+        """Warm up the server's batch sizes and the connections of the next run. A server that fails
+        every warm-up request is not measured."""
         count = (
             self.method.warm_ups
             if self.method.warm_ups is not None

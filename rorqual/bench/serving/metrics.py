@@ -85,8 +85,8 @@ def figures(
     percentiles: Sequence[float] = PERCENTILES,
     server_spec: Figures | None = None,
 ) -> Figures:
-    """All figures of one run; `server_spec`: accept_length where the server's own counters gave
-    it (see server_info.py)."""
+    """All figures of one run. `server_spec`: accept_length from the server's counters, if it has
+    them (see server_info.py)."""
     good = [record for record in run.records if record.error is None]
     wall = run.wall
     out = sum(record.output_tokens for record in good)
@@ -155,8 +155,8 @@ def sglang_names(spread: Figures) -> Figures:
 
 
 def chunks(good: Sequence[RequestRecord]) -> Figures:
-    """What the stream's chunks say beside the server's counts. Ratios are over requests with
-    both."""
+    """Token counts from the stream's chunks compared with the server's. Ratios are over requests
+    with both."""
     both = [record for record in good if record.completion_tokens is not None and record.chunks]
     carried = sum(len(record.chunks) for record in both)
     cached = [record.cached_tokens for record in good if record.cached_tokens is not None]

@@ -1,8 +1,8 @@
-"""What `bench serve` sends: prompts of exact token lengths, drawn or built from a seed. Files of
-prompts are in `datasets.py`.
+"""Prompts of `bench serve` with exact token lengths, from a seed. `datasets.py` has prompts from
+files.
 
-Every generator takes the same three things: a `Vocabulary` (ids or text, and how long a text
-is), a numpy Generator and a count."""
+Every generator takes a `Vocabulary` (ids or text, and the length of a text), a numpy Generator and
+a count."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _client(row: Figures) -> Iterable[tuple[str, float | None, int]]:
 
 
 def _percentiles(row: Figures, name: str) -> list[float]:
-    """Those measured, of which the table shows the 99th alone where it is there."""
+    """The measured percentiles; the table shows only the 99th if it is one of them."""
     found = sorted(
         float(key[1 : -len(f"_{name}_ms")])
         for key in row
@@ -126,7 +126,7 @@ def sweep_table(rows: Sequence[Figures], title: str, chosen: int | None = None) 
 def document(
     rows: Sequence[Figures], provenance: Figures, search: Figures | None = None
 ) -> Figures:
-    """The JSON: one row lies flat at the top, under vLLM's and SGLang's keys; several are a list
+    """The JSON: a single row is at the top level, with vLLM's and SGLang's keys; several are a list
     under `rows`."""
     head: Figures = {
         "schema": SCHEMA,

@@ -31,7 +31,7 @@ class SpeculationCounters:
     gauge: float | None = None
 
     def accept_length(self, before: SpeculationCounters) -> tuple[float, str] | None:
-        """(mean tokens a verification step over the time since `before`, where it comes from)."""
+        """(mean tokens per verification step since `before`, source of the figure)."""
         if self.drafts is None or before.drafts is None:
             return (self.gauge, "server gauge, not of this run alone") if self.gauge else None
         steps = self.drafts - before.drafts

@@ -1,9 +1,9 @@
-"""The highest concurrency that keeps a service level objective: what `bench serve --slo
-ttft=2s,tps_user=20` searches for.
+"""Searches the highest concurrency that meets a service level objective, for `bench serve --slo
+ttft=2s,tps_user=20`.
 
-Probes grow by a factor from the start until one breaks the objective (or shrink until one keeps
-it), then halve the bracket in ratio. The search assumes that latency grows with concurrency, and
-takes each measurement at its word: noise near the edge moves the answer by it."""
+Probes grow by a factor from the start until one violates the objective (or shrink until one meets
+it), then bisect the bracket geometrically. The search assumes that latency grows with concurrency
+and does not repeat measurements: noise near the limit shifts the result."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def _number(value: float | None) -> str:
 
 @dataclass
 class ConcurrencySearch:
-    """Ask `next` for a concurrency, measure, `tell` whether it kept the objective. At most
-    `probes` are asked for, none above `most`; `known` holds answers that cost nothing more, such
-    as the rows of a sweep."""
+    """Call `next` for a concurrency, measure it, and `tell` whether it met the objective. At most
+    `probes` measurements, none above `most`. `known`: results that exist already, such as the rows
+    of a sweep."""
 
     start: int = 4
     most: int = 4096

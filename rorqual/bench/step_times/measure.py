@@ -22,15 +22,16 @@ STEPS = 16  # of a block
 MIXED_STEPS = 8
 ROUNDS = 4  # of prompts that fill a step
 CLOCKS_UP = 1.0  # seconds of work after which an idle GPU's clocks are up
-SPARE = 8  # requests beside those that decode
+SPARE = 8  # request slots in addition to the decoding requests
 
 
 class DoesNotFit(Exception):
-    """The cache of this GPU beside these weights does not hold so many tokens."""
+    """The GPU's cache, next to these weights, is too small for so many tokens."""
 
 
 class StepTimer:
-    """Times steps of one engine. `options` go to LLM beside those that the rows ask for."""
+    """Times steps of one engine. `options`: passed to LLM in addition to those that the rows
+    need."""
 
     def __init__(self, rows: list[TimedStep], **options: Any):
         model, quant, layers = rows[0].engine

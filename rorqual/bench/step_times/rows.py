@@ -1,5 +1,5 @@
-"""Which steps of whole engines are timed: those that `calibrate --full` learns from what lies
-between the kernels that it times, and others, which predictions are judged on. No torch."""
+"""The steps of whole engines to time: some from which `calibrate --full` derives the time between
+the kernels, and others to validate predictions. No torch."""
 
 from __future__ import annotations
 

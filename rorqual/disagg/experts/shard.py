@@ -14,7 +14,7 @@ from rorqual.config.model import ModelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import RESIDUAL_GAIN, read_model
 from rorqual.errors import CapacityError, RequestError
-from rorqual.layers.experts import HeldExperts
+from rorqual.layers.experts import LocalExperts
 from rorqual.layers.parameter import Build, Target
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.ops.select import ops_for
@@ -46,12 +46,12 @@ class ExpertLayers:
         self.mesh = build.mesh
         self.ops = build.ops
         self.layers = {
-            layer: HeldExperts(
+            layer: LocalExperts(
                 build,
                 f"model.layers.{layer}.mlp",
                 config.hidden_size,
                 config.moe,
-                held=tuple(held),
+                local_slots=tuple(held),
                 room=room,
             )
             for layer, held in experts.items()
@@ -189,7 +189,7 @@ class ExpertShard:
         self.places[layer].copy_(self._places(layer))
         self.platform.synchronize()
 
-    def put(self, layer: int, slot: int, expert: int, read: HeldExperts, place: int) -> None:
+    def put(self, layer: int, slot: int, expert: int, read: LocalExperts, place: int) -> None:
         """Expert number `place` of what was read into an empty slot. Nothing may be computed
         meanwhile."""
         with torch.inference_mode(), self.platform.stream():

@@ -9,7 +9,7 @@ import numpy as np
 from rorqual.config.model import ModelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.parallel.eplb.load_file import loads_by_layer, read_expert_load
-from rorqual.parallel.eplb.placement import Ints, by_rank, place, rank_loads, unplanned
+from rorqual.parallel.eplb.placement import Ints, by_rank, identity_placement, place, rank_loads
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
@@ -42,7 +42,7 @@ def _rows(config: EngineConfig, model: ModelConfig, layers: list[int]) -> Ints:
         path = config.init_expert_load
         loads = loads_by_layer(read_expert_load(path), layers, experts, path)
     elif slots == experts:
-        return unplanned(len(layers), experts)
+        return identity_placement(len(layers), experts)
     else:
         loads = np.ones((len(layers), experts))
     return place(loads, slots, sizes.ep)

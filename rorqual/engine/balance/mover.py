@@ -176,7 +176,7 @@ class ExpertMover:
         with self.platform.background() as wait:
             for number, slots in move.layers:
                 if number in self.layers:
-                    rows = SlotMap(slots, self.maps[number].num_experts).rows()
+                    rows = SlotMap(slots, self.maps[number].num_experts).logical_to_physical()
                     found[number] = torch.tensor(rows).to(self.platform.device)
             wait()
         return found
@@ -189,7 +189,7 @@ class ExpertMover:
         for number, wanted in move.layers:
             if number not in self.layers:
                 continue
-            old = self.maps[number].logical
+            old = self.maps[number].physical_to_logical
             for rank, count in enumerate(changed_slots(old, wanted, ranks)):
                 if used[rank] + count > self.most:
                     raise ValueError(f"more than {self.most} slots of rank {rank} would change")
@@ -248,7 +248,7 @@ class ExpertMover:
         moe = self.layers[layer]
         start = 0
         for part in moe.slot_parts():
-            view = part[slot - moe.held.slots_here[0]].reshape(-1).view(torch.uint8)
+            view = part[slot - moe.local_experts.local_slots[0]].reshape(-1).view(torch.uint8)
             yield view, row[start : start + view.numel()]
             start += view.numel()
 

@@ -383,7 +383,7 @@ class DistributedExecutor:
         for handle in self.handles:
             handle.end()
         if self.mesh is not None:
-            self.mesh.abandon()
+            self.mesh.abort()
 
     def close(self) -> None:
         """Ask the ranks to stop, and end those that do not."""
@@ -406,7 +406,7 @@ class DistributedExecutor:
             if bad_end and handle.ready.is_set() and not self.failed:
                 log.warning("%s", bad_end)
         if self.mesh is not None:
-            self.mesh.let_go()
+            self.mesh.release_kernels()
         if hasattr(self, "trace"):
             self.trace.drop()
         if self.balancer is not None:
@@ -415,7 +415,7 @@ class DistributedExecutor:
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()
             self.worker.close()
-        if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
+        if self.mesh is not None and not self.mesh.wait_aborted(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():
             if self.failed and dist.get_backend() == "nccl":

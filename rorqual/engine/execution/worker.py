@@ -58,7 +58,7 @@ from rorqual.engine.scheduling.scheduler_output import SamplingVariant
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
-from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
+from rorqual.layers.routing_simulator import SampledRouting, SimulatedRouting, UniformRouting
 from rorqual.models.loader import Loadable, load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
@@ -66,7 +66,7 @@ from rorqual.ops.select import ops_for
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
-from rorqual.parallel.exchange_select import records_decode
+from rorqual.parallel.exchange_select import captures_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
@@ -129,7 +129,7 @@ def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
     """Graphs that were asked for, captured or compiled, with a way to the experts that none can
     hold."""
     asked = EXE_MODES[config.exe_mode] in ("graph", "compile")
-    if not asked or records_decode(config.parallel, model.moe):
+    if not asked or captures_decode(config.parallel, model.moe):
         return
     others = [name for name in EXCHANGES if _takes_graphs(config.parallel, name, model)]
     raise ConfigError(
@@ -141,7 +141,7 @@ def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
 
 def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> bool:
     try:
-        return records_decode(replace(sizes, exchange=exchange), model.moe)
+        return captures_decode(replace(sizes, exchange=exchange), model.moe)
     except ConfigError:  # an exchange that these sizes cannot have
         return False
 
@@ -348,7 +348,7 @@ class Worker:
         if self.remote is not None and self.remote.capturable:
             recordable = not self.alternates  # in turns steps stop midway
         else:
-            recordable = records_decode(self.config.parallel, self.model_config.moe)
+            recordable = captures_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
@@ -507,19 +507,19 @@ class Worker:
             mesh=self.mesh,
             embedding_memory=host,
             slot_maps=self.slot_maps,
-            picks=self._picks,
+            simulated_routing=self._simulated_routing,
             fixed_experts=self.config.fixed_experts,
             remote=self.remote.exchange if self.remote else lambda layer: None,
         )
 
-    def _picks(self, layer: int) -> Picks | None:
+    def _simulated_routing(self, layer: int) -> SimulatedRouting | None:
         """For benchmarks: experts that tokens of a layer get, whatever its router says."""
         moe = self.model_config.moe
         device = self.platform.device
         if self.config.expert_balance == "forced":
-            return EvenPicks(moe, device)
+            return UniformRouting(moe, device)
         counts = self.simulated.get(layer)
-        return None if counts is None else SampledPicks(counts, moe.top_k, layer, device)
+        return None if counts is None else SampledRouting(counts, moe.top_k, layer, device)
 
     @property
     def embeds_on_host(self) -> bool:
@@ -550,7 +550,7 @@ class Worker:
         if self.platform.name == "npu" and kv_dtype(self.config.kv_cache_dtype) in EIGHT_BITS:
             check_cache_scales(model)
         for layer in model.moe_layers():
-            layer.exchange.record_load = self.config.counts_picks
+            layer.exchange.record_load = self.config.counts_expert_load
         return model
 
     def _compiling_beside(self, on_meta: Transformer) -> AbstractContextManager[None]:

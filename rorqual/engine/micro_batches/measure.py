@@ -99,7 +99,7 @@ def why_whole(runner: ModelRunner, decode: bool) -> str:
         return "every rank holds every token: nothing travels to experts"
     if any(axis.size > 1 and not isinstance(axis, GroupAxis) for axis in mesh.axes.values()):
         return "one rank alone stands for all: nothing travels"
-    if decode and layout.moe_axis.peers is not None:
+    if decode and layout.moe_axis.p2p_dispatch is not None:
         return "rows go through memory that GPUs share, by kernels on the stream that computes"
     if decode and layout.exchange == "low_latency" and model.ops.dispatch_combine is not None:
         return "operators on the stream that computes carry the rows"

@@ -1,4 +1,4 @@
-"""What a layer asks of its weight's format: storage, and where the checkpoint's tensors go."""
+"""Weight formats: how a layer stores a weight, and which checkpoint tensors fill it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rorqual.layers.parameter import Build, Target, Window
 from rorqual.ops.reference import Weight
 from rorqual.ops.rounding import FP8
 
-# A random weight is drawn with this standard deviation in its type's units. The draw ends at 3.46
-# deviations; 448 lies at five, so that products of fp8 numbers look like a trained model's.
+# Standard deviation of random quantized weights before the scale. Draws end at 3.46 deviations;
+# fp8's 448 is at five, so that products of fp8 numbers look like a trained model's.
 DRAWN = {"fp8": 89.6, "int8": 25.4, "int4": 2.3}
-UNSET = -1  # the group of a column before the file has been read
+UNSET = -1  # group_index before loading
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of the file, or the window of it that `weight` holds. `module` is its name without
-    a tensor's; a merged matrix stands for `covers`. Random weights have a deviation of `std`."""
+    """A matrix of the file, or the window of it that `weight` holds. `module`: its name, without
+    the tensor suffix. `covers`: the modules that a merged matrix replaces. `std`: standard
+    deviation of random weights."""
 
     module: str
     weight: Weight
@@ -40,10 +41,10 @@ class Matrix:
 
 @dataclass
 class WeightFormat:
-    """The plain one: `weight` in a floating-point type, kept in the model's.
+    """The unquantized format: `weight` in a floating-point type, stored in the model's dtype.
 
-    Formats differ in `targets`, the tensors of the file that fill a matrix. Storage follows from
-    the scheme alone, so that a kernel sees one form whatever the file's packing was."""
+    Subclasses differ in `targets`, the file's tensors that fill a matrix. Storage depends on the
+    scheme alone, so kernels see one layout for every packing of the file."""
 
     scheme: WeightScheme
     _others: dict[tuple[int, int], list[Target]] = field(default_factory=dict)
@@ -61,8 +62,8 @@ class WeightFormat:
         edges: Sequence[int] = (),
         stack: tuple[int, ...] = (),
     ) -> Weight:
-        """Uninitialised. `edges`: rows at which parts begin, in the file and here; where one lies
-        inside a block, each row keeps its own scale."""
+        """Uninitialized. `edges`: first rows of the merged parts, in the file and here; if one is
+        inside a block, scales are stored per row."""
         scheme = self.scheme
         if scheme.is_wide:
             return Weight(build.empty(*stack, rows, columns))
@@ -82,7 +83,7 @@ class WeightFormat:
         return Weight(data, build.empty(*places), (share, group), zero, scheme.activation, order)
 
     def targets(self, matrix: Matrix) -> Iterator[Target]:
-        """Of the whole matrix or of its window."""
+        """Targets of the matrix or of its window."""
         self.check(matrix)
         yield from self._targets(matrix)
 
@@ -93,8 +94,8 @@ class WeightFormat:
         yield matrix.target("weight", view, std=matrix.std, whole=window.shape, start=start)
 
     def absent(self, module: str, build: Build, shape: tuple[int, int]) -> Iterator[Target]:
-        """A matrix that another rank holds: its names are known and its shapes are checked;
-        nothing is read."""
+        """A matrix of another rank: its names are accepted and its shapes checked, nothing is
+        read."""
         if shape not in self._others:
             meta = replace(build, device=torch.device("meta"))
             matrix = Matrix("", self.empty(meta, *shape), Window(shape))
@@ -106,7 +107,7 @@ class WeightFormat:
             )
 
     def check(self, matrix: Matrix) -> None:
-        """Raises ConfigError where the window is cut inside what belongs together."""
+        """Raises ConfigError if the window's edge is inside a block, group or packed word."""
         unit = self.scheme.column_unit
         window = matrix.window
         stop = window.column + matrix.weight.columns

@@ -15,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 class BlockScales(WeightFormat):
     """`weight`, and `weight_scale_inv` (DeepSeek) or `weight_scale` (compressed-tensors) with one
-    factor for each block of the file. A weight that keeps one a row repeats them."""
+    scale for each block of the file, repeated if the weight stores one per row."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         weight = matrix.weight
@@ -37,7 +37,7 @@ class BlockScales(WeightFormat):
 
 
 class RowScales(WeightFormat):
-    """`weight`, and `weight_scale` [rows, 1], or of one number for all rows."""
+    """`weight`, and `weight_scale` [rows, 1], or one number for all rows."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         weight = matrix.weight
@@ -62,7 +62,7 @@ class RowScales(WeightFormat):
 
 
 def _everywhere(view: Tensor) -> Callable[[slice, Tensor], None]:
-    """Stores one number in all places of a view."""
+    """A store function that broadcasts one number to the view."""
 
     def store(places: slice, data: Tensor) -> None:
         view.copy_(data.float().expand_as(view))

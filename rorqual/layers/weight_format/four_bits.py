@@ -1,4 +1,4 @@
-"""int4 data: as compressed-tensors packs it, or keeps it unpacked, and as w4afp8 checkpoints do."""
+"""int4 data as compressed-tensors (packed or unpacked) and w4afp8 checkpoints store it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rorqual.layers.parameter import Convert, Target
 from rorqual.layers.weight_format.base import DRAWN, Matrix, WeightFormat
 from rorqual.ops.rounding import pack_int4, unpack_int4
 
-WORD = 8  # numbers in an int32
-ZERO = 8  # what is taken off numbers 0 to 15
+WORD = 8  # int4 numbers in an int32
+ZERO = 8  # zero point of symmetric numbers 0 to 15
 Store = Callable[[slice, Tensor], None]
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """int32 [..., n] to the numbers in them, the lowest four bits first: [..., 8 n] uint8."""
+    """Unpack int32 [..., n] to [..., 8 n] uint8, lowest four bits first."""
     return unpack_int4(words.contiguous().view(torch.uint8))
 
 
 class Int4Format(WeightFormat):
-    """What the int4 formats share. Their files' tensors are cut on words of eight rows or
-    columns."""
+    """Base of the int4 formats. Files pack eight rows or columns in a word, which cannot be
+    split."""
 
     row_unit = 1
 
@@ -45,7 +45,7 @@ class Int4Format(WeightFormat):
             )
 
     def groups(self, matrix: Matrix) -> tuple[int, int, int]:
-        """(groups of a row of the file; the first here; how many are here)"""
+        """(groups in a row of the file, the first one here, how many are here)"""
         columns = matrix.window.shape[1]
         group = self.scheme.block[1] or columns
         assert matrix.weight.scale is not None
@@ -54,7 +54,7 @@ class Int4Format(WeightFormat):
         return -(-columns // group), first, here
 
     def scale(self, matrix: Matrix, tensor: str) -> Target:
-        """Scales as they are kept, [rows, groups]."""
+        """The scales, [rows, groups]."""
         assert matrix.weight.scale is not None
         groups, first, _ = self.groups(matrix)
         return matrix.target(
@@ -68,13 +68,14 @@ class Int4Format(WeightFormat):
 
     @staticmethod
     def drawn(matrix: Matrix, target: Target) -> Target:
-        """The target of the data, with random numbers of its own."""
+        """The target of the data, with random numbers drawn in int4."""
         return replace(target, std=DRAWN["int4"], place=matrix.window)
 
 
 class PackedInt4(Int4Format):
     """compressed-tensors' pack-quantized: `weight_packed` int32 [rows, columns / 8], numbers plus
-    8; `weight_scale` [rows, groups]; `weight_zero_point` int32 [rows / 8, groups] likewise."""
+    8; `weight_scale` [rows, groups]; `weight_zero_point` int32 [rows / 8, groups], plus 8 as
+    well."""
 
     @property
     def row_unit(self) -> int:  # type: ignore[override]
@@ -117,7 +118,7 @@ class PackedInt4(Int4Format):
 
 
 class UnpackedInt4(Int4Format):
-    """compressed-tensors' int-quantized: `weight` int8 [rows, columns], a number a byte."""
+    """compressed-tensors' int-quantized: `weight` int8 [rows, columns], one number per byte."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         weight = matrix.weight
@@ -136,9 +137,9 @@ class UnpackedInt4(Int4Format):
 
 
 class SignedInt4(Int4Format):
-    """w4afp8's experts: `weight` int8 [rows, columns / 2], two's complement of four bits, the even
-    column low; `weight_scale_inv` [rows, groups]. A static `input_scale` is passed by: rows are
-    scaled token by token."""
+    """w4afp8's experts: `weight` int8 [rows, columns / 2], 4-bit two's complement, even columns in
+    the low half; `weight_scale_inv` [rows, groups]. A static `input_scale` is ignored: activations
+    are scaled per token."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         weight = matrix.weight
@@ -158,7 +159,7 @@ class SignedInt4(Int4Format):
 
 
 def _bytes_of(view: Tensor) -> Store:
-    """Stores rows of words as the bytes that they are."""
+    """A store function that reinterprets rows of words as bytes."""
 
     def store(places: slice, data: Tensor) -> None:
         view[places] = data.contiguous().view(torch.uint8)

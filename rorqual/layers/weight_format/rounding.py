@@ -1,4 +1,5 @@
-"""Wide matrices to numbers of eight or four bits: to the nearest, with scales that lose least."""
+"""Quantize floating-point matrices to eight or four bits: round to nearest, with a search for the
+scales of least error."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from rorqual.config.quant import WeightScheme
 from rorqual.ops.reference import Weight
 from rorqual.ops.rounding import FP8, FP8_MAX, pack_int4
 
-# Scales are tried for these shares of a block's largest number; the first is plain rounding.
+# Clipping ratios to try: scales for these fractions of a block's maximum; 1 is plain rounding.
 PLAIN = (1.0,)
 SHARES = (1.0, *(round(1.0 - 0.025 * step, 3) for step in range(1, 21)))
-# Half the range of symmetric numbers: int4 has one more below zero than above.
+# Half the range of symmetric numbers; int4 has one more number below zero than above.
 HALF = {"fp8": FP8_MAX, "int8": 127.0, "int4": 7.5}
-TINY = {torch.float16: 2.0**-24}  # the least scale, above zero in its type
+TINY = {torch.float16: 2.0**-24}  # smallest scale above zero, by dtype
 LEAST = 1e-12
 
 
 @dataclass
 class RoundedBlocks:
-    """Numbers [row blocks, rows, column blocks, columns], a scale and a zero point for each block,
-    [row blocks, column blocks], and the squared error of each, weighted."""
+    """Numbers [row blocks, rows, column blocks, columns]; scale, zero point and weighted squared
+    error of each block, [row blocks, column blocks]."""
 
     numbers: Tensor
     scale: Tensor
@@ -40,9 +41,9 @@ def round_matrix(
     shares: Sequence[float] = PLAIN,
     importance: Tensor | None = None,
 ) -> tuple[Weight, float]:
-    """data [rows, columns] as `scheme` says, int4's scales in `dtype`; and the sum of squared
-    errors, each times the `importance` [columns] of its column. Of `shares` every block takes the
-    one with the least: never more than plain rounding."""
+    """Quantize data [rows, columns] to `scheme`, with int4 scales in `dtype`. Each block uses the
+    clipping ratio of `shares` with the least error. Returns the weight and the sum of squared
+    errors, each times the `importance` [columns] of its column."""
     rows, columns = data.shape
     share, group = scheme.block[0], scheme.block[1] or columns
     blocks = _blocks(data.float(), share, group)
@@ -77,9 +78,9 @@ def _blocks(data: Tensor, share: int, group: int) -> Tensor:
 def _grids(
     blocks: Tensor, scheme: WeightScheme, part: float, dtype: torch.dtype, search: bool
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(scales, zero points) to try for a share of each block's range. int4 has one number more
-    below zero than above: in a search it is also given to the side of the block's largest, for
-    which the scale may be negative."""
+    """(scales, zero points) to try for the clipping ratio `part`. int4 has one more number below
+    zero than above: a search also tries the scale, possibly negative, that gives it to the side of
+    the block's largest value."""
     least = TINY.get(dtype, LEAST)
     if scheme.symmetric:
         most = blocks.abs().amax((1, 3)) * part
@@ -115,12 +116,12 @@ def _nearest(steps: Tensor, kind: str) -> Tensor:
 
 
 def _spread(numbers: Tensor) -> Tensor:
-    """One a block, for every element of it."""
+    """Repeat a value of each block for all its elements."""
     return numbers[:, None, :, None]
 
 
 def _better(first: RoundedBlocks, second: RoundedBlocks) -> RoundedBlocks:
-    """Of each block the one with the smaller loss."""
+    """For each block the one with the smaller loss."""
     wins = second.loss < first.loss
     zero = None
     if first.zero is not None and second.zero is not None:

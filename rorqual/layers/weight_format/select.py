@@ -1,4 +1,4 @@
-"""Which format a scheme has."""
+"""The WeightFormat of a WeightScheme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int4 as GPTQ and AWQ write it: inputs by outputs, `qweight`, `qzeros`, `scales` [groups,
+"""int4 as GPTQ and AWQ store it, inputs by outputs: `qweight`, `qzeros`, `scales` [groups,
 outputs]."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rorqual.layers.weight_format.base import DRAWN, UNSET, Matrix
 from rorqual.layers.weight_format.four_bits import WORD, ZERO, Int4Format, nibbles
 from rorqual.ops.rounding import pack_int4
 
-# AWQ's word holds outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits up: where output i stands.
+# AWQ's word holds outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits up: the position of output i.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,7 +32,7 @@ class Transposed(Int4Format):
         raise AssertionError("subclasses know the order of numbers")
 
     def outputs(self, words: Tensor) -> Tensor:
-        """Words [n, outputs / 8] of zero points, one number each: [n, outputs]."""
+        """Unpack words [n, outputs / 8] of zero points to [n, outputs]."""
         raise AssertionError("subclasses know the order of numbers")
 
     def _scales(self, matrix: Matrix) -> Target:
@@ -54,7 +54,7 @@ class Transposed(Int4Format):
         )
 
     def _zeros(self, matrix: Matrix) -> Target:
-        """Kept where they say something."""
+        """Stored if the scheme is asymmetric, else checked to be all 8."""
         weight = matrix.weight
         assert weight.scale is not None
         zero = weight.zero
@@ -104,8 +104,8 @@ class AWQ(Transposed):
 
 
 class GPTQ(Transposed):
-    """`qweight` int32 [inputs / 8, outputs], `g_idx` [inputs]: the group of each input, in order
-    unless desc_act was set. Zero points are kept less one (version 1)."""
+    """`qweight` int32 [inputs / 8, outputs]; `g_idx` [inputs]: the group of each input, in order
+    unless desc_act is set. The file's zero points are one less (GPTQ version 1)."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         yield from super()._targets(matrix)

@@ -1,4 +1,5 @@
-"""A wide checkpoint whose matrices are rounded as they are read, piece by piece."""
+"""Online quantization: matrices of an unquantized checkpoint are rounded piece by piece while
+loading."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from rorqual.layers.weight_format.rounding import round_matrix
 from rorqual.ops.reference import Weight
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Numbers that a CPU rounds at a time: they stay in its cache through a dozen passes.
+# Elements that a CPU rounds at a time: they fit its cache for a dozen passes.
 PIECE = 2**17
 
 
 class RoundedWhileReading(WeightFormat):
-    """`weight` in a floating-point type. Blocks are those of the whole matrix, so that every rank
-    rounds alike: a window's rows are read from a block's edge on, and whole where a scale covers
-    a row."""
+    """`weight` in a floating-point type. Blocks are those of the whole matrix, so that all ranks
+    round alike: a window is read from a block's edge on, and in whole rows if a scale covers a
+    row."""
 
     def _targets(self, matrix: Matrix) -> Iterator[Target]:
         weight = matrix.weight
@@ -60,13 +61,13 @@ class RoundedWhileReading(WeightFormat):
 
 
 def _rows_of_a_piece(data: Tensor, share: int) -> int:
-    """Whole blocks of `share` rows, at least one."""
+    """Rows of a piece: whole blocks of `share` rows, at least one."""
     return max(1, PIECE // (share * data.shape[1])) * share
 
 
 def _place(found: Weight, weight: Weight, row: int, columns: slice) -> None:
-    """Rounded rows, from row `row` of the weight on (below 0: rows before its first), and of them
-    the `columns`."""
+    """Copy the `columns` of rounded rows to the weight, from its row `row` on (negative: skip the
+    rows before its first)."""
     rows = weight.data.shape[0]
     first = max(0, -row)
     last = min(found.data.shape[0], rows - row)

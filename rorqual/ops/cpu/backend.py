@@ -126,10 +126,10 @@ class CpuOps(Ops):
         native = self.native if fits else None
         return native.embed(ids, table) if native else super().embed(ids, table)
 
-    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+    def concat_columns(self, a: Tensor, b: Tensor) -> Tensor:
         fits = a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
         native = self.native if fits else None
-        return native.beside(a, b) if native else super().beside(a, b)
+        return native.concat_columns(a, b) if native else super().concat_columns(a, b)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         native = self._native(x, weight) if x.dim() == 2 else None

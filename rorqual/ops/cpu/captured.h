@@ -51,7 +51,7 @@ struct Capturable {
 #define CAPTURABLE(name) {#name, replayed<name>}
 const Capturable CAPTURABLES[] = {
     CAPTURABLE(rq_embed),
-    CAPTURABLE(rq_beside),
+    CAPTURABLE(rq_concat_columns),
     CAPTURABLE(rq_add_norm),
     CAPTURABLE(rq_add),
     CAPTURABLE(rq_linear),

@@ -623,7 +623,7 @@ int64_t rq_embed(const void *table, const int64_t *ids, void *out, int64_t n, in
 }
 
 // out: n rows, each the `first` bytes of a row of a and then the `second` bytes of one of b.
-void rq_beside(const void *a, const void *b, void *out, int64_t n, int64_t first, int64_t second) {
+void rq_concat_columns(const void *a, const void *b, void *out, int64_t n, int64_t first, int64_t second) {
     for (int64_t t = 0; t < n; t++) {
         char *row = (char *)out + t * (first + second);
         memcpy(row, (const char *)a + t * first, first);

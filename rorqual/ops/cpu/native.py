@@ -91,7 +91,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
     "rq_embed": (_P, _P, _P, _N, _N, _N),
-    "rq_beside": (_P, _P, _P, _N, _N, _N),
+    "rq_concat_columns": (_P, _P, _P, _N, _N, _N),
     "rq_add": (_I, _P, _P, _N),
     "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
     "rq_mlp": (_I, _P, _P, _P, _P, _N, _N, _N),
@@ -260,11 +260,11 @@ class Native:
             raise IndexError(f"token id {int(ids[known])} is not below {rows}")
         return out
 
-    def beside(self, a: Tensor, b: Tensor) -> Tensor:
+    def concat_columns(self, a: Tensor, b: Tensor) -> Tensor:
         """Columns of a, then of b, of one dtype."""
         out = a.new_empty(a.shape[0], a.shape[1] + b.shape[1])
         rows = (a.shape[1] * a.element_size(), b.shape[1] * b.element_size())
-        self.lib.rq_beside(*_pointers(a, b, out), a.shape[0], *rows)
+        self.lib.rq_concat_columns(*_pointers(a, b, out), a.shape[0], *rows)
         return out
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:

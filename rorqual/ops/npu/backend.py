@@ -1,9 +1,9 @@
 """The op table of Ascend NPUs: each entry is the largest piece that one of torch_npu's operators,
 or a short chain of them, computes. docs/design/ascend.md lists them, and what is fused.
 
-Activations are bf16 or fp16, or rounded per token to int8 in front of int8 weights. Rope keys and
-the rope parts of queries leave in halves (first all even columns, then all odd ones), as the
-operators write them: products of the two are the same.
+Activations are bf16 or fp16, or quantized per token to int8 for int8 weights. Rope keys and the
+rope parts of queries are stored in halves (all even columns, then all odd ones), as the operators
+write them; their products are the same.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from rorqual.ops.npu.layouts import PrologueWeights, turn
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
 npu = torch.ops.npu
-MASK = 2048  # rows and columns of the one mask that all causal calls take
+MASK = 2048  # rows and columns of the mask that all causal calls use
 CAUSAL = 3  # sparse_mode: query i of Q sees keys up to L - Q + i
 EVERYTHING = 0
 LEFT_IS_GATE = True
 COUNTS = 1  # group_list_type, expert_tokens_num_type: rows of each expert
-ROWS = 0  # group_type: experts share the rows out
+ROWS = 0  # group_type: rows are grouped by expert
 ONE_OUTPUT = 3  # split_item
-DROPLESS = 2  # drop_pad_mode: row of pick k of token t at t * K + k
+DROPLESS = 2  # drop_pad_mode: row of token t's k-th expert at t * K + k
 NO_QUANT = -1
 TOKEN_QUANT = 1
 PROLOGUE_INT8 = 2  # weight_quant_mode: the three matrices in int8
 CACHE_INT8 = 1  # kv_cache_quant_mode: one scale a layer
-QUERY_INT8 = 1  # query_quant_mode of the prologue: a scale a token and head
-QUERY_TOKEN_HEAD = 3  # the same, as attention counts modes
+QUERY_INT8 = 1  # query_quant_mode of the prologue: one scale per token and head
+QUERY_TOKEN_HEAD = 3  # the same mode in attention's numbering
 SIGMOID = 1  # norm_type
-TOP_TWO = 1  # group_select_mode: a group counts by its two best
+TOP_TWO = 1  # group_select_mode: a group's score is the sum of its two best
 SIDE_PRIORITY = 3
 TILE = "PA_BSND"  # cache_mode: pages of tokens
 
 
 @dataclass
 class SegmentLists:
-    """What attention calls want of a segment: tables [R, pages] int32; queries up to and with each
-    request, and cached entries of each, on the host."""
+    """A segment's arguments for attention calls: tables [R, pages] int32; on the host, cumulative
+    query counts and cached entries of each request."""
 
     tables: Tensor
     queries: list[int]
@@ -67,14 +67,14 @@ class SegmentLists:
 
     @property
     def single(self) -> bool:
-        """One query a request, which sees everything."""
+        """One query per request, which sees all its keys."""
         return self.queries[-1] == len(self.queries)
 
 
 @dataclass
 class SegmentTensors:
-    """The same on the device, int64 [R], for a step that is compiled: its graph asks no host.
-    single: one query a request."""
+    """The same on the device, int64 [R], for compiled steps, whose graph reads nothing from the
+    host. single: one query a request."""
 
     tables: Tensor
     queries: Tensor
@@ -83,7 +83,8 @@ class SegmentTensors:
 
 
 def lists_of(segment: AttentionMetadata) -> SegmentLists | SegmentTensors:
-    """Made once a step. Where the host knows bounds alone, the device is asked."""
+    """Computed once per step. If the host knows only bounds, it reads the lengths from the
+    device."""
     if segment.scratch is None:
         lens = list(segment.max_kv_lens) if segment.exact else segment.kv_lens.tolist()
         queries = list(accumulate(segment.query_lens))
@@ -93,7 +94,7 @@ def lists_of(segment: AttentionMetadata) -> SegmentLists | SegmentTensors:
 
 
 def host_lists(segment: AttentionMetadata) -> SegmentLists:
-    """Of a step that is not compiled."""
+    """For a step that is not compiled."""
     found = lists_of(segment)
     assert isinstance(found, SegmentLists)
     return found
@@ -110,7 +111,7 @@ def angles(places: TokenPlaces, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, columns] to int8 and a scale a token [T] fp32."""
+    """[T, columns] to int8 and one scale per token [T] fp32."""
     rows, scale = npu.npu_dynamic_quant(x)
     return rows, scale
 
@@ -121,11 +122,11 @@ class NpuOps(Ops):
     static_cache_scales = True
 
     def __init__(self) -> None:
-        # of compiled steps: one fused kernel of all decoder layers; shared experts on a stream of
-        # their own
+        # in compiled steps: all decoder layers in one SuperKernel; shared experts on a second
+        # stream
         self.superkernel = False
         self.multi_streams = False
-        self.scopes: Any = None  # torchair's, where either is on: a trace cannot import
+        self.scopes: Any = None  # torchair's module, if either is on: tracing cannot import
         self.masks: dict[torch.device, Tensor] = {}
         self.fused_dispatch = DispatchCombine(self.grouped_mlp)
 
@@ -134,13 +135,13 @@ class NpuOps(Ops):
         return self.fused_dispatch
 
     def mask(self, device: torch.device) -> Tensor:
-        """True above the diagonal: what a query must not see."""
+        """True above the diagonal: keys that a query must not see."""
         if device not in self.masks:
             self.masks[device] = torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu(1)
         return self.masks[device]
 
     def decoder_scope(self) -> AbstractContextManager[Any]:
-        """Around all layers of a compiled step."""
+        """Context around all layers of a compiled step."""
         if not self.superkernel:
             return nullcontext()
         return self.scopes.super_kernel("decoder_layers", "stream-fusion=1")
@@ -164,14 +165,14 @@ class NpuOps(Ops):
         if w.down.data.is_meta:
             return
         w.scratch = PrologueWeights(w, hidden)
-        # what was cut into parts is let go of
+        # free the matrix that was split into parts
         w.down.data = w.down.data.new_empty(0)
         if w.q_b is not None:
             w.q_b.data = w.q_b.data.new_empty(0)
 
     # ---- rows
 
-    # A rank of several may have no row in a step: no operator is asked to do nothing.
+    # A rank of several may have no rows in a step; operators are not called with empty tensors.
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not x.shape[0]:
@@ -216,7 +217,7 @@ class NpuOps(Ops):
     def int8_product(
         self, rows: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None
     ) -> Tensor:
-        """Rows in int8 with a scale a token, times int8 weights, in `dtype`."""
+        """int8 rows with one scale per token, times int8 weights, in `dtype`."""
         return npu.npu_quant_matmul(
             rows,
             weight.data,
@@ -253,11 +254,11 @@ class NpuOps(Ops):
         return self._rotated(x, wide[0], wide[1], interleaved)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """x [T, H, D] by cos and sin [T, 1, D]; interleaved pairs leave as halves."""
+        """Rotate x [T, H, D] by cos and sin [T, 1, D]; interleaved pairs are returned as halves."""
         if not x.shape[0]:
             return x
         if interleaved:
-            # one head an operator's batch: [T, H, 1, D] with angles [T, 1, 1, D]
+            # heads as the operator's batch: [T, H, 1, D] with angles [T, 1, 1, D]
             y = npu.npu_interleave_rope(
                 x.contiguous()[:, :, None], cos[:, :, None], sin[:, :, None]
             )
@@ -282,7 +283,7 @@ class NpuOps(Ops):
     # ---- latent attention
 
     def _down(self, x: Tensor, w: MLAWeights) -> tuple[Tensor, Tensor]:
-        """(the query's latent as it is, or queries; key-value latent | rope key)"""
+        """(unnormed query latent, or queries; key-value latent | rope key)"""
         own: PrologueWeights = w.scratch
         bias = own.bias or (None, None)
         if own.first.data.dtype != torch.int8:
@@ -338,7 +339,7 @@ class NpuOps(Ops):
         places: TokenPlaces,
         plane: LatentCache | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Norm, rotation and cache write of the latent are one operator where pairs are
+        """Norm, rotation and cache write of the latent are one operator if pairs are
         interleaved."""
         rows = hidden_of(x)
         if plane is None or not w.interleaved:
@@ -372,7 +373,7 @@ class NpuOps(Ops):
         segment: AttentionMetadata,
         scale: float,
     ) -> Activation:
-        """Prologue, cache write and absorption in one operator where its widths are the model's,
+        """Prologue, cache write and absorption in one operator, if it supports the model's widths;
         attention in the next."""
         assert isinstance(plane, SplitLatent)
         own: PrologueWeights = w.scratch
@@ -387,8 +388,8 @@ class NpuOps(Ops):
     def _fused_prologue(
         self, x: Tensor, w: MLAWeights, places: TokenPlaces, plane: SplitLatent
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(absorbed queries [T, H, C], in int8 where the cache is, [T, H, rope], their scales [T,
-        H] or None); the cache is written."""
+        """(absorbed queries [T, H, C], int8 if the cache is; rope parts [T, H, rope]; scales [T, H]
+        or None). Also writes the cache."""
         own: PrologueWeights = w.scratch
         assert own.up is not None
         assert w.q_norm is not None
@@ -450,7 +451,7 @@ class NpuOps(Ops):
         return self.joined_heads(latent, w)
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
-        """`latent` [H, T, C], as attention leaves it."""
+        """`latent` [H, T, C], as attention returns it."""
         own: PrologueWeights = w.scratch
         return npu.npu_transpose_batchmatmul(
             latent, own.uv, perm_x1=(0, 1, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
@@ -480,7 +481,7 @@ class NpuOps(Ops):
         scale: float,
         q_scale: Tensor | None,
     ) -> Tensor:
-        """[H, T, C]: sums of latents. q_scale [T, H] of int8 queries."""
+        """Attention over latents: [H, T, C]. q_scale [T, H]: of int8 queries."""
         found = lists_of(segment)
         heads = q_latent.shape[1]
         modes: dict[str, object] = {}
@@ -516,8 +517,8 @@ class NpuOps(Ops):
         found: SegmentLists | SegmentTensors,
         **options: object,
     ) -> Tensor:
-        """Paged attention of a segment's queries; causal where a request has several. With lengths
-        as tensors it is torchair's variant, which its graphs alone know."""
+        """Paged attention of a segment's queries, causal if a request has several. With lengths as
+        tensors it is torchair's variant, which only works in its graphs."""
         causal = not found.single
         attention = (
             npu.npu_fused_infer_attention_score_v2
@@ -545,8 +546,8 @@ class NpuOps(Ops):
         scale: float,
         found: PartialAttention | None = None,
     ) -> Tensor:
-        """The rope part apart, as the operator wants it: nothing is concatenated. A context in
-        stretches goes through torch, which joins them in fp32."""
+        """The operator takes the rope part separately: nothing is concatenated. A context in
+        stretches is computed with torch, which merges them in fp32."""
         if found is not None:
             return super().decompressed_attention(q, keys, v, segment, scale, found)
         nope, rope = keys
@@ -570,7 +571,7 @@ class NpuOps(Ops):
         )[0]
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
-        """Pages by number, then the entries in use: the host knows both."""
+        """Gathers pages, then the entries in use; the host knows both."""
         lens = host_lists(segment).lens
         page = plane.shape[1]
         parts = [
@@ -622,7 +623,7 @@ class NpuOps(Ops):
             block_size=page,
         )
 
-    # ---- requests by slot
+    # ---- request state by slot
 
     def decode_rows(
         self,
@@ -634,8 +635,8 @@ class NpuOps(Ops):
         num_speculative_tokens: int,
         page_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Padding rows write to the null page, each to an entry of its own: operators that write
-        the cache may not be given a slot twice."""
+        """Padding rows write to different entries of the null page, since operators do not allow a
+        slot twice."""
         ids, positions, mapping, lens = super().decode_rows(
             length, last_token, drafts, tables, slots, num_speculative_tokens, page_size
         )
@@ -645,7 +646,7 @@ class NpuOps(Ops):
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-        """The device has no fp64, and what it makes of it could round to 1."""
+        """fp32: the device has no fp64, and its conversion could round to 1."""
         return rng.uniform(seeds, positions, stream, fp64=False)
 
     # ---- experts
@@ -718,8 +719,8 @@ class NpuOps(Ops):
         base: Tensor | None,
         everywhere: bool,
     ) -> Tensor:
-        """Rows by expert, two grouped products, and the weighted sums. everywhere: some picks (-1)
-        are not here; they count as those of one expert more, behind the others, whose rows are
+        """Sort rows by expert, two grouped GEMMs, weighted sums. everywhere: ids may be -1 (an
+        expert on another rank); these are sorted as one additional last expert, whose rows are
         zero."""
         here = w.gate_up.data.shape[0]
         slots = here + everywhere
@@ -753,8 +754,9 @@ class NpuOps(Ops):
         w: ExpertWeights,
         dtype: torch.dtype,
     ) -> Tensor:
-        """rows [N, hidden] by expert, `counts` [experts] of each, to what each expert gives, [N,
-        hidden] in `dtype`; rows behind the last expert's mean nothing. scale [N]: of int8 rows."""
+        """rows [N, hidden] sorted by expert, `counts` [experts] of each, to the experts' results,
+        [N, hidden] in `dtype`; rows after the last expert's are undefined. scale [N]: of int8
+        rows."""
         if scale is None:
             return self._wide_mlp(rows, counts, w)
         sums = _grouped(rows, w.gate_up.data, counts, output_dtype=torch.int32)
@@ -782,12 +784,12 @@ class NpuOps(Ops):
 
 
 def _outputs(weight: Weight) -> int:
-    """Columns of a product with a matrix that has been turned."""
+    """Output columns of a product with a transposed matrix."""
     return weight.data.shape[-1] * (8 if weight.data.dtype == torch.int32 else 1)
 
 
 def _every_column(plane: SplitLatent) -> Tensor:
-    """The factor of an int8 cache as one for each of its columns, [C]."""
+    """The scale of an int8 cache, expanded to its columns, [C]."""
     return plane.quant_scale.repeat(plane.latent.shape[-1])
 
 
@@ -798,7 +800,7 @@ def _row(weight: Weight) -> Tensor:
 
 
 def _groups(weight: Weight) -> dict[str, object]:
-    """int4 weights are widened by scales of groups."""
+    """Arguments for int4 weights: their group scales."""
     return {} if weight.scale is None else {"antiquant_scale": [weight.scale]}
 
 

@@ -1,5 +1,5 @@
-"""Dispatch and combine in one operator each: rows to the ranks of their experts, and weighted sums
-back, in blocks of a size that no step exceeds. Fit for a graph."""
+"""Dispatch and combine as one operator each, with blocks of a fixed capacity that no step exceeds,
+so that graphs can capture them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from rorqual.ops.reference import ExpertWeights
 
 npu = torch.ops.npu
-TOKEN_QUANT = 2  # quant_mode: int8 with a scale a row travels
+TOKEN_QUANT = 2  # quant_mode: rows are sent as int8 with one scale each
 COUNTS = 1  # expert_token_nums_type
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks among which rows travel, each with its share of `slots` in order. `name`: what HCCL
-    calls their communicator."""
+    """The ranks of an exchange, each with an equal run of the `slots`. `name`: HCCL's name of their
+    communicator."""
 
     name: str
     size: int
@@ -30,15 +30,15 @@ class ExpertGroup:
 
 
 def communicator_name(group: dist.ProcessGroup, rank: int) -> str:
-    """What HCCL calls the communicator of a group, for operators that talk through it."""
+    """HCCL's name of a group's communicator, for operators that use it."""
     backend: Any = group._get_backend(torch.device("npu"))
     return str(backend.get_hccl_comm_name(rank))
 
 
 @dataclass
 class DispatchedRows:
-    """rows [A, hidden] of this rank's experts, one expert after the other, `counts` [experts] of
-    each; the rest is for the way back."""
+    """rows [A, hidden] for this rank's experts, sorted by expert, `counts` [experts] of each; the
+    rest is for combine."""
 
     rows: Tensor
     scale: Tensor | None
@@ -52,19 +52,18 @@ class DispatchedRows:
 
 
 class DispatchCombine:
-    """`grouped_mlp` is the op table's: rows by expert, counts, scales, weights, dtype to rows."""
+    """`grouped_mlp`: the op table's, (sorted rows, counts, scales, weights, dtype) to rows."""
 
     def __init__(self, grouped_mlp: Callable[..., Tensor]):
         self.grouped_mlp = grouped_mlp
         self.names: dict[str, str] = {}  # by the name of the axis' group
 
     def group(self, axis: Any, slots: int) -> ExpertGroup:
-        """Of an axis of ranks (parallel/group_axis.py) that share `slots` experts."""
+        """The ExpertGroup of an axis (parallel/group_axis.py) with `slots` experts in all."""
         return ExpertGroup(self.names[axis.group_name], axis.size, axis.rank, slots)
 
     def connect(self, axis: Any, group: dist.ProcessGroup) -> None:
-        """Rows between the ranks of `axis` travel by the communicator of `group`, which has the
-        same ranks."""
+        """Use the communicator of `group`, which has the same ranks, for exchanges over `axis`."""
         self.names[axis.group_name] = communicator_name(group, axis.rank)
 
     def dispatch(
@@ -76,13 +75,13 @@ class DispatchCombine:
         group: ExpertGroup,
         eight_bits: bool,
     ) -> DispatchedRows:
-        """x [T, hidden] and ids [T, K] by slot, at most `capacity` of any rank. Ranks send equally
-        many rows: the last ones are marked as none."""
+        """Send x [T, hidden] with ids [T, K] by slot; T at most `capacity`. All ranks send
+        `capacity` rows; the last ones are marked inactive."""
         tokens = x.shape[0]
         missing = capacity - tokens
         active = torch.arange(capacity, device=x.device) < tokens
         if missing:
-            # no row may name an expert twice, not even one that is none
+            # no row may have an expert twice, not even an inactive one
             others = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
             x = torch.cat((x, x.new_zeros(missing, x.shape[1])))
             ids = torch.cat((ids, others.expand(missing, -1)))

@@ -1,5 +1,5 @@
-"""How the NPU's operators want weights to lie: columns first, [columns, rows], in the NZ tile
-format. Made once after loading, in place of what was loaded."""
+"""Weight layouts of the NPU's operators: transposed, [columns, rows], in the NZ tile format.
+Converted once after loading, replacing the loaded tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_nz(matrix: Tensor) -> Tensor:
 
 
 def turn(weight: Weight) -> None:
-    """Hold a matrix, or a stack of them, as `linear` and `grouped_matmul` read it."""
+    """Convert a matrix, or a stack of them, to the layout of `linear` and `grouped_matmul`."""
     if weight.turned or not weight.data.numel():
         return
     if weight.is_int4:
@@ -38,7 +38,7 @@ def turn(weight: Weight) -> None:
 
 def _turn_int4(weight: Weight) -> None:
     """[..., rows, columns / 2] uint8 to int32 [..., columns, rows / 8], eight numbers each, and
-    scales [..., groups, rows]. Symmetric numbers 0 to 15 stand for -8 to 7."""
+    scales [..., groups, rows]. Symmetric numbers 0 to 15 become -8 to 7."""
     assert weight.scale is not None
     values = unpack_int4(weight.data).to(torch.int32) - 8
     turned = values.transpose(-1, -2).contiguous()

@@ -33,7 +33,7 @@ INT8_UNIT = 32
 INT8_INNER_UNIT = 64  # columns between an expert's two int8 products
 MOST_EXPERTS = 1024  # of dispatch and combine
 GATING_EXPERTS = 2048
-MOST_PICKS = 16
+MOST_TOP_K = 16
 HIDDEN = (1024, 8192)
 HIDDEN_UNIT = 32
 DISPATCH_ROWS = {"A2": 256, "A3": 512}
@@ -174,7 +174,7 @@ def check_dispatch(
         ("ranks that share experts", sizes.stage, sizes.stage in ranks, _span(ranks)),
         ("tokens of a rank and step", rows, 0 < rows <= most_rows, f"up to {most_rows}"),
         ("experts", moe.num_experts, moe.num_experts <= MOST_EXPERTS, f"up to {MOST_EXPERTS}"),
-        ("experts of a token", moe.top_k, moe.top_k <= MOST_PICKS, f"up to {MOST_PICKS}"),
+        ("experts of a token", moe.top_k, moe.top_k <= MOST_TOP_K, f"up to {MOST_TOP_K}"),
         (
             "hidden columns",
             hidden,

@@ -1,9 +1,9 @@
-"""The op table of NVIDIA GPUs: Triton kernels where they fit, torch's products for wide formats,
-the reference for the rest.
+"""The op table of NVIDIA GPUs: Triton kernels where supported, torch's GEMMs for unquantized
+weights, the reference for the rest.
 
-Every override names what its kernel takes. Anything else goes to `Ops`, which is right for any
-configuration but slow, and of which attention and experts wait for the device: a step that meets
-such a fallback cannot be captured in a graph. No other entry does.
+Every override checks what its kernel supports. Everything else falls back to `Ops`, which is
+correct for any configuration but slow. Its attention and experts wait for the device, so a step
+with such a fallback cannot be captured in a graph; no other entry waits.
 
 | entry                        | falls back to the reference when                                  |
 | ---------------------------- | ----------------------------------------------------------------- |
@@ -25,8 +25,8 @@ such a fallback cannot be captured in a graph. No other entry does.
 |                              | the queries' nor of 8 bits                                        |
 | stretch_attention            | as dense_attention                                                |
 
-Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's
-logits.
+fp32 products have full fp32 precision in every kernel (`ieee`), so that tiny fp32 models give the
+CPU's logits.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class TritonOps(Ops):
         keep_compiled()
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
-        """Few launches of ours. Norms, SwiGLU and bf16 products are left to inductor, which
-        joins them with their neighbours."""
+        """Few entries are opaque: norms, SwiGLU and bf16 GEMMs are left to inductor, which fuses
+        them."""
         return entry in ("mla_prologue", "gqa_prologue", "router", "write_cache")
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
@@ -96,8 +96,8 @@ class TritonOps(Ops):
     # ---- rows
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """A table in pinned host memory is read over the bus by the kernel itself: no copy, no
-        wait, and a graph can hold it."""
+        """A table in pinned host memory is read by the kernel itself: no copy, no wait, and it can
+        be captured."""
         return (
             embedding.rows(ids, table) if table.device != ids.device else super().embed(ids, table)
         )
@@ -125,7 +125,7 @@ class TritonOps(Ops):
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        """Where the router's kernel is the one for a few tokens, it computes the norm too."""
+        """For a few tokens the router's kernel computes the norm too."""
         wanted_in_fp8 = quantize_output and takes_fp8(x.device)
         few = 0 < x.shape[0] <= routing.ROUTER_TOKENS and routing.takes_norm(x.shape[1])
         rows = x.stride(1) == residual.stride(1) == 1
@@ -166,8 +166,8 @@ class TritonOps(Ops):
         )
 
     def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
-        """In fp8 the activation between the products is quantized as it is made; for a few
-        tokens in bf16 it is part of the first."""
+        """In fp8 SwiGLU also quantizes; for a few tokens in bf16 it is fused with the first
+        GEMM."""
         rows = hidden_of(x)
         if not gate_up.quantized and gemv.chosen(rows, gate_up.data):
             return self.linear(gemv.gate_up(rows, gate_up.data), down)
@@ -185,14 +185,14 @@ class TritonOps(Ops):
         return rope_kv_write.rope(x, cos, sin, interleaved)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Only where the prologue could not write: it quantizes on the way."""
+        """Used only if the prologue does not write the cache itself. Also quantizes."""
         if reference.in_8_bits(plane) and latent_fp8.supported(rank, entries.shape[1] - rank):
             latent_fp8.write(plane, slots, entries, rank)
         else:
             super().write_latent(plane, slots, entries, rank)
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Written token by token, so that what follows needs no copy."""
+        """The result is contiguous by token, so that no copy is needed."""
         if per_head_gemm.chosen(x):
             return per_head_gemm.heads_matmul(x, matrices)
         out = torch.empty(x.shape[0], x.shape[1], matrices.shape[2], dtype=x.dtype, device=x.device)
@@ -200,7 +200,7 @@ class TritonOps(Ops):
         return out
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
-        """A few tokens' are quantized where they are made, if what comes next wants that."""
+        """For a few tokens the kernel also quantizes, if `quantize_output`."""
         few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
         fits = w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device)
         if few and w.quantize_output and fits:
@@ -216,14 +216,14 @@ class TritonOps(Ops):
         places: TokenPlaces,
         plane: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One or two products and what lies between and behind them. The query input is x unless
+        """One or two GEMMs with fused kernels between and after them. The query input is x unless
         `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
         if plane is None or not all(map(_power, sizes)):
             return super().mla_prologue(x, w, places, plane)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
-        # rotated by the same kernel: one launch fewer
+        # rotated by the same kernel, which saves a launch
         heads = w.config.num_heads if w.q_b is None else 0
         latent = rope_kv_write.latent_epilogue(
             joint, w.q_norm, w.kv_norm, places, plane, w.eps, w.interleaved, quant, heads
@@ -248,8 +248,8 @@ class TritonOps(Ops):
     def mla_down(
         self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The product and one kernel behind it, which writes the entries to rows of their own as
-        it would to the cache."""
+        """The GEMM and one kernel, which writes the entries to a new tensor as it would to the
+        cache."""
         rank = w.config.kv_lora_rank
         rotary = w.config.rope_dim
         if not (_power(rank) and _power(rotary)):
@@ -271,7 +271,7 @@ class TritonOps(Ops):
         places: TokenPlaces,
         plane: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Queries of a latent are rotated where they are made."""
+        """Queries from a latent are rotated by the GEMM's kernel."""
         if w.q_b is None or not _power(w.config.rope_dim):
             return super().mla_up(query, entries, w, places, plane)
         q = self.linear(query, w.q_b).unflatten(1, (w.config.num_heads, -1))
@@ -298,8 +298,8 @@ class TritonOps(Ops):
         scale: float,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """A few query tokens of each request share one pass over keys and values; chunks of
-        prompt go tile by tile."""
+        """Decode kernel for a few query tokens per request, which share one pass over keys and
+        values; prefill kernel for chunks."""
         rank = v_plane.shape[-1]
         if _one_storage(k_plane, v_plane):
             return self.latent_attention(
@@ -327,12 +327,12 @@ class TritonOps(Ops):
         segment: AttentionMetadata,
         scale: float,
     ) -> Tensor:
-        """The decode kernel. Chunks of prompt go through it as well, each token as a request of
-        its own: many passes over the cache."""
+        """The decode kernel. It also handles prefill chunks, with each token as a separate request:
+        many passes over the cache."""
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
         packed = reference.in_8_bits(plane)
         if packed and plane.shape[-1] % 16 and not INTERPRETED:
-            fits = False  # the compiler takes rows for aligned to more bytes than these are
+            fits = False  # the compiler would assume a larger alignment than these rows have
         if not fits or not (packed or plane.dtype == q_latent.dtype):
             return super().latent_attention(q_latent, q_rope, plane, segment, scale)
         known = derived(segment)
@@ -343,8 +343,7 @@ class TritonOps(Ops):
     def dense_attention(
         self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
     ) -> Tensor:
-        """Keys and values packed as this backend's `gather` packs them: max_kv_lens rows a
-        request."""
+        """Keys and values packed as by this backend's `gather`: max_kv_lens rows per request."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
             return _plain_dense(q, k, v, segment, scale)
         known = derived(segment)
@@ -360,7 +359,7 @@ class TritonOps(Ops):
         scale: float,
         found: PartialAttention | None = None,
     ) -> Tensor:
-        """Hopper's kernel takes keys in two parts."""
+        """Hopper's kernel supports keys in two parts."""
         known = derived(segment)
         queries = q.shape[0] if found is not None else known.most_queries
         if not prefill.takes_parts(q, *keys, v, queries):
@@ -375,7 +374,7 @@ class TritonOps(Ops):
         )
 
     def shares(self, segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
-        """Made once a step, as all that is derived of the segments in them."""
+        """Computed once per step, as everything derived from segments."""
         return derived(segment).shares(tokens, page)
 
     def stretch_attention(
@@ -387,7 +386,7 @@ class TritonOps(Ops):
         scale: float,
         found: PartialAttention,
     ) -> None:
-        """The kernel goes on where the one before it stopped: nothing is left to be joined."""
+        """The kernel continues from the previous stretch's result: no separate merge."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
             return super().stretch_attention(q, k, v, stretch, scale, found)
         known = derived(stretch)
@@ -396,14 +395,14 @@ class TritonOps(Ops):
         prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
-        """Packed by host bounds: [sum of max_kv_lens, *shape]. What lies past a request's length
-        is page 0's content, never attended."""
+        """Packed by host bounds: [sum of max_kv_lens, *shape]. Rows past a request's length are
+        page 0's content and are never attended to."""
         return plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
 
     def latent_entries(
         self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
     ) -> Tensor:
-        """Packed as by `gather`; an 8-bit cache is read once and dequantized on the way."""
+        """Packed as by `gather`; an 8-bit cache is dequantized in the same pass."""
         rope = plane.shape[2] - rank - 4 * latent_fp8.groups_of(rank)
         if not reference.in_8_bits(plane) or not latent_fp8.supported(rank, rope // dtype.itemsize):
             return super().latent_entries(plane, segment, rank, dtype)
@@ -450,8 +449,8 @@ class TritonOps(Ops):
     def experts_deferred(
         self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
-        """For a moderate number of tokens the grouped products leave the sum to the norm. Up to
-        a number of picks the router's kernel sorts them by expert as well."""
+        """For a moderate number of tokens the sum is deferred to the norm. Up to a number of
+        (token, expert) pairs the router's kernel also sorts them by expert."""
         rows = room_of(x)
         tokens = rows.shape[0]
         plan = None
@@ -471,8 +470,8 @@ class TritonOps(Ops):
     def _add_fused_shared(
         self, x: Activation, w: ExpertWeights, base: Tensor | None
     ) -> Tensor | None:
-        """`base` and what the fused shared experts give for all tokens, each as a layer of its
-        own."""
+        """`base` plus the fused shared experts' results for all tokens, each computed as a dense
+        layer."""
         slots = w.down.data.shape[0]
         for slot in range(slots - w.num_fused_shared_experts, slots):
             y = self.mlp(x, w.gate_up[slot], w.down[slot])
@@ -488,15 +487,15 @@ class TritonOps(Ops):
         weights: Tensor,
         w: ExpertWeights,
     ) -> Tensor:
-        """As they are where the grouped kernels meet fp8 weights; the direct ones for a few
-        picks take wide rows."""
+        """The grouped kernels use fp8 rows directly with fp8 weights; the direct ones, for a few
+        (token, expert) pairs, need dequantized rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
         if direct or not w.gate_up.fp8_blocks or not _fits_experts(w):
             return super().experts_fp8(x, scale, dtype, ids, weights, w)
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
         return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
 
-    # ---- requests by slot
+    # ---- request state by slot
 
     def decode_rows(
         self,
@@ -518,9 +517,9 @@ class TritonOps(Ops):
         drafts: Tensor,
         num_drafts: Tensor,
         slots: Tensor,
-        taken: Tensor | None,
+        accepted: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, taken)
+        return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, accepted)
 
     def commit_tokens(
         self,
@@ -565,8 +564,7 @@ class TritonOps(Ops):
 def _router(
     given: Activation, w: RouterWeights, into: ExpertBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights come rounded as the model wants them: to the activations' dtype where the router
-    is no fp32 one."""
+    """Weights are rounded to the activations' dtype if the router is not fp32."""
     fp32 = w.config.router_fp32
     rows = room_of(given)
     rounded, dtype = (torch.float32, torch.float32) if fp32 else (rows.dtype, w.gate.dtype)
@@ -603,8 +601,8 @@ def _fits_experts(w: ExpertWeights) -> bool:
 
 
 def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
-    """Values are the first columns of one shared key: MLA's latent cache, whose queries come
-    joined."""
+    """MLA's latent cache as one shared key with values in its first columns; queries are
+    concatenated."""
     return (
         k_plane.shape[2] == 1
         and k_plane.shape[-1] > v_plane.shape[-1]

@@ -1,1 +1,1 @@
-"""Which expert lies in which slot of which rank: plans, and the loads they are made from."""
+"""Expert placement: which expert is in which slot of which rank, and the loads it is based on."""

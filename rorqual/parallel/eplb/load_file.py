@@ -1,5 +1,5 @@
-"""How often experts were picked, in a file: JSON with `logical_count` [layers, experts], as
-SGLang's recorder writes it. No torch."""
+"""Expert load files: JSON with `logical_count` [layers, experts], the number of tokens routed to
+each expert, as SGLang's recorder writes it. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KEY = "logical_count"
 
 
 def read_expert_load(path: str | Path) -> Floats:
-    """[layers, experts]; layers without experts have zeros. A file with counts by step as well
-    (one more axis, in front) is added up."""
+    """[layers, experts]; layers without experts have zeros. Counts by step (one more axis, in
+    front) are summed."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -40,14 +40,14 @@ def read_expert_load(path: str | Path) -> Floats:
 
 
 def moe_layers_of(load: Floats) -> Floats:
-    """Without the layers that have no experts."""
+    """The rows of layers that have experts."""
     return load[load.any(1)]
 
 
 def write_expert_load(
     path: str | Path, counts: Sequence[Sequence[int]], layers: Sequence[int], total: int
 ) -> None:
-    """counts: of each MoE layer; layers: their numbers among the model's `total`."""
+    """counts: of each MoE layer. layers: their indices among the model's `total` layers."""
     rows = [[0] * len(counts[0])] * total
     for layer, row in zip(layers, counts, strict=True):
         rows[layer] = list(row)
@@ -55,9 +55,9 @@ def write_expert_load(
 
 
 def loads_by_layer(load: Floats, layers: Sequence[int], experts: int, name: Any) -> Floats:
-    """The load of each of a model's MoE layers, whose numbers are `layers`: from a file with a row
-    for each layer, or for each MoE layer in turn. A layer beyond the file's rows (a prediction
-    module) counts all experts alike."""
+    """The load of each MoE layer of a model; `layers`: their indices. The file has a row for each
+    layer, or for each MoE layer. A layer beyond the file's rows (a prediction module) gets a
+    uniform load."""
     if load.shape[1] != experts:
         raise ConfigError(
             f"{name} counts {load.shape[1]} experts, the model has {experts} in a layer"

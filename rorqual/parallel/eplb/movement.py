@@ -1,8 +1,8 @@
-"""From a placement in force to one that suits other loads, by moving few experts. No torch.
+"""Adapt the current placement to new loads by moving few experts. No torch.
 
-First exchanges of two experts between the most loaded rank and another; only where these do not
-get a layer near what a new plan would reach, experts get other numbers of copies, and only where
-that is not enough the new plan itself is taken, its ranks renamed so that it fits what is there.
+First, swaps of two experts between the most loaded rank and another. If these do not bring a layer
+near the balance of a new plan, the numbers of replicas change; if that is not enough either, the
+new plan is used, with its ranks permuted to match the current placement.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rorqual.parallel.eplb.placement import (
     speeds_of,
 )
 
-WITHIN = 0.01  # of a new plan's balance
-SEARCHED = 72  # slots of other ranks with which one rank's are compared at a time
+WITHIN = 0.01  # accepted difference to a new plan's balancedness
+SEARCHED = 72  # slots of other ranks compared with one rank's slots at a time
 
 
 def rebalance(
@@ -36,13 +36,13 @@ def rebalance(
     speeds: Sequence[float] | None = None,
     within: float = WITHIN,
 ) -> Ints:
-    """A placement as balanced as a new plan, up to `within`, with few slots other than in
-    `present`; layers that are so balanced already stay as they are."""
+    """A placement as balanced as a new plan, up to `within`, with few slots different from
+    `present`; layers that are balanced enough already are unchanged."""
     weight = np.asarray(loads, np.float64)
     layers, slots = present.shape
     plan = place(weight, slots, ranks, speeds=speeds)
     wanted = balancedness_by_layer(plan, weight, ranks, speeds) * (1 - within)
-    found = renamed(plan, present, ranks) if speeds is None else plan
+    found = match_placement(plan, present, ranks) if speeds is None else plan
     fewest = moved(present, found, ranks)
     left = np.arange(layers)
     spare = slots - weight.shape[1]
@@ -62,7 +62,7 @@ def rebalance(
 
 
 def _exchanged(placement: Ints, weight: Floats, wanted: Floats, ranks: int, speeds: Floats) -> Ints:
-    """Exchange two experts at a time until a layer is balanced as wanted, or no exchange helps."""
+    """Swap two experts at a time until a layer reaches the wanted balance or no swap helps."""
     placement = placement.copy()
     counts = np.maximum(copies(placement, weight.shape[1]), 1)
     share = np.take_along_axis(weight / counts, placement, 1)
@@ -85,8 +85,8 @@ def _exchanged(placement: Ints, weight: Floats, wanted: Floats, ranks: int, spee
 def _best_exchange(
     placement: Ints, share: Floats, held: Bools, ranks: int, speeds: Floats
 ) -> tuple[Ints, Ints, Bools]:
-    """(slot on the slowest rank, slot elsewhere, whether to exchange them helps), by layer. Only
-    the fastest ranks are looked at."""
+    """(slot on the slowest rank, slot on another, whether swapping them helps), by layer. Only the
+    fastest ranks are considered."""
     layers, slots = placement.shape
     each = slots // ranks
     every = np.arange(layers)
@@ -141,8 +141,8 @@ def _swap(
 
 
 def _recopied(placement: Ints, weight: Floats, changes: int, ranks: int) -> Ints:
-    """Up to `changes` slots of each layer taken from the experts that can best spare a copy, for
-    those that most want one."""
+    """Reassign up to `changes` slots of each layer from experts that lose least by having one
+    replica fewer to those that gain most."""
     placement = placement.copy()
     layers, slots = placement.shape
     every = np.arange(layers)
@@ -169,12 +169,12 @@ def _recopied(placement: Ints, weight: Floats, changes: int, ranks: int) -> Ints
     return placement
 
 
-# ---- another plan's ranks and slots, as close as can be to what is there
+# ---- permute another plan's ranks and slots to match the current placement
 
 
-def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
-    """`plan` with its ranks in another order, and each rank's experts in other slots, so that
-    most stay where they are. Ranks must be equally fast."""
+def match_placement(plan: Ints, present: Ints, ranks: int) -> Ints:
+    """`plan` with ranks, and slots within a rank, permuted so that most experts stay where they
+    are. Ranks must be equally fast."""
     layers = len(plan)
     every = np.arange(layers)
     experts = int(max(plan.max(), present.max())) + 1
@@ -190,17 +190,17 @@ def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
         common[every, theirs] = -1
         common[every, :, ours] = -1
     chosen = np.take_along_axis(by_rank(plan, ranks), source[..., None], 1)
-    return settled(chosen.reshape(plan.shape), present, ranks)
+    return keep_slots(chosen.reshape(plan.shape), present, ranks)
 
 
-def settled(placement: Ints, present: Ints, ranks: int) -> Ints:
-    """The same experts on every rank; those that it has already stay in their slots."""
+def keep_slots(placement: Ints, present: Ints, ranks: int) -> Ints:
+    """Permute slots within each rank so that experts it already has stay in their slots."""
     new, old = by_rank(placement, ranks), by_rank(present, ranks)
     experts = int(max(new.max(), old.max())) + 1
     stays = np.take_along_axis(held_by(placement, experts, ranks), old, 2)
     comes = ~np.take_along_axis(held_by(present, experts, ranks), new, 2)
     found = old.copy()
-    # as many come to each rank as leave it, both in the order of slots
+    # each rank gains as many experts as it loses; match them in slot order
     found[~stays] = new[comes]
     return found.reshape(placement.shape)
 
@@ -211,8 +211,8 @@ def settled(placement: Ints, present: Ints, ranks: int) -> Ints:
 def parts(
     present: Sequence[int], wanted: Sequence[int], ranks: int, most: int
 ) -> Iterator[list[int]]:
-    """Placements of one layer on the way from `present` to `wanted`: each next one changes at
-    most `most` slots of any rank, at least 2, and every expert has a slot in all of them."""
+    """Intermediate placements of one layer from `present` to `wanted`. Each changes at most `most`
+    (at least 2) slots of any rank, and every expert has a slot in all of them."""
     assert most >= 2
     now = list(present)
     before = list(now)
@@ -232,9 +232,9 @@ def parts(
 
 
 def _one_change(now: list[int], wanted: Sequence[int]) -> dict[int, int]:
-    """A slot that is not as wanted gets its expert: in place of one that has other slots as well,
-    or in exchange with a slot that is not to keep that expert. There always is one: an expert with
-    one slot alone, and that not where it is wanted, is wanted in a slot that is not yet so."""
+    """{slot: expert} that gives one wrong slot its wanted expert: it replaces an expert with other
+    slots, or is swapped with a slot that is not to keep that expert. One always exists: an expert
+    with a single slot, at the wrong place, is wanted in another slot that is still wrong."""
     for slot, expert in enumerate(wanted):
         if now[slot] == expert:
             continue

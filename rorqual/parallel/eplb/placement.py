@@ -1,10 +1,9 @@
-"""Placements of experts that even out the ranks' loads: DeepSeek's algorithm (their repository
-EPLB), and one that starts from the placement in force and moves few experts. No torch.
+"""Load-balanced placements of experts: DeepSeek's algorithm (their repository EPLB). No torch.
 
 A placement is an array [layers, slots] of logical experts; rank r of n has the r-th of n equal
-runs of slots. Loads are [layers, experts]; the copies of an expert share its load evenly. No rank
-ever gets two copies of one expert. `speeds`: how fast each rank is, if they differ; a rank's load
-is then counted as the time it takes.
+runs of slots. Loads are [layers, experts]; replicas of an expert share its load evenly. No rank
+gets two replicas of one expert. `speeds`: relative speeds of the ranks, if they differ; a rank's
+load is then the time it takes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Bools = NDArray[np.bool_]
 
 
 def check_slots(experts: int, slots: int, ranks: int, nodes: int = 1) -> None:
-    """Raise ConfigError where so many slots cannot hold the experts, evenly over the ranks."""
+    """Raises ConfigError if `slots` slots cannot hold the experts evenly over the ranks."""
     if slots % ranks:
         raise ConfigError(
             f"{slots} slots ({experts} experts and {slots - experts} redundant ones) cannot be "
@@ -46,8 +45,8 @@ def place(
     nodes: int = 1,
     speeds: Sequence[float] | None = None,
 ) -> Ints:
-    """A placement for these loads. Where several nodes can share out the experts' groups, groups
-    stay whole on a node (hierarchical); else copies go wherever the load is least (global)."""
+    """A placement for these loads. If the experts' groups divide over several nodes, each group
+    stays on one node (hierarchical); else replicas go where the load is least (global)."""
     weight = np.asarray(loads, np.float64)
     experts = weight.shape[1]
     check_slots(experts, slots, ranks, nodes)
@@ -81,8 +80,8 @@ def _global(weight: Floats, slots: int, ranks: int, speeds: Floats) -> Ints:
 
 
 def replicated(weight: Floats, slots: int, most: int) -> tuple[Ints, Ints]:
-    """(logical expert of each slot, copies of each expert): one slot each, and every other slot
-    one more copy of what is then the most loaded."""
+    """(logical expert of each slot, replicas of each expert): one slot each; each further slot is a
+    replica of the then most loaded expert."""
     layers, experts = weight.shape
     every = np.arange(layers)
     counts = np.ones((layers, experts), np.int64)
@@ -95,9 +94,9 @@ def replicated(weight: Floats, slots: int, most: int) -> tuple[Ints, Ints]:
 
 
 def _packed(share: Floats, logical: Ints | None, packs: int, speeds: Floats) -> Ints:
-    """Items by pack, [layers, items]: the heaviest first, each into the lightest pack that has
-    room and no copy of the same expert. Of packs that are not alike, into the one that still has
-    the most to get for each item it has room for: a slow rank must not begin with heavy ones."""
+    """Items by pack, [layers, items]. Greedy, heaviest first, into the lightest pack with room and
+    without the same expert. With different speeds, into the pack with the most remaining load per
+    free place, so that a slow rank does not start with heavy items."""
     layers, items = share.shape
     room = items // packs
     if room == 1 and logical is None:
@@ -132,9 +131,9 @@ def _packed(share: Floats, logical: Ints | None, packs: int, speeds: Floats) -> 
 def _make_room(
     packed: Ints, count: Ints, load: Floats, held: Bools, item: int, logical: Ints, share: Floats
 ) -> None:
-    """In one layer every pack with room has a copy of the item's expert already: one without a
-    copy hands an item to one with room, that has none of its kind. There always is one: what is
-    full has more items than the other."""
+    """For a layer in which every pack with room already has the item's expert: a full pack without
+    it passes one of its items to a pack with room that lacks that item's expert. Such an item
+    always exists, since the full pack has more items than the other."""
     room = packed.shape[1]
     free = int(np.where(count < room, load, np.inf).argmin())
     full = int(np.where(held[logical[item]], np.inf, load).argmin())
@@ -151,16 +150,16 @@ def _make_room(
     held[logical[moved], full] = False
 
 
-def unplanned(layers: int, experts: int) -> Ints:
+def identity_placement(layers: int, experts: int) -> Ints:
     """Every expert once, in order."""
     return np.tile(np.arange(experts), (layers, 1))
 
 
-# ---- judging
+# ---- evaluation
 
 
 def copies(placement: Ints, experts: int) -> Ints:
-    """[layers, experts]: how many slots each has."""
+    """[layers, experts]: number of slots of each expert."""
     layers = len(placement)
     shifted = placement + np.arange(layers)[:, None] * experts
     return np.bincount(shifted.ravel(), minlength=layers * experts).reshape(layers, experts)
@@ -180,8 +179,8 @@ def rank_loads(
 def balancedness_by_layer(
     placement: Ints, loads: Any, ranks: int, speeds: Sequence[float] | None = None
 ) -> Floats:
-    """Mean over max of the ranks' loads; 1 where there is no load. With speeds: the time of
-    ranks that all take equally long, over that of the slowest."""
+    """Mean over max of the ranks' loads; 1 if there is no load. With speeds: the time if all ranks
+    took equally long, over that of the slowest."""
     times = rank_loads(placement, loads, ranks, speeds)
     even = np.asarray(loads, np.float64).sum(1) / speeds_of(speeds, ranks).sum()
     most = times.max(1)
@@ -192,12 +191,12 @@ def balancedness_by_layer(
 def balancedness(
     placement: Ints, loads: Any, ranks: int, speeds: Sequence[float] | None = None
 ) -> float:
-    """The mean over layers."""
+    """`balancedness_by_layer`, mean over layers."""
     return float(balancedness_by_layer(placement, loads, ranks, speeds).mean())
 
 
 def moved(old: Ints, new: Ints, ranks: int) -> Ints:
-    """[layers]: slots whose new expert their rank does not have yet."""
+    """[layers]: number of slots whose new expert is not on their rank yet."""
     layers = len(old)
     experts = int(max(old.max(), new.max())) + 1
     there = np.take_along_axis(held_by(old, experts, ranks), by_rank(new, ranks), 2)
@@ -206,7 +205,7 @@ def moved(old: Ints, new: Ints, ranks: int) -> Ints:
 
 
 def by_rank(placement: Any, ranks: int) -> Any:
-    """[layers, slots] as [layers, ranks, slots of each]."""
+    """[layers, slots] to [layers, ranks, slots per rank]."""
     layers, slots = placement.shape
     return placement.reshape(layers, ranks, slots // ranks)
 
@@ -218,9 +217,9 @@ def held_by(placement: Ints, experts: int, ranks: int) -> Bools:
     return found
 
 
-def combined(loads: Sequence[Any]) -> Floats:
-    """One load for several workloads: each counts alike in each layer, however many tokens it
-    was taken from."""
+def combined_loads(loads: Sequence[Any]) -> Floats:
+    """Combine the loads of several workloads, with equal weight in each layer for any number of
+    tokens."""
     parts = []
     for load in loads:
         weight = np.asarray(load, np.float64)

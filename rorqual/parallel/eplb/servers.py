@@ -1,9 +1,9 @@
-"""Experts on servers that may hold different numbers of them: where they should be, and which
+"""Placement of experts on expert servers of different capacity: where they should be, and which
 changes can be made at once. No torch.
 
-All is of one layer: held [servers, experts] says who holds what, room [servers] how many experts a
-server has memory for, load [experts] how often each was picked. Holders of an expert share its load
-evenly.
+Everything is for one layer. held [servers, experts]: which server holds which expert. room
+[servers]: how many experts a server has memory for. load [experts]: number of tokens routed to each
+expert. Servers that hold the same expert share its load evenly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from rorqual.parallel.eplb.placement import Bools, Floats, Ints, replicated
 
-IDLE = 1e-3  # of the mean load: what an expert counts for that nobody picked
-WORTH = 0.02  # of balancedness, that a new plan must be better by
-TRIED = 8  # changes between two servers that are worked out in full
+IDLE = 1e-3  # load assumed for an expert without any, as a fraction of the mean load
+WORTH = 0.02  # balancedness that a new plan must gain
+TRIED = 8  # changes between two servers that are evaluated in full
 
 
 def server_loads(held: Bools, load: Any) -> Floats:
@@ -28,19 +28,18 @@ def server_loads(held: Bools, load: Any) -> Floats:
 
 
 def server_balancedness(held: Bools, load: Any) -> float:
-    """Mean over max of the servers' loads; 1 where there is none."""
+    """Mean over max of the servers' loads; 1 if there is no load."""
     loads = server_loads(held, load)
     most = float(loads.max(initial=0.0))
     return float(loads.mean()) / most if most else 1.0
 
 
 def place_on_servers(held: Bools, load: Any, room: Ints, enough: float = 0.99) -> Bools:
-    """Who should hold what, from who holds what, by few changes: every expert somewhere, while
-    there is room at all, then changes between the most loaded server and another, one expert at a
-    time, until the balancedness is `enough` or no change helps. Nobody comes to hold more than its
-    room. One slot stays free, or becomes free, where anything is to move: without it servers could
-    not exchange what only they hold (next_changes), and so nothing moves where the room is that
-    of one copy of each expert."""
+    """The wanted placement, with few changes from `held`. First every expert gets a server, if
+    there is room; then one expert at a time is changed between the most loaded server and another,
+    until the balancedness is `enough` or no change helps. No server exceeds its room. If anything
+    is to move, one slot is kept or made free: without it servers could not swap experts that only
+    they hold (next_changes). So nothing moves if the room is exactly one slot per expert."""
     weight = np.asarray(load, np.float64)
     weight = weight + IDLE * max(float(weight.mean()), 1e-9)
     found = held.copy()
@@ -63,7 +62,7 @@ def place_on_servers(held: Bools, load: Any, room: Ints, enough: float = 0.99) -
 
 
 def _cover(held: Bools, weight: Floats, room: Ints) -> None:
-    """A holder for each expert that has none, the heaviest first, in place."""
+    """Give each expert without a server one, the heaviest first, in place."""
     missing = np.flatnonzero(~held.any(0))
     for expert in missing[np.argsort(-weight[missing], kind="stable")]:
         loads = server_loads(held, weight)
@@ -81,8 +80,8 @@ def _cover(held: Bools, weight: Floats, room: Ints) -> None:
 
 
 def _new_plan(held: Bools, weight: Floats, room: Ints) -> Bools:
-    """From nothing: copies of what is picked most, the heaviest first to whoever has least to do;
-    servers then exchange roles, so that most is where it should be."""
+    """A plan from scratch: replicas of the most loaded experts, heaviest first to the least loaded
+    server; then servers are permuted so that most experts are in place already."""
     servers, experts = held.shape
     copies = min(int(room.sum()) - 1, experts * int((room > 0).sum()))
     logical, counts = replicated(weight[None], copies, int((room > 0).sum()))
@@ -102,14 +101,14 @@ def _new_plan(held: Bools, weight: Floats, room: Ints) -> Bools:
 
 
 def _renamed(plan: Bools, held: Bools, room: Ints) -> Bools:
-    """Its servers in another order, so that they have much of what they are to hold."""
+    """The plan with servers permuted so that they hold much of it already."""
     common = (plan[:, None] & held[None]).sum(2)
     common[plan.sum(1)[:, None] > room[None]] = -1
     found = np.zeros_like(plan)
     for _ in range(len(plan)):
         new, old = np.unravel_index(common.argmax(), common.shape)
         if common[new, old] < 0:
-            return plan  # what is left does not fit
+            return plan  # the remaining servers do not fit
         found[old] = plan[new]
         common[new] = -2
         common[:, old] = -2
@@ -117,7 +116,7 @@ def _renamed(plan: Bools, held: Bools, room: Ints) -> Bools:
 
 
 def _give_up_a_copy(held: Bools, weight: Floats) -> None:
-    """That whose loss the servers feel least, in place."""
+    """Drop the replica whose loss increases loads least, in place."""
     loads = server_loads(held, weight)
     counts = held.sum(0)
     spare = held & (counts > 1)
@@ -127,8 +126,8 @@ def _give_up_a_copy(held: Bools, weight: Floats) -> None:
 
 
 def _improved(held: Bools, weight: Floats, room: Ints) -> Bools | None:
-    """After the best change between the most loaded server and the first other with which there is
-    one that helps; None where there is none."""
+    """`held` after the best change between the most loaded server and the first other with which
+    one helps; None if no change helps."""
     loads = server_loads(held, weight)
     order = np.argsort(loads, kind="stable")
     hot = int(order[-1])
@@ -143,8 +142,8 @@ def _improved(held: Bools, weight: Floats, room: Ints) -> Bools | None:
 
 
 def _ranked(held: Bools, weight: Floats) -> list[float]:
-    """Loads, the largest first: less is better. Rounded, so that no change is made and taken back
-    for a last digit."""
+    """Loads, largest first; smaller is better. Rounded, so that rounding errors cause no changes
+    back and forth."""
     loads = server_loads(held, weight)
     found: list[float] = np.sort(np.round(loads / loads.mean(), 9))[::-1].tolist()
     return found
@@ -153,8 +152,8 @@ def _ranked(held: Bools, weight: Floats) -> list[float]:
 def _changes(
     held: Bools, weight: Floats, loads: Floats, hot: int, cold: int, room: Ints
 ) -> Iterator[Bools]:
-    """The most promising: an expert of the hot server is copied, or moved, to the cold one, there
-    into a free slot, or one of a copy that others hold too, or in exchange."""
+    """The most promising changes: an expert of the hot server is copied or moved to the cold one,
+    into a free slot, in place of an expert with other replicas, or in a swap."""
     counts = np.maximum(held.sum(0), 1)
     share = weight / counts
     comes = np.flatnonzero(held[hot] & ~held[cold])
@@ -184,7 +183,7 @@ def _changes(
 
 
 def _best(score: Floats) -> Iterator[tuple[int, int]]:
-    """Rows and columns of the least."""
+    """Rows and columns of the smallest scores."""
     for number in np.argsort(score, axis=None, kind="stable")[:TRIED].tolist():
         yield divmod(number, score.shape[1])
 
@@ -204,9 +203,9 @@ def _changed(
 
 
 def next_changes(held: Bools, wanted: Bools, room: Ints) -> tuple[Bools, Bools]:
-    """(loads, drops) [servers, experts] that can be made at once on the way from `held` to
-    `wanted`, whoever of the servers is ready first: a server drops only what another holds that
-    keeps it, and has room for what it loads. Nothing where nothing can be done."""
+    """(loads, drops) [servers, experts]: changes towards `wanted` that can be made at once, in any
+    order of the servers. A server drops an expert only if another one holds and keeps it, and has
+    room for what it loads. Empty if nothing can be done."""
     loads = np.zeros_like(held)
     drops = np.zeros_like(held)
     keepers = held.sum(0)
@@ -230,7 +229,7 @@ def next_changes(held: Bools, wanted: Bools, room: Ints) -> tuple[Bools, Bools]:
 
 
 def _drop_unwanted(held: Bools, wanted: Bools, keepers: Ints, drops: Bools) -> None:
-    """Once nothing is to be loaded any more, or can be: what is one too many."""
+    """Drop unwanted experts once nothing more is to be loaded, or can be."""
     for server, expert in np.argwhere(held & ~wanted & ~drops):
         if keepers[expert] > 1:
             keepers[expert] -= 1
@@ -238,8 +237,8 @@ def _drop_unwanted(held: Bools, wanted: Bools, keepers: Ints, drops: Bools) -> N
 
 
 def _step_aside(held: Bools, wanted: Bools, room: Ints, loads: Bools) -> None:
-    """Servers are full of what only they hold: one expert goes where there is a free slot, so that
-    its slot can be given up."""
+    """For servers that are full of experts that only they hold: load one of these into a free slot
+    of another server, so that its slot can be freed."""
     free = np.flatnonzero(held.sum(1) < room)
     waiting = np.flatnonzero((wanted & ~held).any(1))
     for server in waiting:

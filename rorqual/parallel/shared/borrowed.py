@@ -1,8 +1,8 @@
-"""Tensors over memory that torch did not allocate, on a device that is told, not asked for.
+"""Tensors over memory that torch did not allocate, on an explicitly given device.
 
-torch asks the driver where an address lies, and takes another GPU's memory that is mapped here for
-a tensor on that GPU, with a context there and copies on its streams. DLPack lets us say that it is
-seen from this one.
+torch by itself asks the driver for an address's device. For mapped memory of another GPU it would
+make a tensor on that GPU, with a context there and copies on its streams. With DLPack we declare
+it to be on this GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _View(ctypes.Structure):
     ]
 
 
-_lent: dict[int, tuple[Any, ...]] = {}  # by the view's address: what must live as long as it
+_lent: dict[int, tuple[Any, ...]] = {}  # by the view's address: objects it must keep alive
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -51,8 +51,8 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 def borrowed_bytes(pointer: int, size: int, device: torch.device, holder: object) -> Tensor:
-    """[size] uint8 at `pointer`, as `device` sees it. `holder` lives as long as the tensor and all
-    views of it."""
+    """[size] uint8 at `pointer` in the address space of `device`. The tensor and all its views keep
+    `holder` alive."""
     shape = (ctypes.c_int64 * 1)(size)
     strides = (ctypes.c_int64 * 1)(1)
     view = _View(

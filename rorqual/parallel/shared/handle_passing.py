@@ -1,10 +1,10 @@
-"""Passes file descriptors to another process of this host and user: over a Unix socket with a
-random name in the abstract namespace, to who knows a token.
+"""Pass file descriptors to another process of this host and user, over a Unix socket with a random
+name in the abstract namespace, authorized by a token.
 
-The name and the token are told to the other side over a link that both have proved themselves on;
-what knows the token may have the descriptors. Names are not secret (/proc/net/unix lists them), and
-tokens do not travel anywhere else. Both ends look at the other's user as the kernel tells it. A
-process in another network namespace does not find the name. Linux.
+Name and token are sent over an authenticated link; whoever has the token may fetch the descriptors.
+Names are not secret (/proc/net/unix lists them); tokens are sent nowhere else. Both ends check the
+other's user with the kernel's credentials. A process in another network namespace cannot find the
+name. Linux only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 TOKEN = 16  # bytes
-MOST_HOLDERS = 256  # that are connected at once; the oldest is let go
-MOST_DESCRIPTORS = 64  # for one token; the kernel passes up to 253 at once
-SECONDS = 2.0  # for the other side to say its part
-PAUSE = 0.1  # after an accept that failed: descriptors may have run out
+MOST_HOLDERS = 256  # open connections; beyond, the oldest is closed
+MOST_DESCRIPTORS = 64  # per token; the kernel passes up to 253 at once
+SECONDS = 2.0  # timeout for a message from the other side
+PAUSE = 0.1  # seconds after a failed accept: descriptors may have run out
 REQUEST = struct.Struct("!16sB")  # token, how many descriptors are expected
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 GIVEN = b"\1"
@@ -31,19 +31,18 @@ REFUSED = b"\0"
 
 
 class HandleError(RuntimeError):
-    """Descriptors that do not come."""
+    """Descriptors could not be fetched."""
 
 
 class DescriptorServer:
-    """Gives descriptors away on a thread of its own. `name`: of its socket, 32 hexadecimal digits.
-    seconds: that a peer has to say what it wants. Raises OSError where there are no such
-    sockets."""
+    """Serves descriptors on its own thread. `name`: of its socket, 32 hexadecimal digits. seconds:
+    timeout for a peer's request. Raises OSError if the system has no such sockets."""
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
         self.name = secrets.token_hex(16)
         self.offers: dict[bytes, tuple[int, ...]] = {}
-        self.holding: list[tuple[bytes, socket.socket]] = []  # who was given what, and is there
+        self.holding: list[tuple[bytes, socket.socket]] = []  # (token, connection) still open
         self.lock = threading.Lock()
         self.closed = False
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,8 +56,8 @@ class DescriptorServer:
         self.thread.start()
 
     def offer(self, descriptors: Sequence[int]) -> bytes:
-        """A token that these are given for, as often as it is named, until `withdraw`. This takes
-        copies; the caller's stay its own."""
+        """A new token for these descriptors, valid any number of times until `withdraw`. Duplicates
+        them; the caller keeps its own."""
         if not 0 < len(descriptors) <= MOST_DESCRIPTORS:
             raise ValueError(f"{len(descriptors)} descriptors; accepted: 1 to {MOST_DESCRIPTORS}")
         token = secrets.token_bytes(TOKEN)
@@ -74,8 +73,8 @@ class DescriptorServer:
         return token
 
     def withdraw(self, token: bytes) -> None:
-        """The token is worth nothing from now on. Who had the descriptors keeps them, and finds
-        the connection ended."""
+        """Invalidate the token. Processes that fetched the descriptors keep them, and their
+        connections are closed."""
         with self.lock:
             _close_all(self.offers.pop(token, ()))
             for given, peer in self.holding:
@@ -100,7 +99,7 @@ class DescriptorServer:
                 if not self.closed:
                     time.sleep(PAUSE)
                 continue
-            # one after the other: none holds this up for longer
+            # one peer at a time, each with a timeout
             kept = False
             with suppress(OSError, struct.error):
                 peer.settimeout(self.seconds)
@@ -109,7 +108,7 @@ class DescriptorServer:
                 peer.close()
 
     def _answer(self, peer: socket.socket) -> bool:
-        """Whether it was given something."""
+        """Whether the peer got descriptors."""
         token, count = REQUEST.unpack(peer.recv(REQUEST.size + 1))
         with self.lock:
             self._forget_who_left()
@@ -146,10 +145,10 @@ def fetch_descriptors(name: str, token: bytes, count: int, seconds: float = SECO
 def fetch_and_hold(
     name: str, token: bytes, count: int, seconds: float = SECONDS
 ) -> tuple[list[int], socket.socket]:
-    """New descriptors, the caller's to close, of what the server of this name offers for `token`,
-    and a connection on which nothing comes any more: it ends when that process does, or withdraws
-    the offer. Raises HandleError, within about twice `seconds`, where it gives none, is not there,
-    or is another user's."""
+    """Fetch the descriptors for `token` from the server `name`. Returns them, for the caller to
+    close, and a connection without further data, which is closed when the server exits or withdraws
+    the token. Raises HandleError, within about twice `seconds`, if the server refuses, does not
+    exist, or belongs to another user."""
     if len(token) != TOKEN or not 0 < count <= MOST_DESCRIPTORS:
         raise HandleError(
             f"a token of {len(token)} bytes for {count} descriptors; accepted: {TOKEN} bytes, 1 to "

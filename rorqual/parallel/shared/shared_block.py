@@ -1,12 +1,11 @@
-"""GPU memory that other processes of the host map by a file descriptor: the driver's virtual memory
-API.
+"""GPU memory that other processes of the host map through a file descriptor: the driver's virtual
+memory API.
 
-cuda_ipc.py shares a block of cuMemAlloc by a handle of 64 bytes. Such a block is gone with the
-process that allocated it, under the feet of who maps it: a kernel that reads it then faults, and
-the reader's context with it. What cuMemCreate allocates is counted: it lives until the last of its
-exporter, its importers and its descriptors is gone, so a kill -9 of the exporter leaves an
-importer's mapping valid. That is for processes that may outlive each other; ranks of one engine do
-not.
+cuda_ipc.py shares cuMemAlloc memory through a 64-byte handle. Such memory is freed when its process
+exits, even while others map it: a kernel that reads it then faults and breaks the reader's context.
+cuMemCreate memory is reference-counted by its exporter, importers and descriptors, so a kill -9 of
+the exporter leaves an importer's mapping valid. Used between processes that may outlive each other,
+which ranks of one engine do not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
-Undo = tuple[str, tuple[int, ...]]  # a function of the driver's, and what it takes
+Undo = tuple[str, tuple[int, ...]]  # a driver function and its arguments
 
 
 class Location(ctypes.Structure):
@@ -57,13 +56,12 @@ class Access(ctypes.Structure):
 
 
 class SharedBlock:
-    """`size` bytes, as asked for, at `pointer` as this process' GPU `device` (its index) sees them;
-    the mapping is undone when nobody holds this any more. Made by `new` or `of`, both of which
-    raise RuntimeError with the driver's name for what went wrong; the GPU must have been used by
-    torch in this process."""
+    """`size` bytes, as requested, mapped at `pointer` for the GPU with index `device`; unmapped
+    when this object is garbage-collected. Create it with `new` or `of`, which raise RuntimeError
+    with the driver's error name; torch must have used the GPU in this process."""
 
     def __init__(self, handle: int, size: int, mapped: int, device: int):
-        """handle: the driver's of the memory, owned by this from now on; mapped: bytes of it."""
+        """handle: the driver's handle of the memory, which this object now owns. mapped: bytes."""
         undo: list[Undo] = [("cuMemRelease", (handle,))]
         try:
             self.pointer = _map(handle, mapped, device, undo)
@@ -74,11 +72,11 @@ class SharedBlock:
         self.size = size
         self.device = device
         end = weakref.finalize(self, _undo_all, undo, device)
-        end.atexit = False  # a process's end frees it, with the context
+        end.atexit = False  # at process exit the context frees it
 
     @staticmethod
     def new(size: int, device: torch.device) -> SharedBlock:
-        """Memory of this GPU, not set to anything."""
+        """Allocate uninitialized memory on this GPU."""
         index = _index(device)
         with cuda_ipc.on_device(index):
             wanted = _properties(index)
@@ -89,31 +87,31 @@ class SharedBlock:
 
     @staticmethod
     def of(fd: int, size: int, device: torch.device) -> SharedBlock:
-        """What another process, or this one, made with `SharedBlock.new(size)` on this GPU or on
-        one that it reaches, mapped for `device`. `fd` stays the caller's to close, and may be
-        closed at once. The driver refuses what is larger than the block."""
+        """Map for `device` the memory that this or another process made with
+        `SharedBlock.new(size)`, on this GPU or one that it can access. The caller closes `fd`, at
+        any time. The driver refuses a size larger than the block."""
         index = _index(device)
         with cuda_ipc.on_device(index):
             handle = ctypes.c_uint64()
             call(
                 "cuMemImportFromShareableHandle",
                 ctypes.byref(handle),
-                ctypes.c_void_p(fd),  # the number itself, in a pointer's place
+                ctypes.c_void_p(fd),  # the number itself, passed as a pointer
                 FILE_DESCRIPTOR,
             )
             mapped = _rounded(size, _properties(index))
             return SharedBlock(handle.value, size, mapped, index)
 
     def fd(self) -> int:
-        """A new descriptor of the memory for another process; the caller closes it. While one is
-        open, the memory is kept."""
+        """A new descriptor of the memory for another process; the caller closes it. An open
+        descriptor keeps the memory allocated."""
         found = ctypes.c_int(-1)
         call("cuMemExportToShareableHandle", ctypes.byref(found), self.handle, FILE_DESCRIPTOR, 0)
         return found.value
 
     def tensor(self, device: torch.device) -> Tensor:
-        """[size] uint8 on `device`, the one that this is mapped for; it, and every view of it,
-        holds the mapping."""
+        """[size] uint8 on `device`, for which it must be mapped. The tensor and its views keep the
+        mapping alive."""
         assert _index(device) == self.device, "mapped for another device"
         return borrowed_bytes(self.pointer, self.size, device, self)
 
@@ -129,14 +127,15 @@ def _properties(device: int) -> Properties:
 
 
 def _rounded(size: int, properties: Properties) -> int:
-    """To what the driver allocates in."""
+    """Round up to the driver's allocation granularity."""
     unit = ctypes.c_size_t()
     call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), MINIMUM)
     return max(1, -(-size // unit.value)) * unit.value
 
 
 def _map(handle: int, size: int, device: int, undo: list[Undo]) -> int:
-    """Where `device` sees the memory from now on; what undoes each step is added to `undo`."""
+    """Map the memory for `device` and return its address. Adds the calls that undo each step to
+    `undo`."""
     pointer = ctypes.c_uint64()
     call("cuMemAddressReserve", ctypes.byref(pointer), size, 0, 0, 0)
     undo.append(("cuMemAddressFree", (pointer.value, size)))
@@ -148,8 +147,9 @@ def _map(handle: int, size: int, device: int, undo: list[Undo]) -> int:
 
 
 def _undo_all(undo: list[Undo], device: int) -> None:
-    """Last first. A mapping that goes while a kernel reads it is the holder's mistake: torch's
-    tensors hold it until their storage is freed, so whoever launched work on one waits for it."""
+    """Undo the steps, last first. Unmapping memory that a kernel still reads is the caller's
+    mistake: a tensor keeps the mapping until its storage is freed, so wait for the kernels before
+    dropping the tensor."""
     with cuda_ipc.on_device(device):
         for function, args in reversed(undo):
             getattr(cuda_ipc.driver(), function)(*args)

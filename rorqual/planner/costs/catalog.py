@@ -1,5 +1,5 @@
-"""Published models by their Hugging Face ids: which shipped shape has their sizes. Costs need no
-more, so no network. No torch."""
+"""Maps Hugging Face ids of published models to shipped shapes with the same sizes, so that costs
+need no network. No torch."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def published(
 
 
 def with_quant(folder: Path, quant: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A folder's configuration with its weights as they are (auto), in fp8 with 128 x 128
-    blocks, unquantised (none), or as the engine's `quantization` of that name holds them."""
+    """A folder's configuration with its weights unchanged (auto), in fp8 with 128 x 128 blocks,
+    unquantized (none), or in one of the engine's `quantization` formats."""
     if quant not in QUANTS:
         raise ConfigError(f"quant={quant!r} is not known; accepted: {', '.join(QUANTS)}")
     changed = dict(overrides or {})

@@ -1,4 +1,4 @@
-"""What a model, a layer, an operation costs: parameters, bytes, operations. Pure arithmetic, no
+"""Costs of a model, a layer or an operation: parameters, bytes, operations. Pure arithmetic, no
 torch.
 
 Everything is a sum over the inventory in weights.py. A product of [n, k] with [k, m] counts 2 n k m
@@ -54,9 +54,9 @@ class ByPart:
 
 @dataclass(frozen=True)
 class Format:
-    """How weights and cache are held; None means the model's dtype. fp8 weights follow
-    `ModelConfig.quant`; kv_dtype takes the names of the engine's kv_cache_dtype. split_latent:
-    latents and rope keys in planes of their own with a scale a layer, as on an NPU."""
+    """Formats of weights and cache; None: the model's dtype. Quantized weights follow
+    `ModelConfig.quant`. kv_dtype: a name of the engine's kv_cache_dtype. split_latent: latents and
+    rope keys in separate planes with one scale per layer, as on an NPU."""
 
     dtype: str | None = None
     kv_dtype: str | None = None
@@ -102,8 +102,8 @@ def weight_bytes(
 ) -> ByPart:
     """Bytes by part in `memory` or in the `checkpoint`.
 
-    In memory the router is fp32 where the model routes in fp32, kv_b is dequantized, and AM_CC_ME
-    holds its products beside the weights they were made of.
+    In memory the router is fp32 if the model routes in fp32, kv_b is dequantized, and AM_CC_ME
+    stores its products in addition to the weights.
     """
     if where not in ("memory", "checkpoint"):
         raise ConfigError(f"where={where!r} is not known; accepted: memory, checkpoint")
@@ -284,8 +284,8 @@ def _weight_op(config: ModelConfig, weight: WeightShape, batch: BatchShape, fmt:
 def layer_ops(
     config: ModelConfig, layer: int, batch: BatchShape, fmt: Format = DEFAULT_FORMAT
 ) -> list[Op]:
-    """Everything one layer does in a step. Attention reads each cached entry once, whatever its
-    form makes of it."""
+    """All operations of one layer in a step. Attention reads each cached entry once in every
+    form."""
     found = [
         _weight_op(config, weight, batch, fmt)
         for weight in layer_weights(config, layer, config.moe_layers[layer], fmt.form)

@@ -1,5 +1,5 @@
-"""What one rank sends in a step, as the planner times it: the calls that parallel/comm_volume.py
-counts, with how far they reach. No torch."""
+"""One rank's messages in a step, for the planner's network times: the calls that
+parallel/comm_volume.py counts, with their span. No torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NEIGHBOURS = "p2p"
 
 @dataclass(frozen=True)
 class CostedMessage:
-    """A call among `ranks` ranks that lie `span` ranks apart at most. `bytes`: the message as
-    parallel/comm_counters.py defines it, the whole tensor for all_reduce, all_gather and
-    reduce_scatter, what one rank sends away for all_to_all and p2p. tokens: rows a rank brings.
-    wide: bytes a row over those of fp8 rows with scales, which published exchange times are for."""
+    """A call among `ranks` ranks that are at most `span` ranks apart. `bytes`: the message as in
+    parallel/comm_counters.py: the whole tensor for all_reduce, all_gather and reduce_scatter, what
+    one rank sends for all_to_all and p2p. tokens: rows per rank. wide: bytes of a row relative to
+    an fp8 row with scales, for which exchange times are published."""
 
     name: str
     kind: str  # all_reduce | reduce_scatter | all_gather | all_to_all | p2p
@@ -52,10 +52,10 @@ def span_of(sizes: ParallelConfig, axis: str) -> int:
 
 
 class RankMessages:
-    """Of a rank in a group of `work`; the other groups share the rest of the stage's tokens
-    evenly, with logits in proportion. `picks`: a low-latency exchange sends a copy for each
-    pick, as DeepEP does (the published exchange times are its), in place of blocks of rows to
-    every rank."""
+    """The messages of a rank in a group with `work`; the other groups share the rest of the stage's
+    tokens evenly, with logits in proportion. `copies`: a low-latency exchange sends one copy for
+    each (token, expert) pair, as DeepEP does (whose exchange times are published), instead of
+    blocks of rows to every rank."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class RankMessages:
         sizes: ParallelConfig,
         work: GroupWork,
         itemsize: int,
-        picks: bool = False,
+        copies: bool = False,
         fullest: float = 0.0,
     ):
         self.fullest = max(1.0, fullest)
         self.config = config
         self.sizes = sizes
         self.work = work
-        self.picks = picks
+        self.copies = copies
         tokens = (work.tokens, *work.others(sizes.dp))
         logits = [
             round(work.logit_rows * rows / work.tokens) if work.tokens else 0 for rows in tokens
@@ -95,8 +95,8 @@ class RankMessages:
         yield from self._of(self.step.layer(sparse))
 
     def draft(self) -> Iterator[CostedMessage]:
-        """Of one pass of a prediction module: its embedding, its layer, whose first norm meets
-        no partial sum, and the head."""
+        """Messages of one pass of a prediction module: embedding, layer (the input of its first
+        norm is no partial sum) and head."""
         step = self.step
         yield from self._of(step.embedding())
         yield from self._of(step.to_attention() if step.sharded else ())
@@ -126,8 +126,8 @@ class RankMessages:
         row = step.payload if low_latency and message.name == "dispatch" else step.row
         fp8_row = fp8_row_bytes(self.config.hidden_size)
         wide = row / fp8_row if message.name == "dispatch" else 1.0
-        if not (low_latency and self.picks):
-            # blocks of rows for every rank are as large whoever is asked for
+        if not (low_latency and self.copies):
+            # blocks of rows have the same size for any routing
             more = 1.0 if low_latency else self.fullest
             return replace(message, bytes=round(message.bytes * more), wide=wide)
         away = (

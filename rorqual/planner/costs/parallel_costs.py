@@ -1,9 +1,9 @@
-"""What one rank of a parallel layout computes and reads in a step (what it sends: messages.py).
+"""What one rank of a parallel layout computes and reads in a step (messages.py: what it sends).
 Pure arithmetic, no torch.
 
-Weights are the inventory of weights.py, cut as config/parallel.py says; every figure is of one rank
-of one pipeline stage. A layer is described once for the dense layers and once for the MoE layers,
-with how many the fullest stage has of each.
+Weights are the inventory of weights.py, split as in config/parallel.py; figures are for one rank of
+one pipeline stage. There is one entry for the dense layers and one for the MoE layers, with the
+number of each in the fullest stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rorqual.planner.costs.weights import WeightShape, head_weight, layer_weight
 @dataclass(frozen=True)
 class RankOp:
     """One operation of one rank. shape: gemm (m, n, k); bmm (heads, m, n, k); attention (heads,
-    kv_heads, requests, new, cached); experts (tokens, picks, distinct, hidden, intermediate,
+    kv_heads, requests, new, cached); experts (tokens, pairs, distinct, hidden, intermediate,
     local). `layers` equal ones in the stage."""
 
     name: str
@@ -142,8 +142,8 @@ class _Layer:
             yield self._experts(experts)
 
     def _rows(self, weight: WeightShape) -> int:
-        """Tokens that meet a weight of attention, a norm or a router: those of the group, or
-        where tokens are sharded this rank's alone."""
+        """Tokens of attention's down projections, norms and routers: those of the group, or only
+        this rank's if tokens are sharded."""
         own = weight.part in ("norms", "router")
         down = weight.name.endswith(
             ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm")
@@ -234,11 +234,11 @@ class _Layer:
         load = rank_load(self.routing, moe.num_experts, moe.top_k, self.stage_tokens, sizes.ep)
         inner = moe.intermediate_size // sizes.expert_tp
         each = sum(replace(piece, count=1).bytes(self.dtype) for piece in pieces)
-        flops = load.picks * sum(piece.flops_per_token for piece in pieces)
-        read = load.picks * self.width * (2 * self.config.hidden_size + 3 * inner)
+        flops = load.pairs * sum(piece.flops_per_token for piece in pieces)
+        read = load.pairs * self.width * (2 * self.config.hidden_size + 3 * inner)
         shape = (
             self.stage_tokens,
-            load.picks,
+            load.pairs,
             load.distinct,
             self.config.hidden_size,
             inner,
@@ -270,7 +270,7 @@ def _drafts(
     work: GroupWork,
     fmt: Format,
     routing: Routing,
-    picks: bool,
+    copies: bool,
 ) -> Iterator[tuple[list[RankOp], Iterable[CostedMessage]]]:
     """The prediction module's passes: the first over the verified window, the others over one
     row a request; each ends in the head."""
@@ -286,13 +286,12 @@ def _drafts(
             _gemm(joins, passed.tokens, layer.dtype, 1),
             _head(config, sizes, passed, fmt),
         ]
-        messages = RankMessages(config, sizes, passed, layer.width, picks, routing.fullest)
+        messages = RankMessages(config, sizes, passed, layer.width, copies, routing.fullest)
         yield ops, messages.draft()
 
 
 def _head(config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format) -> RankOp:
-    """A head over several attention groups takes the rows of all of them; one over a part of a
-    group the same rows as its neighbours."""
+    """Logit rows of the head: those of all attention groups that it spans, or of the own group."""
     rows = work.logit_rows * max(1, (sizes.head_tp or 1) // sizes.tp)
     return _gemm(shard(head_weight(config), config, sizes), rows, fmt.dtype or config.dtype, 1)
 
@@ -303,10 +302,10 @@ def rank_step(
     work: GroupWork,
     fmt: Format = DEFAULT_FORMAT,
     routing: Routing = UNIFORM,
-    picks: bool = False,
+    copies: bool = False,
 ) -> RankStep:
     """Everything one rank of the fullest stage does in a step, the embedding and the head
-    included (as if it had both ends). `picks`: how a low-latency exchange sends (messages.py)."""
+    included (as if it had both ends). `copies`: how a low-latency exchange sends (messages.py)."""
     ops: list[RankOp] = []
     dtype = fmt.dtype or config.dtype
     row = config.hidden_size * DTYPE_BYTES[dtype]
@@ -329,10 +328,10 @@ def rank_step(
             ops += layer.ops(moe)
     norm = WeightShape("norms", "norm", (config.hidden_size,))
     ops += [_gemm(norm, work.logit_rows, dtype, 1), _head(config, sizes, work, fmt)]
-    sent = RankMessages(config, sizes, work, DTYPE_BYTES[dtype], picks, routing.fullest)
+    sent = RankMessages(config, sizes, work, DTYPE_BYTES[dtype], copies, routing.fullest)
     messages = list(sent.all())
     for more_ops, more_messages in (
-        _drafts(config, sizes, work, fmt, routing, picks) if work.drafts else ()
+        _drafts(config, sizes, work, fmt, routing, copies) if work.drafts else ()
     ):
         ops += more_ops
         messages += more_messages

@@ -1,5 +1,5 @@
-"""How tokens choose experts: how many distinct experts a batch needs, and how unevenly ranks are
-loaded. No torch.
+"""Routing statistics: the number of distinct experts of a batch, and the load imbalance of ranks.
+No torch.
 
 A routing is, for each expert, the probability that a token chooses it; the top_k probabilities sum
 to top_k. Tokens choose independently, so n tokens need sum(1 - (1 - p)^n) distinct experts in
@@ -20,9 +20,9 @@ from rorqual.errors import ConfigError
 
 @dataclass(frozen=True)
 class Routing:
-    """kind: uniform; zipf (weights 1/rank^exponent); recorded (weights are counts, one an
-    expert). balance: how experts lie on ranks: `none` (in order), `placed` (largest first on the
-    lightest rank, as a load balancer would) or `perfect` (forced equal load)."""
+    """kind: uniform; zipf (weights 1/rank^exponent); recorded (weights are counts, one per expert).
+    balance: placement of experts on ranks: `none` (in order), `placed` (largest first on the
+    lightest rank, as by a load balancer) or `perfect` (forced equal load)."""
 
     kind: str = "uniform"
     exponent: float = 0.0
@@ -141,10 +141,10 @@ def expert_shares(routing: Routing, experts: int, top_k: int, ranks: int) -> lis
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Of the fullest rank, in expectation: `picks` token-expert pairs and `distinct` experts in
-    use."""
+    """Expected load of the fullest rank: number of (token, expert) `pairs` and of `distinct`
+    experts in use."""
 
-    picks: float
+    pairs: float
     distinct: float
 
 

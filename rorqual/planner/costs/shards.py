@@ -1,5 +1,5 @@
-"""What one rank holds of a model: how config/parallel.py's sizes cut each weight of the
-inventory, and the cache. No torch."""
+"""One rank's part of a model: how config/parallel.py's sizes split each weight of the inventory,
+and the cache. No torch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def stage_weight_bytes(
 def _with_products(
     config: ModelConfig, held: list[WeightShape], layer: int, fmt: Format
 ) -> list[WeightShape]:
-    """AM_CC_ME's products lie beside what they were made of."""
+    """AM_CC_ME's products are stored in addition to the weights."""
     if fmt.form != "AM_CC_ME" or not isinstance(config.attention, MLAConfig):
         return held
     return held + materialized(config, config.attention, f"model.layers.{layer}.self_attn")

@@ -1,5 +1,5 @@
-"""Every weight of a model as the engine stores it, from its configuration alone. No torch; costs.py
-adds it up.
+"""Inventory of a model's weights as the engine stores them, from its configuration. No torch;
+costs.py sums it up.
 
 Layouts: arXiv 2405.04434 (MLA, DeepSeek-V2), 2412.19437 (DeepSeek-V3, multi-token prediction),
 2505.09388 (Qwen3-MoE).
@@ -263,7 +263,7 @@ def _mtp_weights(config: ModelConfig, layer: int) -> list[WeightShape]:
 
 @lru_cache(maxsize=64)
 def head_weight(config: ModelConfig) -> WeightShape:
-    """Quantized checkpoints leave the head alone; it may be rounded while it is read."""
+    """Quantized checkpoints do not quantize the head; it may be quantized while loading."""
     own = replace(config, quant=config.quant.of_head if config.quant else None)
     return _matrix(own, "lm_head", "lm_head", {"lm_head": config.vocab_size}, config.hidden_size)
 

@@ -1,5 +1,5 @@
-"""What a deployment does: times and rates of a layout at a batch, with prompts beside decoding or
-on devices of their own. No torch.
+"""Times and rates of a deployment: a layout at a batch size, with prefill on the same devices as
+decode or on separate ones. No torch.
 
 Times are steady-state means. A group of `batch` requests decodes; each request's prompt interrupts
 the others once, so a token takes step / (1 + accepted) + (batch - 1) x prompt / output. TTFT is the
@@ -291,7 +291,7 @@ def remote_experts(question: Question) -> Iterator[Option]:
 
 
 def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
-    """Prompts take the same path as decoding requests and interrupt them as in `together`."""
+    """Prompts use the same devices as decoding requests and interrupt them as in `together`."""
     goal = question.goal
     attention = question.count - experts
     memory = split_memory(model, experts, placement, step_tokens(question, model.sizes))

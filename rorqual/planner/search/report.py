@@ -105,7 +105,7 @@ def premises(question: Question) -> list[str]:
 
 
 def layout_of(option: Option) -> str:
-    """An expert split has no layout but its ratio, which stands in `how`."""
+    """An attention-expert split has no layout, only a ratio, which is in `how`."""
     return (
         option.layout
         if option.kind == "together"
@@ -145,7 +145,7 @@ def options_table(options: list[Option]) -> Table:
 
 
 def stale_lines(plan: DeploymentPlan) -> list[str]:
-    """What `(stale)` beside a layout means, and how to be rid of it."""
+    """Explains the mark `(stale)` of a layout, and how to measure anew."""
     shown = (*plan.options, *plan.missed)
     families = sorted({family for option in shown for family in option.stale})
     if not families:
@@ -390,7 +390,7 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
 
 
 def show_devices(console: Console) -> None:
-    """Every device with its figures, and where each comes from."""
+    """Every device with its figures and their sources."""
     for name in known_devices():
         device = load_device(name)
         peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.flops.items())

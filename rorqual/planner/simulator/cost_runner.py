@@ -1,8 +1,7 @@
-"""How long a step takes that nobody computes: constant, or from a table measured on the engine
-itself. No torch.
+"""Times of simulated steps: constant, or from a table measured on the engine. No torch.
 
-The ranks of a stage step together, so a step lasts as long as its slowest rank's. layout_costs.py
-has the runners that ask the cost model.
+The ranks of a stage step together, so a step takes as long as its slowest rank. layout_costs.py has
+the runners that use the cost model.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True)
 class ConstantCosts:
-    """Every step takes as long."""
+    """Every step takes the same time."""
 
     each: float
     resources: ClassVar[tuple[str, ...]] = ("busy",)

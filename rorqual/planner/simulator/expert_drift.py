@@ -1,9 +1,9 @@
 """Experts of a simulated replica whose load drifts from one workload to another, and the engine's
-own rule that moves them. No torch.
+own policy that moves them. No torch.
 
-A rank's share of the picks decides how long the experts of a step take: where they lie unevenly,
-the fullest rank has `fullest` times the mean. Counts of a window are Poisson draws around the load
-of that time, as many as the window's tokens make, so the rule sees noise like the engine's.
+The fullest rank's load determines the experts' time in a step: it is `fullest` times the mean. The
+counts of a window are Poisson samples around the current load, for the number of the window's
+tokens, so that the policy sees noise like in the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from rorqual.engine.balance.moves import Move, changed_slots
 from rorqual.engine.balance.policy import DISTURBANCE, BalanceStats, LoadWindow, RebalancePolicy
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.load_file import loads_by_layer, read_expert_load
-from rorqual.parallel.eplb.placement import Floats, Ints, balancedness, combined, place, unplanned
+from rorqual.parallel.eplb.placement import (
+    Floats,
+    Ints,
+    balancedness,
+    combined_loads,
+    identity_placement,
+    place,
+)
 from rorqual.planner.simulator.settings import SimulationSettings
 
 MOST_SLOTS = 16  # of a rank in one move, as engine/balance/mover.py has it
@@ -27,10 +34,10 @@ STEPS = 64  # of fullness, to 1: so many step tables are made at most between tw
 
 @dataclass(frozen=True, eq=False)
 class ExpertDrift:
-    """loads: [layers, experts] of one workload after another, each the only one at a multiple of
-    `period` seconds, and the last from then on; in between both have their share. ranks: over
-    which experts lie. The first placement is for the first load where copies are placed or moved,
-    else they lie in order. slot_seconds: to bring one expert to another rank."""
+    """loads: [layers, experts] of successive workloads. Workload i applies fully at i * `period`
+    seconds, and the last one from then on; in between they are interpolated. ranks: number of
+    expert-parallel ranks. The initial placement is for the first load if there are replicas or
+    moves, else in order. slot_seconds: time to move one expert to another rank."""
 
     loads: tuple[Floats, ...]
     top_k: int
@@ -50,7 +57,7 @@ class ExpertDrift:
             raise ConfigError(f"eplb_window={self.window} must be at least 1")
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"eplb_threshold={self.threshold} must lie between 0 and 1")
-        combined(self.loads)  # of one shape
+        combined_loads(self.loads)  # of one shape
 
     @staticmethod
     def read(
@@ -68,13 +75,17 @@ class ExpertDrift:
         place_ = min(now / self.period, len(self.loads) - 1.0)
         low = int(place_)
         share = place_ - low
-        first = combined(self.loads[low : low + 1])
-        return first if not share else first * (1 - share) + combined([self.loads[low + 1]]) * share
+        first = combined_loads(self.loads[low : low + 1])
+        return (
+            first
+            if not share
+            else first * (1 - share) + combined_loads([self.loads[low + 1]]) * share
+        )
 
     def first_placement(self) -> Ints:
         layers, experts = self.loads[0].shape
         if not self.redundant and not self.moves:
-            return unplanned(layers, experts)
+            return identity_placement(layers, experts)
         return place(self.loads[0], experts + self.redundant, self.ranks)
 
 
@@ -84,8 +95,8 @@ def levelled(fullest: float) -> float:
 
 
 class ReplicaBalance:
-    """One replica's placement and the rule's state. fullest: the fullest rank's picks over the
-    mean, expected over layers, of the load at the last window's end."""
+    """One replica's placement and the policy's state. fullest: the fullest rank's load over the
+    mean, averaged over layers, for the load at the last window's end."""
 
     def __init__(self, drift: ExpertDrift, seed: int, name: str):
         self.drift = drift
@@ -118,7 +129,7 @@ class ReplicaBalance:
         return levelled(1 / self.balance)
 
     def factor(self, now: float) -> float:
-        """How much longer a step takes while experts travel."""
+        """Factor on a step's time while experts are moved."""
         return 1 + DISTURBANCE if now < self.busy_until else 1.0
 
     def step(self, now: float, tokens: int, seconds: float) -> bool:
@@ -145,7 +156,7 @@ class ReplicaBalance:
         self.balance = balancedness(self.policy.placement, load, self.drift.ranks)
 
     def _moved(self, now: float) -> None:
-        """The move under way is over: its placement is in force before the next step."""
+        """Complete the current move: its placement is used from the next step on."""
         if not self.moves or now < self.busy_until:
             return
         changed = self._changed(self.moves[0])
@@ -164,7 +175,7 @@ class ReplicaBalance:
         return found
 
     def _seconds(self) -> float:
-        """Ranks bring their experts side by side."""
+        """Ranks move their experts in parallel."""
         return max(self._changed(self.moves[0])) * self.drift.slot_seconds
 
 

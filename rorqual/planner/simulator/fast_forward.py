@@ -1,8 +1,8 @@
-"""Many decode steps in one call: what a simulator needs between two events. No torch.
+"""Many decode steps in one call, for the time between two events of a simulation. No torch.
 
-While the same requests decode and nobody joins, ends or gives up pages, a step differs from the one
-before by its new tokens alone. `advance` leaves the scheduler, its pages and its prefix cache as so
-many rounds of plan and update would.
+While the same requests decode and none joins, ends or is preempted, steps differ only by their new
+tokens. `advance` changes the scheduler, its pages and its prefix cache as the same number of
+schedule and update calls would.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rorqual.engine.scheduling.waiting_queue import charge_output
 
 
 def decode_run(scheduler: Scheduler) -> int:
-    """How many of the next steps are sure to be alike, none of them a request's last. With
-    drafts as if all were accepted. 0 where the next step may be another: prompts, an admission,
-    too few pages, steps in flight, or an end that only the tokens tell."""
+    """How many of the next steps are certain to be alike, none of them a request's last. Drafts are
+    assumed to be all accepted. 0 if the next step may differ: prompts, an admission, too few pages,
+    steps in flight, or a request whose end depends on its tokens."""
     sequences = scheduler.decoding.values()
     if not sequences or scheduler.prefilling or _may_admit(scheduler):
         return 0
@@ -69,7 +69,7 @@ def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
 
 
 def _most_pages(scheduler: Scheduler, steps: int) -> int:
-    """Pages that so many steps take at most."""
+    """Most pages that this number of steps allocates."""
     num_speculative_tokens = scheduler.num_speculative_tokens
     size = scheduler.config.page_size
     more = (steps - 1) * (num_speculative_tokens + 1) + 2 * num_speculative_tokens

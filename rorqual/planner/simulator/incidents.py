@@ -1,5 +1,5 @@
-"""What happens to a deployment while it serves: replicas that die and come back, and a rule that
-adds and removes them. No torch."""
+"""Incidents in a simulated deployment: replicas that die and restart, and an autoscaling rule. No
+torch."""
 
 from __future__ import annotations
 

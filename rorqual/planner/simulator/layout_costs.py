@@ -155,7 +155,7 @@ class ModelCosts:
         return StepCost(max(time[0] for time in times), max(time[1] for time in times), floors)
 
     def balanced(self, fullest: float) -> ModelCosts:
-        """The same with so many times the mean of picks on the fullest rank of experts."""
+        """The same costs with the fullest expert rank's load at this multiple of the mean."""
         if fullest not in self._balanced:
             routing = replace(self.model.routing, fullest=fullest)
             model = replace(self.model, routing=routing)

@@ -1,4 +1,4 @@
-"""Micro-batches in flight: one step's layers on resources that work side by side, so that one batch
+"""Overlap of micro-batches: one step's layers on concurrent resources, so that one micro-batch
 computes while another is sent. No torch.
 
 A micro-batch is a chain of stages, each on one resource (compute, network, expert devices); a
@@ -107,8 +107,8 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
 
 
 def split_chain(config: ModelConfig, found: SplitStep, gpus: int, by_layer: bool) -> list[Stage]:
-    """The same where experts have devices of their own. by_layer: each expert device holds whole
-    layers, so that batches in different layers do not meet there; else every expert device works
+    """The same with experts on separate devices. by_layer: each expert device holds whole layers,
+    so that micro-batches in different layers do not compete for it; else every expert device works
     on every layer."""
     moe = max(1, sum(config.moe_layers))
     stages = []

@@ -48,8 +48,8 @@ class PoolSettings:
     def scheduler(
         self, tokens: int, remote: bool = False, first_only: bool = False
     ) -> SchedulerConfig:
-        """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache
-        (remote) take no part of a step's budget."""
+        """For a rank whose cache holds `tokens` tokens. Prompts that arrive with their cache
+        (remote) do not use a step's budget."""
         pages = self.num_pages or tokens // self.page_size + 1
         num_speculative_tokens = 0 if first_only else len(self.acceptance)
         seqs = self.max_num_seqs or max(1, min(256, (pages - 1) * self.page_size // self.context))
@@ -130,9 +130,9 @@ def disaggregated(
     routing: str = SimulationSettings.balancing,
     page_times: PageTimes | None = None,
 ) -> Deployment:
-    """(prefill, decode) replicas; caches cross the devices' network. page_times: measured between
-    two of our engines, whose first token is drawn where the answer is; the router's second request
-    takes as long as a client's."""
+    """(prefill, decode) replicas; caches are sent over the devices' network. page_times: measured
+    between two of our engines, of which the decode engine samples the first token. The router's
+    second request takes as long as a client's."""
     pools = (
         _pool("prefill", prefill, engine, replicas[0], first_only=True),
         _pool("decode", decode, engine, replicas[1], remote=True),

@@ -26,9 +26,9 @@ class StageGroup:
 
 
 class Replica:
-    """`groups` of ranks, the entry of their pipeline and the link their caches leave by. up: it
-    takes requests; draining: only those it has. died: how often. since: from when on it holds its
-    GPUs, until `gone`."""
+    """`groups` of ranks, the entry of their pipeline and the link for sending caches. up: accepts
+    requests. draining: only finishes those it has. died: number of deaths. since, gone: when it
+    started and stopped to hold its GPUs."""
 
     def __init__(
         self, pool: int, number: int, costs: StepCosts, since: float, balance: ReplicaBalance | None
@@ -83,8 +83,7 @@ class Replica:
         return not any(rank.records or rank.inbox for rank in self.ranks)
 
     def die(self) -> tuple[list[RequestTimeline], int]:
-        """(the requests that were here, tokens they got here); steps under way come to
-        nothing."""
+        """(requests that were here, tokens they got here); steps in flight are lost."""
         found: list[RequestTimeline] = []
         emitted = 0
         for group in self.groups:

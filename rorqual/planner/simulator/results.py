@@ -57,8 +57,7 @@ def weighted_spread(counts: Counter[float]) -> Percentiles:
 
 @dataclass(frozen=True)
 class BalanceOutcome:
-    """Of one replica's experts: mean over max of the ranks' picks at the end, and what the rule
-    did."""
+    """One replica's experts: balancedness of the ranks at the end, and what the policy did."""
 
     replica: str
     balancedness: float

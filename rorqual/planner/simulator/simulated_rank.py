@@ -26,10 +26,10 @@ SLEEPING = True  # False: every request is planned in every step, to compare
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """A request's life in seconds since the start, and tokens. computed: prompt tokens computed;
-    reused: found in the prefix cache; received: got from another pool. wanted: outputs, as many
-    as were asked for and fit. paused: when it last got a token, if its next one does not come in
-    the step after."""
+    """A request's times, in seconds since the start, and token counts. computed: prompt tokens
+    computed. reused: found in the prefix cache. received: from another pool. wanted: output tokens,
+    as many as requested and fit. paused: time of its last token, if the next one is not in the
+    following step."""
 
     job: Arrival
     arrival: float
@@ -49,7 +49,7 @@ class RequestTimeline:
 
     @property
     def length(self) -> int:
-        """Tokens that a rank must have in its cache before the next one comes."""
+        """Tokens that must be in a rank's cache before the next one can be computed."""
         return self.job.prompt + self.made
 
 
@@ -64,9 +64,9 @@ class StepEvents:
 
 
 class SimulatedRank:
-    """remote: prompts come with their caches from elsewhere, and their first step is one
-    decoding row. first_only: a request ends with its first token, and goes elsewhere. live:
-    tokens of requests here that are not done."""
+    """remote: prompts arrive with their caches, and their first step is one decode row. first_only:
+    a request ends here with its first token and moves to another pool. live: tokens of unfinished
+    requests here."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class SimulatedRank:
         return load
 
     def settle(self) -> None:
-        """The scheduler takes the steps that were only counted."""
+        """Apply the steps that were only counted to the scheduler."""
         if self.owed:
             more = [self.owed + sum(right) for right in self.accepted] or [self.owed] * self.rows
             lengths = [len(sequence.tokens) for sequence in self.scheduler.decoding.values()]
@@ -297,7 +297,7 @@ class SimulatedRank:
         return found
 
     def _slept(self, sampled: ReadOnly[Sequence]) -> int:
-        """The step is over for those who slept; returns how many they are."""
+        """End the step for sleeping requests; returns how many there are."""
         assert self.sleeping is not None
         rows = self.sleeping.end_step(sampled)
         self.live += rows
@@ -331,8 +331,8 @@ class SimulatedRank:
     # ---- a rank that dies
 
     def crash(self, stepping: bool, ended: float) -> list[RequestTimeline]:
-        """This rank is no more: the requests it had, with the tokens they got by the end of the
-        last step, at `ended`; a step under way (stepping) brings nothing."""
+        """The rank died: returns the requests it had, with their tokens by the end of the last
+        step, at `ended`; a step in flight (stepping) is lost."""
         for sequence in list(self.scheduler.decoding.values()) if self.sleeping else ():
             if self.sleeping and sequence.request.id in self.sleeping.since:
                 self.sleeping.wake(sequence)

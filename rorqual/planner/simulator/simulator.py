@@ -1,15 +1,14 @@
-"""Discrete events: requests arrive, wait, are computed and leave, on the engine's own scheduler
-over a cost runner. No torch.
+"""Discrete-event simulation: requests arrive, wait, are computed and leave, with the engine's own
+scheduler over a cost runner. No torch.
 
-A pool is a number of equal replicas. A replica is one stage of ranks that step together, as long as
-the slowest of them, each rank with its own scheduler and pages; with a pipeline of several stages
-it has as many such groups, which enter the pipeline one after another. A request goes to the rank
-with the fewest live tokens. With two pools the first computes prompts and sends their caches to the
-second.
+A pool has a number of equal replicas. A replica is one stage of ranks that step together, as slow
+as the slowest of them, each with its own scheduler and pages; a pipeline of several stages has as
+many such groups, which enter the pipeline one after another. A request goes to the rank with the
+fewest live tokens. With two pools the first computes prompts and sends their caches to the second.
 
-A replica may die: its requests go to others with the tokens they have, as the router sends them,
-and their prompts and tokens are computed again. A rule may add and remove replicas, and experts may
-lie unevenly on a replica's ranks.
+A replica may die: its requests go to others with their tokens so far, as the router does it, and
+prompts and tokens are computed again. An autoscaling rule may add and remove replicas, and the
+experts' load may be uneven over a replica's ranks.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ CALL, ARRIVE, LAND, END, BEGIN = range(5)
 
 @dataclass(frozen=True)
 class Pool:
-    """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `gpus`
-    devices. steps_in_flight 2: the next step is planned while one runs, so a request joins a step
-    later. remote and first_only: see SimulatedRank. acceptance: of drafts, by place. drift: how
-    its experts are used, where not evenly; with it, `balanced` gives the costs of steps whose
-    fullest rank of experts has so many times the mean."""
+    """`replicas` replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on
+    `gpus` devices. steps_in_flight 2: the next step is scheduled while one runs, so a request joins
+    one step later. remote, first_only: see SimulatedRank. acceptance: of drafts, by position.
+    drift: uneven load of experts; `balanced` then gives the costs of steps for the fullest expert
+    rank's load relative to the mean."""
 
     name: str
     scheduler: SchedulerConfig
@@ -77,11 +76,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Deployment:
-    """pools: one, or prompts and decoding apart. transfer: seconds a prompt of so many tokens
-    takes from one pool to the other; a prompt's replica sends one at a time. redraws: a prompt's
-    first token is drawn where it is answered, as this engine does, not where it was computed.
-    delivery: seconds between the engine and a client, both ways together. failover: until a dead
-    replica's requests are sent elsewhere. autoscaling: of a pool, one rule at most."""
+    """pools: one, or prefill and decode separately. transfer: seconds to send the cache of a prompt
+    with so many tokens to the other pool; a replica sends one at a time. redraws: the decode pool
+    samples a prompt's first token, as this engine does, instead of the prefill pool. delivery:
+    seconds between the engine and a client, round trip. failover: seconds until a dead replica's
+    requests are sent to others. autoscaling: at most one rule per pool."""
 
     pools: tuple[Pool, ...]
     transfer: Callable[[int], float] | None = None
@@ -148,7 +147,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Landing:
-    """A cache on its way from a replica that has died so often."""
+    """A cache in transfer. died: the sender's number of deaths when it started."""
 
     record: RequestTimeline
     replica: Replica
@@ -160,9 +159,9 @@ Event = Arrival | Landing | StageGroup | Callable[[], None]
 
 @dataclass
 class Simulation:
-    """One run. watch: from when on, and how many steps of the first group of the last pool are
-    kept to be drawn. open: requests under way; coming: that are still to arrive; looks: of rules
-    that are still to be taken."""
+    """One run. watch: from when, and how many, steps of the last pool's first group are recorded
+    for the chart. open: requests in progress. coming: requests still to arrive. looks: pending
+    evaluations of autoscaling rules."""
 
     deployment: Deployment
     workload: Workload
@@ -250,7 +249,7 @@ class Simulation:
         """A prompt's cache is there: the request goes on in the second pool."""
         record = landing.record
         record.paused = record.last if record.first is not None else None
-        if landing.replica.died != landing.died:  # the rest of it will not come
+        if landing.replica.died != landing.died:  # the sender died: the rest will not arrive
             record.moved += 1
             self._again([record])
         else:
@@ -336,7 +335,7 @@ class Simulation:
             for record in ended.done:
                 self._leave(group, record)
         if rows:
-            # whoever decoded got a token in the step before
+            # decoding requests got a token in the previous step
             timeline.gaps[self.now - group.ended] += rows
         if replica.balance is not None:
             self._balanced(replica, replica.balance, group)
@@ -349,8 +348,7 @@ class Simulation:
         self._push(max(self.now, replica.entry), BEGIN, group)
 
     def _balanced(self, replica: Replica, balance: ReplicaBalance, group: StageGroup) -> None:
-        """The replica's experts after a step; where they lie otherwise, its steps cost
-        otherwise."""
+        """Update the replica's experts after a step; a changed placement changes its step costs."""
         pool = self.deployment.pools[replica.pool]
         drafts = pool.scheduler.num_speculative_tokens
         tokens = sum(load.tokens(drafts) for load in group.loads)
@@ -376,8 +374,7 @@ class Simulation:
         self._push(replica.link, LAND, Landing(record, replica, replica.died))
 
     def _done(self) -> None:
-        """A client is free: it has its last token, and its next request comes, one way there and
-        one back later."""
+        """A client got its last token; its next request arrives one delivery round trip later."""
         self.open -= 1
         if self._closed:
             self._next_job(self.now + self.deployment.delivery)

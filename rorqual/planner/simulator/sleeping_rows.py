@@ -1,11 +1,10 @@
-"""The engine's scheduler for a simulation without drafts, where a step costs as much as what
-happens in it: a decoding request sleeps through the steps that would only give it one more token.
-No torch.
+"""The engine's scheduler for simulations without drafts, with work only for requests that change
+state: a decoding request sleeps through steps that only give it one more token. No torch.
 
-A request is woken for a step in which it needs a page, fills one, or ends; then the engine's own
-code plans and takes in that step for it, in the order in which it would have been planned among all
-the others. What sleeps takes no page, offers none and leaves no slot, so pages, prefix cache, queue
-and budget are after each step what they would be if every request had been planned in every step.
+A request is woken for a step in which it needs a page, fills one, or ends; the engine's own code
+then schedules and updates it, in the order in which it would have been scheduled among all others.
+A sleeping request allocates, publishes and frees nothing, so pages, prefix cache, queue and budget
+are the same after each step as if every request had been scheduled in every step.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from rorqual.planner.simulator.workload import filler
 
 
 class QuickPrefixCache(PrefixCache):
-    """Nobody attacks a simulation: keys of eight bytes from Python's own hash of integers, whose
-    chance to be alike for any two of a million pages is one in 40 million."""
+    """8-byte prefix keys from Python's hash of integers, which is fast; a simulation has no
+    attackers. The chance of any collision among a million pages is one in 40 million."""
 
     def key_after(self, previous: bytes, tokens: ReadOnly[int]) -> bytes:
         before = int.from_bytes(previous[:8], "little")
@@ -32,9 +31,9 @@ class QuickPrefixCache(PrefixCache):
 
 
 class SleepingScheduler(Scheduler):
-    """done: steps that are over. since: of each sleeping request the step after which it fell
-    asleep. asleep: tokens that all sleeping requests have by now. due: who decodes in the next
-    step; awake: (place, request) of those who did not fall asleep for it."""
+    """done: completed steps. since: for each sleeping request, the step after which it fell asleep.
+    asleep: tokens that all sleeping requests have now. due: requests that decode in the next step.
+    awake: (position, request) of those that are not asleep in it."""
 
     def __init__(self, config: SchedulerConfig):
         assert not config.num_speculative_tokens, "drafts decide how far a request comes"
@@ -49,7 +48,8 @@ class SleepingScheduler(Scheduler):
         self.awake: list[tuple[int, Sequence]] = []
 
     def rouse(self) -> bool:
-        """Before a step: wake who is due in it; whether anything but sleepers may be in it."""
+        """Before a step: wake the requests that are due. Returns whether the step may contain more
+        than sleeping requests."""
         found = self.awake
         self.awake = []
         alarms = self.alarms
@@ -76,8 +76,8 @@ class SleepingScheduler(Scheduler):
         self.asleep -= length + more
 
     def end_step(self, sampled: Iterable[Sequence]) -> int:
-        """After a step: sleepers have a token more, and who was in it may sleep; returns how many
-        slept through it."""
+        """After a step: sleeping requests get one more token, and requests that took part may fall
+        asleep. Returns how many slept through it."""
         slept = len(self.since)
         self.asleep += slept
         self.done += 1

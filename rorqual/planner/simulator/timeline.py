@@ -14,9 +14,9 @@ MOST_SAMPLES = 600
 
 @dataclass
 class Timeline:
-    """busy: by interval, seconds each of `resources` was busy in all replicas together, and last
-    seconds of steps under way. A step counts for the interval it began in. replicas: that held
-    GPUs."""
+    """busy: by interval, seconds that each of `resources` was busy, all replicas together, and last
+    the seconds of running steps. A step counts in the interval in which it started. replicas:
+    number that held GPUs."""
 
     resources: tuple[str, ...]
     interval: float

@@ -1,9 +1,8 @@
-"""What a simulation is asked to serve: when requests arrive, how long they are, and what their
-prompts share. No torch.
+"""Workloads of a simulation: arrival times and lengths of requests, and shared prefixes. No torch.
 
-Token ids are made up: a prompt's blocks each begin with an id of their own, and all else is filler
-by position. So prompts share exactly the prefixes they are said to share, in the engine's own
-prefix cache, and a run depends on its seed alone.
+Token ids are synthetic: each block of a prompt starts with a unique id, the rest is filler by
+position. So prompts share exactly the specified prefixes in the engine's own prefix cache, and a
+run depends only on its seed.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class Arrivals:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and finite")
 
     def times(self, draw: random.Random) -> Iterator[float]:
-        """Seconds from the start, for ever; all 0 where they come at once or as clients become
-        free."""
+        """Endless arrival times in seconds from the start; all 0 if requests arrive at once or when
+        clients become free."""
         now = 0.0
         while True:
             if self.kind in ("poisson", "gamma"):
@@ -118,8 +117,8 @@ class LengthDistribution:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Each prompt begins with one of `groups` prefixes of `tokens` tokens, which come before its
-    own; chosen with weights 1 / rank^exponent (0: evenly)."""
+    """Each prompt starts with one of `groups` prefixes of `tokens` tokens, before its own tokens,
+    chosen with weights 1 / rank^exponent (0: evenly)."""
 
     groups: int = SimulationSettings.prefix_groups
     tokens: int = SimulationSettings.prefix_len
@@ -140,7 +139,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come: `blocks` of (id, tokens) begin its prompt; equal blocks in equal places
+    """A future request. `blocks` of (id, tokens) start its prompt; equal blocks at equal positions
     are equal text."""
 
     number: int

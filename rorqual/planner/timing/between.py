@@ -1,5 +1,5 @@
-"""What a step takes beside the kernels that are timed on their own, learnt from steps of whole
-engines: their time less that of the kernels, a layer. No torch."""
+"""The part of a step's time that individually timed kernels do not cover, per layer: measured steps
+of whole engines minus the kernels' times. No torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def learn(
 
 
 def rates_ratio(measured: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, float]:
-    """By limiter, how much longer a kernel takes where `measured` was than where `tables` were."""
+    """By limiter, how much slower kernels are on the device of `measured` than on that of
+    `tables`."""
     return {
         "memory": tables["bandwidth_gb_s"] / measured["bandwidth_gb_s"],
         "compute": tables["bf16_tflops"] / measured["bf16_tflops"],

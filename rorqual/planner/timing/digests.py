@@ -1,15 +1,15 @@
-"""Which kernels a table of times describes: a digest of their source, so that a table older than
-its kernels is found out. No torch, nothing of the kernels is imported.
+"""Digests of the kernels' source, to detect tables of times that are older than their kernels. No
+torch; no kernel is imported.
 
-A family is a set of modules of `ops/triton` with all they import from there, the functions of the
-backend that choose between them, and the rules of the shipped tuning files that they read. Of the
-source only the syntax tree counts, without docstrings and with local names numbered in the order
-they appear: comments, layout and a renamed local change nothing. Parameters keep their names, since
-kernels are called by them. Of a tuning rule the time it once took does not count, and of the module
-that reads rules only what chooses between them: how a file becomes rules says nothing of a kernel.
+A family is a set of modules of `ops/triton` with everything that they import from there, the
+functions of the backend that choose between them, and their rules in the shipped tuning files. Only
+the syntax tree counts, without docstrings and with local names numbered in order of appearance:
+comments, layout and renamed locals change nothing. Parameters keep their names, since kernels are
+called by them. The measured time of a tuning rule is not included, and of the module that reads
+rules only the functions that choose between them.
 
-What it cannot see: torch, Triton, the driver and the user's own tuning files; `rorqual bench
-calibrate --full` writes down the first three and says whether there is one of the last.
+Not covered: torch, Triton, the driver and the user's own tuning files; `rorqual bench calibrate
+--full` records the first three and whether there is one of the last.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def family_digest(name: str, package: Path = PACKAGE) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """What a digest needs of a file: its words, the modules it may import, its functions' words
-    by name."""
+    """Digest input of a file: its serialized tree, the modules it may import, and the serialized
+    trees of its functions by name."""
 
     words: str
     imports: tuple[str, ...]
@@ -156,12 +156,12 @@ def _read(text: str) -> Source:
     """Families share files, and most of a changed tree is as it was."""
     tree = ast.parse(text)
     functions = {
-        node.name: "\n".join(_told(node, ()))
+        node.name: "\n".join(_serialized(node, ()))
         for top in tree.body
         for node in (top.body if isinstance(top, ast.ClassDef) else [top])
         if isinstance(node, ast.FunctionDef)
     }
-    return Source("\n".join(_told(tree, ())), tuple(_imported(tree)), functions)
+    return Source("\n".join(_serialized(tree, ())), tuple(_imported(tree)), functions)
 
 
 def _closure(package: Path, modules: Iterable[str]) -> list[Path]:
@@ -225,7 +225,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _told(node: ast.AST, scopes: tuple[Scope, ...]) -> Iterator[str]:
+def _serialized(node: ast.AST, scopes: tuple[Scope, ...]) -> Iterator[str]:
     """The tree in words, the same for every Python that parses it alike."""
     if isinstance(node, ast.Expr) and _is_text(node.value):
         return  # a docstring
@@ -245,7 +245,7 @@ def _told(node: ast.AST, scopes: tuple[Scope, ...]) -> Iterator[str]:
         seen = inner if field == "body" else scopes
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
-                yield from _told(item, seen)
+                yield from _serialized(item, seen)
             else:
                 yield repr(item)
     yield "."
@@ -259,8 +259,8 @@ def _named(name: str, scopes: tuple[Scope, ...]) -> str:
 
 
 def _locals(function: ast.AST) -> Scope:
-    """What each name that the function binds is called instead: parameters and imports keep
-    theirs, `global` and `nonlocal` ones are not its own."""
+    """Replacement of each name that the function binds: parameters and imports are unchanged,
+    `global` and `nonlocal` names are not local."""
     assert isinstance(function, FUNCTIONS)
     given = function.args
     kept = [*given.posonlyargs, *given.args, *given.kwonlyargs]

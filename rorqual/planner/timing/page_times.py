@@ -1,5 +1,5 @@
-"""How long a prompt's pages take from one engine to another, as `rorqual bench pages` measured it.
-No torch."""
+"""Transfer times of a prompt's pages between engines, as measured by `rorqual bench pages`. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rorqual.errors import ConfigError
 
 @dataclass(frozen=True)
 class PageTimes:
-    """latency: seconds that any prompt's pages take; per_byte: more seconds for each byte."""
+    """latency: seconds per prompt. per_byte: additional seconds per byte."""
 
     latency: float
     per_byte: float

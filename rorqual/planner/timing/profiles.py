@@ -16,21 +16,19 @@ from rorqual.planner.timing.tables import KernelTables, load_tables
 
 @dataclass(frozen=True)
 class Profile:
-    """small_us: time of a kernel that moves a few activations; small: how many such kernels a dense
-    and a MoE layer has beside their products; small_bytes: hidden-size columns they read and write
-    a token, all together. step_us: sampling and bookkeeping a step. prefill_kernels x
-    prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us:
-    from the client to a prompt's step and back. queued_steps: decode steps already launched when a
-    prompt arrives. max_chunk: prompt tokens in a step at most; mixed_chunks: prompts share steps
-    with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
-    `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency
-    exchange sends, `blocks` of rows to every rank as this engine does, or a copy for each of a
-    token's `picks` as DeepEP does. calibrated: stands on the device's own measured file.
-    expert_factor: what the experts' times of the tables are multiplied by. padded: steps compute as
-    many rows as the bucket has that they were recorded for.
-    npu: for NPUs alone. product_us: the start of a product, small_us if left out. *_reached:
-    fractions of the device's peaks where nothing is measured; flops_by_dtype: where a dtype's
-    differs.
+    """small_us: time of a kernel that moves a few activations. small: number of such kernels in a
+    dense and in a MoE layer, besides GEMMs. small_bytes: hidden-size columns that they read and
+    write per token, all together. step_us: sampling and bookkeeping per step. prefill_kernels x
+    prefill_launch_us: host time to launch one layer of an eager step. first_token_us: from the
+    client to a prompt's step and back. queued_steps: decode steps already launched when a prompt
+    arrives. max_chunk: most prompt tokens in a step. mixed_chunks: prompts share steps with
+    decoding requests. shared_fused: shared experts are fused with the routed ones. routing:
+    `table`: the kernel table's, `natural`: the requested one. dispatch: a low-latency exchange
+    sends `blocks` of rows to every rank, as this engine, or a copy for each of a token's experts
+    (`picks`), as DeepEP. calibrated: uses the device's own measured file. expert_factor: factor on
+    the experts' times of the tables. padded: steps compute all rows of their captured bucket. npu:
+    for NPUs only. product_us: start-up of a GEMM, small_us if left out. *_reached: fractions of the
+    device's peaks if nothing is measured. flops_by_dtype: dtypes with another fraction.
     """
 
     name: str
@@ -122,8 +120,8 @@ def load_profile(name: str) -> Profile:
 
 
 def with_kernels(profile: Profile, path: str | None) -> Profile:
-    """The profile on times that `bench calibrate --full` wrote, on the GPU they are of alone. It is
-    another profile by name. Raises ConfigError where it does not run our kernels."""
+    """The profile with the times of `bench calibrate --full`, only for the GPU that they are from,
+    under another name. Raises ConfigError if the profile is not for our kernels."""
     if path is None:
         return profile
     if profile.name != "rorqual":

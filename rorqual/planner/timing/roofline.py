@@ -1,8 +1,8 @@
-"""How long a step takes and what limits it: each operation's time from measured kernels where there
-are any, else from its roofline.
+"""Time of a step and its bottlenecks: each operation's time is from measured kernels if there are
+any, else from its roofline.
 
-`StepModel(...).step(work)` is the one cost function: the planner searches with it, a simulator can
-run on it. No torch.
+`StepModel(...).step(work)` is the cost function of the planner's search and of simulations. No
+torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.tables import RENEWAL, KernelTables, curve_seconds, held_dtype
 
 PAGE = 64  # of an engine on a device, if nothing else is asked for
-# Computed between recorded pieces, for rows that are there.
+# Computed eagerly between captured pieces, without padding rows.
 PROMPTS_ALONE = ("lm_head", "kv_b_proj")
 LIMITERS = ("compute", "memory", "network", "launch")
 
@@ -51,8 +51,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class StepTime:
-    """`seconds` of a whole step, all pipeline stages one after another; `stage` of the fullest
-    stage alone, which is what a full pipeline takes for each step that leaves it."""
+    """`seconds`: of a whole step, through all pipeline stages. `stage`: of the fullest stage alone,
+    the time per step of a full pipeline."""
 
     seconds: float
     stage: float
@@ -67,7 +67,7 @@ class StepTime:
 
     @property
     def measured_share(self) -> float:
-        """The part of the time that comes from measured kernels."""
+        """The fraction of the time that is from measured kernels."""
         return sum(item.seconds for item in self.items if item.measured) / max(
             sum(item.seconds for item in self.items), 1e-30
         )
@@ -146,8 +146,7 @@ class StepModel:
         return set()
 
     def families(self, basis: str) -> tuple[str, ...]:
-        """The kernels, of all that were costed so far, whose times stand on that: tables.STALE,
-        say."""
+        """The kernels costed so far whose times are based on this, such as tables.STALE."""
         return tuple(sorted(family for family, found in self._bases if found == basis))
 
     def step(self, work: GroupWork) -> StepTime:
@@ -205,15 +204,15 @@ class StepModel:
             return replace(grown, shape=(op.shape[0], op.shape[1] * more, *op.shape[2:]))
         if op.kind != "experts":
             return op
-        tokens, picks, distinct, *rest, local = op.shape
+        tokens, pairs, distinct, *rest, local = op.shape
         moe = self.config.moe
         used = distinct + moe.top_k * local / moe.num_experts * (1 - distinct / local)
-        shape = (tokens * more, picks * more, used, *rest, local)
+        shape = (tokens * more, pairs * more, used, *rest, local)
         weight = op.weight_bytes * used / max(distinct, 1e-9)
         return replace(grown, shape=shape, weight_bytes=weight)
 
     def kernels(self, work: GroupWork) -> float:
-        """Seconds of the operations alone, one after another, without what is between them."""
+        """Seconds of the operations in sequence, without anything in between."""
         ops = self._rank_step(work).ops
         return self.time_of(op for op in ops if not self._folded(op))
 
@@ -237,7 +236,7 @@ class StepModel:
         )
 
     def _kernel_seconds(self) -> float:
-        """The shortest kernel: the device's own where the profile stands on its calibration."""
+        """The shortest kernel, seconds: the device's own if the profile is calibrated."""
         return (self.profile.calibrated and self.device.kernel) or self.profile.small_us * 1e-6
 
     def between_of(
@@ -251,7 +250,7 @@ class StepModel:
         return layers, (attention, dtype), "prompts" if work.prefill else "decode"
 
     def _learnt(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
-        """What a measured engine's steps took beside the operations; empty where none was."""
+        """Time of a measured engine's steps besides the operations; empty if none was measured."""
         if self._tables is None or not self._tables.own:
             return []
         layers, kind, phase = self.between_of(ops, work)
@@ -262,8 +261,8 @@ class StepModel:
         return [Timed("between kernels", "activations", layers * found, "launch", True)]
 
     def _assumed(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
-        """Norms, quantization, rope, activations, routing: kernels that only move activations; and
-        what a step takes once."""
+        """Norms, quantization, rope, activations, routing (kernels that only move activations), and
+        the constant part of a step."""
         step = Timed("step", "engine", self.profile.step_us * 1e-6, "launch")
         return [*self._small(ops, work), step]
 
@@ -322,8 +321,8 @@ class StepModel:
         return ConfigError(f"{known}; --profile roofline gives lower bounds")
 
     def _derived(self, op: RankOp) -> Timed:
-        """Without a table: the fractions of the peaks the profile or the device's own measurement
-        gives, and a start."""
+        """Without a table: the fractions of the peaks from the profile or from the device's own
+        measurement, plus start-up."""
         profile = self.profile
         device = self.device
         usual = profile.flops_by_dtype.get(op.dtype, profile.flops_reached)
@@ -373,7 +372,7 @@ class StepModel:
         """The nearest measured time, in proportion to the floors of what was read and multiplied
         there and is here."""
         found = table.expert_rows(op)
-        tokens, picks, distinct, hidden, inner, local = op.shape
+        tokens, pairs, distinct, hidden, inner, local = op.shape
         if (
             self.profile.routing == "table"
             and self.routing == UNIFORM
@@ -386,11 +385,11 @@ class StepModel:
         if held_dtype(op).startswith("int4"):
             width = op.weight_bytes / (3 * hidden * inner * op.shape[2])
         there = self._expert_floor(
-            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device), width
+            found.hidden, found.inner, found.pairs, found.distinct, op, _device(table.device), width
         )
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
         here = self._expert_floor(
-            hidden, inner, picks + extra * tokens, distinct + extra, op, self.device, width
+            hidden, inner, pairs + extra * tokens, distinct + extra, op, self.device, width
         )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         seconds = start + (found.seconds - start) * here / there
@@ -410,7 +409,7 @@ class StepModel:
     def _expert_floor(
         hidden: float,
         inner: float,
-        picks: float,
+        pairs: float,
         distinct: float,
         op: RankOp,
         device: DeviceSpec,
@@ -418,7 +417,7 @@ class StepModel:
     ) -> float:
         return max(
             3 * hidden * inner * distinct * width / device.bandwidth,
-            6 * hidden * inner * picks / device.peak(op.dtype),
+            6 * hidden * inner * pairs / device.peak(op.dtype),
         )
 
     def _sent(self, message: CostedMessage, prefill: bool) -> Timed:
@@ -445,7 +444,7 @@ class StepModel:
         link = self.device.link if fast else self.device.network
         share = 1.0
         if not fast and message.kind == "all_to_all":
-            # copies for the own node take the fast link
+            # copies within the node use the fast link
             share = (message.ranks - self.device.link.span) / (message.ranks - 1)
         rounds = 2 if message.kind == "all_reduce" else 1
         return rounds * link.latency + share * message.wire_bytes / (
@@ -465,12 +464,12 @@ def activation_bytes(
     longest: int | None = None,
 ) -> float:
     """Largest live activations of a step of `tokens` tokens: the residual and its copy, the
-    FFN's inside for every pick, queries, and logits of up to 256 rows in fp32; and what MLA
-    prompts decompress of the cache."""
+    FFN's inside for every (token, expert) pair, queries, and logits of up to 256 rows in fp32; and
+    what MLA prompts decompress of the cache."""
     moe = config.moe
     hidden = config.hidden_size
-    picks = tokens * sizes.dp * moe.top_k / sizes.ep
-    experts = picks * (hidden + 3 * moe.intermediate_size / sizes.expert_tp) * 2
+    pairs = tokens * sizes.dp * moe.top_k / sizes.ep
+    experts = pairs * (hidden + 3 * moe.intermediate_size / sizes.expert_tp) * 2
     attention = config.attention
     width = attention.head_dim if isinstance(attention, GQAConfig) else attention.qk_dim
     heads = tokens * attention.num_heads / sizes.tp * width * 2 * 2
@@ -486,8 +485,8 @@ def decompressed_bytes(
     fmt: Format,
     longest: int | None,
 ) -> int:
-    """What attention in form CC takes of a device beside weights and cache, whatever requests make
-    up a step of `tokens` tokens."""
+    """Memory of attention in form CC besides weights and cache, for any requests in a step of
+    `tokens` tokens."""
     mla = config.attention
     if not tokens or not isinstance(mla, MLAConfig) or fmt.form == "CD":
         return 0
@@ -513,9 +512,9 @@ def _expert_width(config: ModelConfig) -> float:
 
 
 def compute_bound_tokens(config: ModelConfig, device: DeviceSpec) -> tuple[float, float]:
-    """(tokens for one expert, tokens in all under even routing) at which reading an expert takes
-    as long as multiplying with it: weights of w bytes an element and rate F at bandwidth B give
-    F w / 2 B rows."""
+    """(tokens per expert, tokens in all under even routing) at which reading an expert takes as
+    long as multiplying with it: F w / 2 B rows for weights of w bytes per element, rate F and
+    bandwidth B."""
     scheme = _expert_scheme(config)
     rounded = scheme.activation.partition("_")[0]
     kind = "bfloat16" if rounded == "wide" else rounded

@@ -1,10 +1,9 @@
-"""Devices split by role: attention here and experts there, or prompts here and decoding there. No
-torch.
+"""Disaggregation: attention and experts, or prefill and decode, on separate devices. No torch.
 
-Attention devices hold everything but the routed experts and work data-parallel; expert devices hold
+Attention devices hold everything but the routed experts and are data-parallel; expert devices hold
 whole experts and serve all attention devices (arXiv 2507.19427 and 2504.02263 describe such
-splits). A layer's hand-overs make a pipeline of attention, network and experts; N batches in flight
-keep its busiest resource busy when N times what one batch takes of it is at least the whole pass.
+splits). A layer is a pipeline of attention, network and experts; N batches in flight keep its
+busiest resource busy if N times one batch's time on it is at least the time of the whole pass.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SplitStep:
 
     @property
     def longest(self) -> float:
-        """What one micro-batch takes of the busiest resource."""
+        """One micro-batch's time on the busiest resource."""
         return max(self.attention, self.expert_gpu, self.network)
 
     @property
@@ -142,7 +141,7 @@ def split_memory(
     step_tokens: int = 0,
     host_embedding: bool = False,
 ) -> SplitMemory:
-    """host_embedding: the table stays in host memory, and rows travel to the device."""
+    """host_embedding: the table stays in host memory, and rows are copied to the device."""
     dtype = model.fmt.dtype or model.config.dtype
     config = model.config
     sums = dict.fromkeys(("routed_experts", "embedding"), 0.0)

@@ -1,9 +1,9 @@
-"""Measured kernel and collective times, and what they say about sizes in between and about a device
-of another speed. No torch.
+"""Measured kernel and collective times, with interpolation between sizes and scaling to other
+devices. No torch.
 
 A lookup is linear between measured points in logarithms of sizes and times. On another device a
 time t becomes start + (t - start) x (its roofline floor) / (the measured device's floor): a kernel
-keeps its achieved fraction, and its start-up costs what it costs.
+keeps its achieved fraction, and its start-up time stays the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from rorqual.planner.costs.parallel_costs import RankOp
 from rorqual.planner.timing import digests
 
 Nest = dict[float, Any]
-# Of rows of our own kernels: as the kernels are now, of kernels that have changed since (or of
-# whose source nothing was kept), or lent by the tables of another engine. Of another engine's
-# profile: its own.
+# Rows of our own kernels: of the current kernels, of kernels that have changed since (or without a
+# digest), or borrowed from another engine's tables. THEIRS: rows of another engine's profile.
 CURRENT, STALE, BORROWED, THEIRS = ("current", "stale", "borrowed", "theirs")
 PRODUCT_START = 2e-6  # seconds of a product that no matrix is too small for
 BETWEEN = "between"  # family of digests.py
@@ -85,11 +84,11 @@ def held_dtype(op: RankOp) -> str:
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """A measured expert layer: seconds for `picks` token-expert pairs over `distinct` experts of
+    """A measured expert layer: seconds for `pairs` (token, expert) pairs over `distinct` experts of
     hidden x inner. skewed: under the table's own uneven routing."""
 
     seconds: float
-    picks: float
+    pairs: float
     distinct: float
     hidden: int
     inner: int
@@ -184,7 +183,7 @@ class KernelTables:
         return f"{'mla' if mla else 'gqa'}_{'prefill' if op.prefill else 'decode'}"
 
     def basis(self, op: RankOp, mla: bool) -> tuple[str, str]:
-        """(family of kernels, what its time stands on: see CURRENT)."""
+        """(family of kernels, basis of its time: see CURRENT)."""
         family = self.family(op, mla)
         if not self.own:
             return family, THEIRS
@@ -283,12 +282,12 @@ class KernelTables:
         return _exp(interpolate(table, at)) * (rows / whole if mla else 1.0)
 
     def expert_rows(self, op: RankOp) -> ExpertTime:
-        """The measured shape nearest to `op`, at as many picks where it is the same shape, else
+        """The measured shape nearest to `op`, at as many pairs where it is the same shape, else
         at as many for each expert held; within the table's ends (beyond them, floors are in
         proportion)."""
         if self.base is not None and not self._holds(op, False):
             return self.base.expert_rows(op)
-        _tokens, picks, _distinct, hidden, inner, local = op.shape
+        _tokens, pairs, _distinct, hidden, inner, local = op.shape
         far = {"hidden": hidden, "inter": inner, "local": local}
         phase = "prefill" if op.prefill else "decode"
 
@@ -301,7 +300,7 @@ class KernelTables:
         )
         rows = entry["rows"]
         keys = [math.log(row[0]) for row in rows]
-        at = math.log(max(picks * entry["local"] / local, 1e-3))
+        at = math.log(max(pairs * entry["local"] / local, 1e-3))
         at = min(max(at, keys[0]), keys[-1])
         time = interpolate(dict(zip(keys, (math.log(row[2]) for row in rows), strict=True)), [at])
         used = interpolate(dict(zip(keys, (math.log(row[1]) for row in rows), strict=True)), [at])
@@ -317,10 +316,10 @@ class KernelTables:
     # ---- between the kernels that have times
 
     def between(self, attention: str, dtype: str, phase: str, tokens: float) -> float | None:
-        """Seconds a layer, of the step of an engine beside the kernels timed on their own: norms,
-        rope, routing, sampling, what follows badly or overlaps (below 0 where that is more). Linear
-        in the logarithm of tokens, beyond the largest in proportion to them. dtype: of the experts'
-        weights; where it was not learnt that of bf16. None: nothing was learnt."""
+        """Seconds per layer of an engine's step besides the individually timed kernels: norms,
+        rope, routing, sampling, gaps and overlap (negative if overlap is larger). Linear in the
+        logarithm of tokens, proportional to tokens beyond the largest. dtype: of the experts'
+        weights; bf16's if it was not measured. None: nothing was measured."""
         found_for = (between_key(attention, kind, phase) for kind in (dtype, "bfloat16"))
         rows = next((self._between[key] for key in found_for if key in self._between), None)
         if not rows:
@@ -378,7 +377,7 @@ def _clamped(curve: Nest, at: float) -> float:
 
 @lru_cache(maxsize=16)
 def load_tables(name: str) -> KernelTables:
-    """The shipped tables of that name, or those of a file.json, with the base they stand on."""
+    """The shipped tables of that name, or those of a file.json, with their base."""
     path = Path(name) if name.endswith(".json") else DATA / f"kernels_{name}.json"
     if not path.is_file():
         raise ConfigError(f"there are no kernel tables {path.name} in {path.parent}")

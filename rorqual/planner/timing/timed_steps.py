@@ -1,5 +1,4 @@
-"""Steps of whole engines as `rorqual bench steps` timed them, and the file they stand in. No
-torch."""
+"""Steps of whole engines timed by `rorqual bench steps`, and their file. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ BUDGET = 8192  # tokens of a step; prompts fill it
 
 
 class StepMeasurement(NamedTuple):
-    """ms of the step (of all its parts, where a prompt takes several); context: tokens of a
-    decoding request in the mean, half-way through."""
+    """ms: of the step, or of all steps of a prompt. context: mean tokens of a decoding request,
+    half way through."""
 
     ms: float
     context: float

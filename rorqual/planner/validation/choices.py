@@ -1,8 +1,8 @@
 """Questions about which deployment to choose, each answered by the cost model with its inputs and
 its formula. No torch.
 
-Lower bounds (profile roofline) stand where no kernel times are known; then a ratio of two bounds is
-what is said, not a time.
+Lower bounds (profile roofline) are used if no kernel times are known; the answer is then a ratio of
+two bounds, not a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.load_file import loads_by_layer, read_expert_load
-from rorqual.parallel.eplb.placement import Floats, balancedness, place, unplanned
+from rorqual.parallel.eplb.placement import Floats, balancedness, identity_placement, place
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.costs.routing import Routing
@@ -261,7 +261,7 @@ def _judged(loads: dict[str, Floats], ranks: int, copies: int | None) -> tuple[f
     other = []
     for name, load in loads.items():
         if copies is None:
-            same.append(balancedness(unplanned(*load.shape), load, ranks))
+            same.append(balancedness(identity_placement(*load.shape), load, ranks))
             continue
         made = place(load, load.shape[1] + copies, ranks)
         same.append(balancedness(made, load, ranks))
@@ -277,7 +277,7 @@ def _worth(sizes: ParallelConfig, balance: float) -> str:
 
 
 def _slower(sizes: ParallelConfig, balance: float, work: GroupWork) -> float:
-    """A step's time over that of one where every rank has as many picks."""
+    """A step's time relative to one with a perfectly balanced expert load."""
     times = []
     for fullest in (1.0, max(1.0, 1 / balance)):
         model = StepModel(
@@ -344,8 +344,8 @@ def prefill_decode() -> list[Line]:
 
 
 def attention_experts() -> list[Line]:
-    """For 32 expert GPUs with whole experts the number of attention GPUs that gives most tokens a
-    GPU within 100 ms, by context."""
+    """The number of attention GPUs, for 32 expert GPUs with whole experts, that gives most tokens
+    per GPU within 100 ms, by context."""
     device = load_device("h800")
     model = StepModel(published(R1), ParallelConfig(), device, load_profile("sglang"))
     experts = 32

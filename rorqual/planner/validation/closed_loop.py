@@ -1,11 +1,10 @@
-"""A benchmark with a fixed number of clients, played over a step model: what TTFT and TPOT come
-out. No torch.
+"""TTFT and TPOT of a benchmark with a fixed number of clients, simulated with a step model. No
+torch.
 
-Each client sends its next request when the last one is answered; prompts wait in line and go first,
-up to `max_chunk` tokens a step, as engines that do not mix phases do it; with mixed chunks they
-share the steps of decoding requests. Lengths are drawn evenly between `ratio` and 1 times the
-nominal ones, from a fixed seed. This is a queue around `StepModel.step`, not the engine's
-scheduler.
+Each client sends its next request when the previous one is answered. Prompts queue and have
+priority, up to `max_chunk` tokens per step, as in engines that do not mix phases; with mixed chunks
+they share steps with decoding requests. Lengths are uniform between `ratio` and 1 times the nominal
+ones, from a fixed seed. This is a queue around `StepModel.step`, not the engine's scheduler.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class LoopRequest:
 
 @dataclass(frozen=True)
 class Loop:
-    """clients at once for one attention group; requests in all; nominal prompt and output
-    lengths; num_speculative_tokens drafts of which each step accepts `accepted` tokens beside
-    the sure one."""
+    """Concurrent clients of one attention group; requests in all; nominal prompt and output
+    lengths; num_speculative_tokens drafts, of which a step accepts `accepted` besides its own
+    token."""
 
     clients: int
     prompt: int
@@ -153,8 +152,7 @@ class _State:
 
 
 def play(model: StepModel, loop: Loop) -> LoopResult:
-    """Run to the end. One output token a request has no TPOT; such requests count for TTFT
-    alone."""
+    """Run to the end. Requests with one output token have no TPOT and count only for TTFT."""
     state = _State(model, loop)
     while state.busy:
         state.step()

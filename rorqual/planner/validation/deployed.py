@@ -1,5 +1,4 @@
-"""Published deployments taken apart: what their figures imply, beside what the cost model says.
-No torch."""
+"""Published deployments: what their figures imply, compared with the cost model. No torch."""
 
 from __future__ import annotations
 

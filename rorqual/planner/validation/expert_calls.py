@@ -12,7 +12,7 @@ from rorqual.planner.timing.roofline import expert_seconds, rpc_seconds, with_li
 from rorqual.planner.validation.deployed import R1, Line
 
 GBITS = (1, 10, 25, 100)
-LATENCIES = (5, 20, 100)  # us one way
+LATENCIES = (5, 20, 100)  # us, one direction
 SCALE_COLUMNS = 128  # of a row in fp8, a scale of 4 bytes for so many
 
 
@@ -84,7 +84,7 @@ def with_latency(device: DeviceSpec, gbit: float, microseconds: float) -> Device
 
 
 def called(config: ModelConfig, device: DeviceSpec) -> float:
-    """Seconds of a layer for one row whose experts all lie on servers of their own."""
+    """Seconds of a layer for one row whose experts are all on different servers."""
     width = config.hidden_size
     row = width + 4 * -(-width // SCALE_COLUMNS) + 2 * width
     network = device.network

@@ -1,10 +1,11 @@
-"""Two numbers of the profile `sglang` that no table gives, chosen on half of the published rows:
-how long its experts take beside the kernels' table, and how many steps are already launched when a
-prompt arrives. A hash of a row's name says which half it is in; errors are told of the other.
+"""Two parameters of the profile `sglang` that are in no table are fitted on half of the published
+rows: the experts' time relative to the kernels' table, and the number of steps already launched
+when a prompt arrives. A hash of a row's name decides its half; errors are reported for the other
+half.
 
     python -m rorqual.planner.validation.fitting
 
-finds both again and prints the errors of either half.
+fits both again and prints the errors of either half.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Predictions beside steps of this engine that `rorqual bench steps` timed, none of them among
-those that the tables were made of. No torch."""
+"""Predictions compared with steps of this engine timed by `rorqual bench steps`, none of which the
+tables were made from. No torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _device(meta: Mapping[str, Any], tables: KernelTables) -> DeviceSpec:
 
 
 def shipped_groups() -> list[ValidationGroup]:
-    """Of the files that ship, each beside the shipped times of its GPU."""
+    """For the shipped files, each with the shipped times of its GPU."""
     return [
         group for path in sorted(SHIPPED.glob("steps_*.json")) for group in own_groups(path, None)
     ]

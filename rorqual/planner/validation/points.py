@@ -1,4 +1,4 @@
-"""A predicted figure beside the measured one, and groups of them."""
+"""Pairs of a predicted and a measured figure, and groups of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """One figure. `high`: the other end of a predicted range, where overlap is not modelled.
-    fitted: a number of the profile was chosen on it, so its error tells nothing."""
+    """One figure. `high`: the upper end of a predicted range, if overlap is not modeled. fitted: a
+    parameter of the profile was fitted on it, so its error is meaningless."""
 
     label: str
     metric: str

@@ -34,6 +34,6 @@ def model_of_row(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
 
 
 def _profile(given: Mapping[str, Any]) -> Profile:
-    """`kernels` stands in for the shipped times of ours alone."""
+    """`kernels` replaces the shipped times of our own kernels only."""
     profile = load_profile(given["profile"])
     return with_kernels(profile, given.get("kernels")) if profile.name == "rorqual" else profile

@@ -1,5 +1,5 @@
-"""Predictions beside published and measured figures: the table behind `rorqual plan --validate`.
-Data: data/published.yaml. No torch."""
+"""Predictions compared with published and measured figures, for `rorqual plan --validate`. Data:
+data/published.yaml. No torch."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _origin(given: Mapping[str, Any] | None) -> str:
 
 
 def stale_groups(groups: list[ValidationGroup]) -> list[str]:
-    """What to say of predictions that stand on times of kernels as they no longer are."""
+    """A note on predictions that use times of kernels that have changed."""
     families = sorted({family for group in groups for family in group.stale})
     if not families:
         return []
@@ -200,8 +200,8 @@ KINDS = {
 def validate(
     names: list[str] | None = None, kernels: str | None = None, steps: str | None = None
 ) -> list[ValidationGroup]:
-    """Every group, or those whose name begins with one of `names`. kernels: a file of times in
-    place of the shipped ones. steps: a file of `rorqual bench steps`; then its groups alone."""
+    """All groups, or those whose name starts with one of `names`. kernels: a file of times that
+    replaces the shipped ones. steps: a file of `rorqual bench steps`; then only its groups."""
     if steps is not None:
         return own_groups(Path(steps), kernels)
     own = shipped_groups() if kernels is None and _wanted("steps", names, part=True) else []

@@ -132,7 +132,7 @@ def test_an_slo_search_ends_in_time(fake: Fake, tmp_path: Path):
     assert page["probes"] == [{"concurrency": 2, "kept": True}]
 
 
-def test_an_slo_nobody_keeps_ends_with_1(fake: Fake):
+def test_an_unmet_slo_ends_with_1(fake: Fake):
     done = run(
         fake,
         *SMALL,
@@ -201,7 +201,7 @@ def test_a_users_mistake_is_a_typed_error(fake: Fake, arguments: tuple[str, ...]
     assert words in str(done.exception)
 
 
-def test_nobody_listening_is_one_error():
+def test_no_listener_is_one_error():
     done = run(Fake(9), *SMALL)
     assert isinstance(done.exception, TargetError)
     assert "is the server up" in str(done.exception)

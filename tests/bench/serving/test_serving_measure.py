@@ -260,7 +260,7 @@ def test_a_server_that_fails_every_warm_up_is_not_measured(fake: Fake):
         measure(fake, {"fail": "status", "status": 503}, method=Method())
 
 
-def test_nobody_there():
+def test_no_server():
     with pytest.raises(TargetError, match="every warm-up request failed"):
         measure(Fake(9), {}, method=Method())
 

@@ -27,7 +27,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     SchedulerOutput,
     sampling_variant_of,
 )
-from rorqual.ops.reference import cut
+from rorqual.ops.reference import apply_filters
 from rorqual.ops.rng import uniform
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import SamplingParams, StructuredOutput
@@ -149,7 +149,7 @@ def test_cuts_keep_what_the_definition_keeps(
     exactly."""
     probs = torch.tensor([weights], dtype=torch.float64) / sum(weights)
     column = (torch.tensor([value], dtype=torch.float64) for value in (top_k, top_p, min_p))
-    kept = cut(probs, *column)[0]
+    kept = apply_filters(probs, *column)[0]
     wanted = allowed(probs[0].tolist(), top_k, top_p, min_p)
     assert {i for i, value in enumerate(kept.tolist()) if value} == wanted
     assert torch.equal(kept[sorted(wanted)], probs[0, sorted(wanted)]), (
@@ -161,8 +161,8 @@ def test_a_set_that_reaches_top_p_exactly_is_enough() -> None:
     probs = torch.tensor([[0.125, 0.5, 0.25, 0.125]], dtype=torch.float64)
     off = torch.zeros(1, dtype=torch.float64)
     half = torch.tensor([0.5], dtype=torch.float64)
-    assert cut(probs, off, half, off).tolist() == [[0, 0.5, 0, 0]]
-    assert cut(probs, off, half + 1e-9, off).tolist() == [[0, 0.5, 0.25, 0]]
+    assert apply_filters(probs, off, half, off).tolist() == [[0, 0.5, 0, 0]]
+    assert apply_filters(probs, off, half + 1e-9, off).tolist() == [[0, 0.5, 0.25, 0]]
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])

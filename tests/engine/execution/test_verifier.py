@@ -25,7 +25,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepMetadata,
 )
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import invert
+from rorqual.ops.reference import inverse_cdf
 from rorqual.ops.rng import uniform
 from rorqual.ops.select import ops_for
 from rorqual.platforms.cpu import CpuPlatform
@@ -82,7 +82,9 @@ def trial(
     if drafts is None:
         assert q is not None
         numbers = uniform(rows.seed[:count, None], positions[:, :n], DRAFT)
-        drafts = torch.stack([invert(q[j].expand(count, -1), numbers[:, j]) for j in range(n)], 1)
+        drafts = torch.stack(
+            [inverse_cdf(q[j].expand(count, -1), numbers[:, j]) for j in range(n)], 1
+        )
         rows.keep_probs()[:count] = q.float()
     rows.drafts[:count] = drafts
     rows.num_drafts[:count] = n if have is None else have
@@ -260,7 +262,7 @@ def mixed(kinds: list[dict[str, Any]], first: int = 0) -> tuple[RequestState, Te
         for place in range(2):
             stream = TOKEN if bool(rows.coupled[slot]) else DRAFT
             number = uniform(rows.seed[slot : slot + 1], torch.tensor([20 + slot + place]), stream)
-            drawn = invert(q[slot, place : place + 1].double(), number)
+            drawn = inverse_cdf(q[slot, place : place + 1].double(), number)
             rows.drafts[slot, place] = (
                 q[slot, place].argmax() if KINDS[slot].get("temperature") == 0 else drawn
             )

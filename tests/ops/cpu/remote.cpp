@@ -113,7 +113,7 @@ const std::map<std::string, Function> FUNCTIONS = {
     NAMED(rq_causal),       NAMED(rq_route),          NAMED(rq_experts),      NAMED(rq_linear_packed),
     NAMED(rq_uniform),      NAMED(rq_experts_packed), NAMED(rq_distribution), NAMED(rq_draw),
     NAMED(rq_draw_rest),    NAMED(rq_draw_normal),    NAMED(rq_write_probs),  NAMED(rq_mlp_packed),
-    NAMED(rq_mla_prologue_packed), NAMED(rq_embed),      NAMED(rq_beside),    NAMED(rq_add),
+    NAMED(rq_mla_prologue_packed), NAMED(rq_embed),      NAMED(rq_concat_columns),    NAMED(rq_add),
 };
 
 }  // namespace

@@ -49,7 +49,7 @@ def chain(native: Native, x: Tensor) -> Callable[[], Tensor]:
     def work() -> Tensor:
         normed, total = native.add_norm(x, None, weight, 1e-5)
         low = native.linear(normed, matrix, None).view(-1, 2, 3).flatten(1)
-        return native.beside(low, native.add_to(total, normed))
+        return native.concat_columns(low, native.add_to(total, normed))
 
     return work
 
@@ -76,7 +76,7 @@ def test_captures_may_share_memory(ops: CpuOps, native: Native) -> None:
     pairs = [(torch.randn(rows, 8), torch.randn(rows, 8)) for rows in (2, 5)]
 
     def work(a: Tensor, b: Tensor) -> Tensor:
-        return native.beside(native.beside(a, b), a)
+        return native.concat_columns(native.concat_columns(a, b), a)
 
     with torch.inference_mode():
         replays = [ops.capture_calls(partial(work, *pair), memory)[1] for pair in pairs]
@@ -141,7 +141,7 @@ def test_other_threads_are_not_captured(ops: CpuOps, native: Native) -> None:
         thread = threading.Thread(target=lambda: elsewhere.append(chain(native, x + 1)()))
         thread.start()
         thread.join()
-        return native.add_to(native.beside(x, x), native.beside(x, x))
+        return native.add_to(native.concat_columns(x, x), native.concat_columns(x, x))
 
     _, replay = captured(ops, both)
     (found,) = elsewhere
@@ -162,7 +162,7 @@ def test_an_error_leaves_the_library_as_it_was(ops: CpuOps, native: Native) -> N
     assert native.lib is lib
     assert native.kept is None
     x = torch.ones(1, 2)
-    assert torch.equal(captured(ops, lambda: native.beside(x, x))[1](), torch.ones(1, 4))
+    assert torch.equal(captured(ops, lambda: native.concat_columns(x, x))[1](), torch.ones(1, 4))
 
 
 def test_a_replay_stops_at_an_id_that_is_none(ops: CpuOps, native: Native) -> None:

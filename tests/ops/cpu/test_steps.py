@@ -52,7 +52,7 @@ def test_rows_are_fetched_joined_and_added(
     rows = native.embed(ids, table)
     assert torch.equal(rows, table[ids])
     other = draw(dtype, 4, 5)
-    assert torch.equal(native.beside(rows, other), torch.cat((rows, other), 1))
+    assert torch.equal(native.concat_columns(rows, other), torch.cat((rows, other), 1))
     more = draw(dtype, 4, columns)
     assert torch.equal(native.add_to(rows.clone(), more), rows + more)
     for wrong in (9, -1):

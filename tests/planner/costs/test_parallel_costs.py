@@ -256,12 +256,12 @@ def test_expert_exchanges() -> None:
     config = published("deepseek-v3")
     work = GroupWork(BatchShape.decode(128, 1000))
     gather = sent(config, ParallelConfig(dp=8, ep=8, exchange="allgather_ep"), work)
-    picks = 8 * 8
-    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * (7168 * 2 + picks), 58)
+    routing = 8 * 8
+    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * (7168 * 2 + routing), 58)
     copies = sent(
         config, ParallelConfig(dp=8, ep=8, exchange="low_latency", fp8_dispatch=True), work
     )
-    assert copies["dispatch/58"][2] == 128 * 7 * (7168 + 56 * 4 + picks)
+    assert copies["dispatch/58"][2] == 128 * 7 * (7168 + 56 * 4 + routing)
     assert copies["combine/58"][2] == 128 * 7 * 7168 * 2
     gathered = [
         m

@@ -240,20 +240,20 @@ def test_nothing_is_sent_where_attention_and_dense_layers_are_data_parallel() ->
     ).messages
 
 
-def test_copies_a_pick_or_blocks() -> None:
+def test_copies_per_expert_or_blocks() -> None:
     """A low-latency exchange of DeepEP's sends eight copies of a token wherever they go; this
     engine's one to each of the other ranks."""
     config = model_of("deepseek-v3")
     work = GroupWork(BatchShape.decode(100, 50))
     sizes = ParallelConfig(dp=16, ep=16, exchange="low_latency", fp8_dispatch=True)
     row = 7168 + 56 * 4
-    picks = 8 * 8
+    routing = 8 * 8
     sparse = LAYERS - 3
     blocks, copies = (
-        {m.name: m for m in rank_step(config, sizes, work, picks=picks).messages}
-        for picks in (False, True)
+        {m.name: m for m in rank_step(config, sizes, work, copies=copies).messages}
+        for copies in (False, True)
     )
-    assert blocks["dispatch"].bytes == 100 * 15 * (row + picks)
+    assert blocks["dispatch"].bytes == 100 * 15 * (row + routing)
     assert copies["dispatch"].bytes == 100 * 8 * 15 / 16 * row
     assert copies["combine"].bytes == 100 * 8 * 15 / 16 * 7168 * 2
     assert blocks["combine"].layers == copies["combine"].layers == sparse

@@ -61,22 +61,22 @@ def test_the_fullest_rank_of_drawn_routings(balance: str) -> None:
         for seed in range(200):
             loads = draw(chances, 64, seed)
             drawn.append(max(sum(loads[expert] for expert in rank) for rank in held))
-        assert rank_load(routing, 32, 4, 64, 4).picks == pytest.approx(
+        assert rank_load(routing, 32, 4, 64, 4).pairs == pytest.approx(
             sum(drawn) / len(drawn), rel=0.03
         )
     else:
         assert (
-            rank_load(routing, 32, 4, 64, 4).picks
-            < rank_load(Routing("zipf", 0.8), 32, 4, 64, 4).picks
+            rank_load(routing, 32, 4, 64, 4).pairs
+            < rank_load(Routing("zipf", 0.8), 32, 4, 64, 4).pairs
         )
 
 
 def test_perfect_balance_is_the_mean() -> None:
     load = rank_load(Routing(balance="perfect"), 256, 8, 1024, 8)
-    assert load.picks == 1024
+    assert load.pairs == 1024
     assert load.distinct == pytest.approx(32)
-    assert rank_load(UNIFORM, 256, 8, 1024, 8).picks > 1024
-    assert rank_load(UNIFORM, 256, 8, 5, 1).picks == 40
+    assert rank_load(UNIFORM, 256, 8, 1024, 8).pairs > 1024
+    assert rank_load(UNIFORM, 256, 8, 5, 1).pairs == 40
 
 
 def test_expected_maximum() -> None:

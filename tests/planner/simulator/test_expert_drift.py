@@ -27,7 +27,7 @@ from rorqual.planner.simulator.simulator import Simulation
 
 
 def loads(seed: int, layers: int = 4, experts: int = 64) -> Floats:
-    """Some experts are picked much more often than others."""
+    """Some experts get many more tokens than others."""
     found: Floats = np.random.default_rng(seed).lognormal(0.0, 1.0, (layers, experts))
     return found
 
@@ -57,11 +57,11 @@ def test_a_load_between_two_workloads() -> None:
 def test_the_fullest_rank_has_what_was_measured() -> None:
     """At many tokens chance is nothing, and it has exactly so many times the mean."""
     many = rank_load(Routing(fullest=1.5), 64, 6, 1_000_000, 8)
-    assert many.picks == pytest.approx(1.5 * 1_000_000 * 6 / 8, rel=0.01)
+    assert many.pairs == pytest.approx(1.5 * 1_000_000 * 6 / 8, rel=0.01)
     assert many.distinct == 8
     even = rank_load(Routing(), 64, 6, 100, 8)
-    assert rank_load(Routing(fullest=1.0), 64, 6, 100, 8).picks == pytest.approx(
-        even.picks, rel=0.02
+    assert rank_load(Routing(fullest=1.0), 64, 6, 100, 8).pairs == pytest.approx(
+        even.pairs, rel=0.02
     )
     with pytest.raises(ConfigError, match="must be at least 1"):
         Routing(fullest=0.5)

@@ -1,9 +1,9 @@
-"""Paged decode attention with grouped key/value heads: `Ops.attention` where every request has the
+"""Paged decode attention with grouped key/value heads: `Ops.attention` if every request has the
 same few query tokens.
 
 The query heads of one key/value head, for all query tokens of the request, are the rows of one
-tile, so that each cached key and value is read once. A head size that is no power of two is padded
-with zeros on its way into the tile.
+tile, so that each cached key and value is read once. A head size that is not a power of two is
+padded with zeros when loaded.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CACHES = {torch.uint8: "fp8", torch.int8: "int8"}
 
 @dataclass(frozen=True)
 class GqaDecodeConfig:
-    """block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a
-    program; tma: bulk copies, where block_n divides a page; finish: of the programs that share a
-    request's head the last one to end puts their parts together, and no second kernel runs."""
+    """block_n: tokens per tile. per_sm: programs per multiprocessor. min_tiles: least tiles per
+    program. tma: bulk copies, if block_n divides a page. finish: the last program of a request's
+    head merges the partial results, instead of a second kernel."""
 
     block_n: int
     warps: int
@@ -56,7 +56,7 @@ class GqaDecodeConfig:
 
 
 def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> GqaDecodeConfig:
-    """The configuration for that many requests of that length."""
+    """The configuration for this number of requests of this length."""
     shape = {
         "cache": CACHES.get(k_plane.dtype, "plain"),
         "heads": q.shape[1],
@@ -76,7 +76,7 @@ def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> Gq
 
 
 def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaDecodeConfig]:
-    """What is worth trying for that many requests of that length. For the tune command."""
+    """Candidate configurations for the tune command, by number of requests and their length."""
     if dtype == torch.float32:
         return [GqaDecodeConfig(16, 4, 1, tma=False)]
     short = [GqaDecodeConfig(64, 4, 3, tma=False), GqaDecodeConfig(32, 4, 3, per_sm=4, tma=False)]
@@ -193,8 +193,8 @@ def _gqa_decode_kernel(
     v_head = v_plane + group * kv_head + columns
     scale_head = scales + group * 2 if SCALED else k_plane
 
-    # The schedule is there: the kernel that made it let nobody start before its end. Read past the
-    # first level cache, which may hold the last step's.
+    # The schedule is complete: its kernel does not let later ones start early. Bypass L1, which may
+    # have the previous step's.
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk
@@ -240,7 +240,7 @@ def _gqa_decode_kernel(
                 q_rows[:, None] + columns[None, :], mask=row_ok[:, None] & inside, other=0.0
             )
             acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
-            # finite, so that a row that sees nothing yet makes no NaN
+            # finite, so that a row that has seen no key yet gives no NaN
             peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
             low = position - begin
@@ -274,7 +274,7 @@ def _gqa_decode_kernel(
             for j in tl.range(plain, high, num_stages=1):
                 n = j * BLOCK_N + offsets
                 slots = _slots(table, n, length, PAGE)
-                # what lies past the end may be NaN, which no weight of zero cures
+                # values past the end may be NaN, which a weight of zero does not cancel
                 ok = (n < length)[:, None] & inside
                 k = tl.load(k_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
                 v = tl.load(v_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
@@ -307,7 +307,7 @@ def _gqa_decode_kernel(
                 if FINISH:
                     sharing = (end - 1) // chunk - begin // chunk + 1
                     counter = counters + request * tl.num_programs(0) + group
-                    # every thread's part is stored before one of them counts this program in
+                    # all threads have stored their part before this program is counted
                     tl.debug_barrier()
                     if tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1:
                         each = query * HEADS + head
@@ -432,7 +432,7 @@ def _launch(
     config: GqaDecodeConfig,
     finish: bool,
 ) -> None:
-    """finish: whoever is last puts partial results together."""
+    """finish: the last program merges the partial results."""
     if scales is not None:
         assert scales.is_contiguous()
         planes = tuple(plane.view(EIGHT_BIT_NUMBERS[plane.dtype]) for plane in planes)

@@ -1,9 +1,9 @@
-"""The rows of an 8-bit latent cache (`reference.pack_latent`): how kernels quantize one, write
-many, and read them back in order. And how they quantize heads (`reference.pack_heads`).
+"""Rows of an 8-bit latent cache (`reference.pack_latent`): quantize, write and gather. Also
+quantization of heads (`reference.pack_heads`).
 
-A row is bytes: latent [C], e4m3 or int8 as the cache's dtype says | scales [C / 128] fp32 | rope
-key [rope] as it is; 656 of them at 512 + 64 columns in bf16. The cache is addressed through one
-pointer to bytes; what lies in a row is found by casting it.
+A row is bytes: latent [C], e4m3 or int8 by the cache's dtype | scales [C / 128] fp32 | rope key
+[rope] unquantized; 656 bytes at 512 + 64 columns in bf16. The cache is addressed through a byte
+pointer, cast for the parts of a row.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def groups_of(rank: int) -> int:
 
 
 def supported(rank: int, rope: int) -> bool:
-    """Columns the kernels take: powers of two."""
+    """Whether the kernels support these sizes: powers of two."""
     return rank == next_power(rank) and rope == next_power(rope)
 
 
 @triton.jit
 def steps_of(groups, scales, INT8: tl.constexpr):
-    """groups [n, columns] fp32 in steps of scales [n], as e4m3 or int8; divided as torch divides,
-    halves to even."""
+    """groups [n, columns] fp32 over scales [n], as e4m3 or int8; divided as torch does, half to
+    even."""
     steps = tl.div_rn(groups, tl.broadcast_to(scales[:, None], groups.shape))
     if INT8:
-        # at 2^23 and a half more the spacing of fp32 is one: the sum rounds
+        # at 1.5 * 2^23 the spacing of fp32 is 1: the addition rounds
         whole = (steps + 12582912.0) - 12582912.0
         return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
     else:
@@ -52,7 +52,7 @@ def store_row(latent, key, row, write, RANK: tl.constexpr, ROPE: tl.constexpr):
     """Quantize latent, fp32 [RANK] holding values of the activations' dtype, and store it, its
     scales and the rope key [ROPE] at `row`.
 
-    Divisions are correctly rounded: these bytes are the reference's, whoever writes them.
+    Divisions are correctly rounded, so the bytes equal the reference's.
     """
     GROUPS: tl.constexpr = (RANK + 127) // 128
     INT8: tl.constexpr = row.dtype.element_ty == tl.int8

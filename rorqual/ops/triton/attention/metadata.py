@@ -1,8 +1,7 @@
-"""What the attention kernels want to know of a Segment, derived once a step on the device and kept
-in its scratch.
+"""Data that attention kernels derive from AttentionMetadata, once per step, on the device, kept in
+its scratch.
 
-Nothing here reads the device from the host. Lists known to the host are brought over through pinned
-memory.
+The host reads nothing from the device here. Host lists are copied through pinned memory.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torch import Tensor
 from rorqual.ops.interface import AttentionMetadata, Share, shares_of
 from rorqual.ops.triton.attention.split_kv import SplitPlan
 
-DECODE_QUERIES = 4  # up to so many query tokens of each request are rows of one decode tile
+DECODE_QUERIES = 4  # most query tokens per request for the decode kernels
 
 
 class Derived:
-    """Starts, schedules and gather indices of one Segment. Packed keys lie request after
-    request, `max_kv_lens` entries each."""
+    """Starts, schedules and gather indices of one segment. Packed keys are in request order,
+    `max_kv_lens` entries each."""
 
     def __init__(self, segment: AttentionMetadata):
         self.segment = segment
@@ -36,14 +35,14 @@ class Derived:
 
     @property
     def decodes(self) -> bool:
-        """Every request has the same few query tokens."""
+        """Whether all requests have the same small number of query tokens."""
         return (
             self.most_queries <= DECODE_QUERIES
             and self.segment.tokens == self.most_queries * len(self.segment)
         )
 
     def plan(self, key: Hashable, make: Callable[[], SplitPlan]) -> SplitPlan:
-        """The schedule of the kernel `key`, made by the first layer that asks."""
+        """The schedule of the kernel `key`, computed in the first layer that needs it."""
         if key not in self._plans:
             self._plans[key] = make()
         return self._plans[key]
@@ -90,8 +89,8 @@ class Derived:
         return self._kept[page]
 
     def by_token(self) -> AttentionMetadata:
-        """The same queries, each token a request of its own that sees the cache up to itself:
-        any mixture becomes a decode batch."""
+        """The same queries with each token as a request that sees the cache up to itself, which
+        makes any mixture a decode batch."""
         if self._by_token is None:
             where = self.segment
             starts = self.query_starts()
@@ -105,8 +104,8 @@ class Derived:
 
 
 def derived(segment: AttentionMetadata) -> Derived:
-    """The segment's, made anew where a graph capture began since: what a graph reads must be
-    computed inside it."""
+    """The segment's Derived. Recomputed during a graph capture: what a graph reads must be computed
+    inside it."""
     found = segment.scratch
     if not isinstance(found, Derived) or found.captured != _capturing(found.device):
         found = segment.scratch = Derived(segment)

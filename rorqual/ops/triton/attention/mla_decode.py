@@ -46,9 +46,9 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 
 @dataclass(frozen=True)
 class MlaDecodeConfig:
-    """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles:
-    least tiles a program; tma: bulk copies; gluon: the kernel of mla_decode_sm90.py, or
-    mla_decode_sm90_fp8.py, where it takes the call."""
+    """Tiles of block_h rows and block_n tokens. per_sm: programs per multiprocessor. min_tiles:
+    least tiles per program. tma: bulk copies. gluon: the kernel of mla_decode_sm90.py or
+    mla_decode_sm90_fp8.py, if it supports the call."""
 
     block_h: int
     block_n: int
@@ -92,7 +92,7 @@ _HOPPER_FP8 = [
 
 
 def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[MlaDecodeConfig]:
-    """What is worth trying for `rows` = query tokens x heads of a request. For the tune command."""
+    """Candidate configurations for the tune command; `rows` = query tokens x heads of a request."""
     if dtype == torch.float32:
         return [MlaDecodeConfig(16, 16, 4, 1, tma=False)]
     few = 16 if rows <= 16 else 32
@@ -148,7 +148,7 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
 def _workers(
     config: MlaDecodeConfig, requests: int, max_kv_len: int, row_blocks: int, device: torch.device
 ) -> int:
-    """As many as fill the GPU once, but none that could never find a tile."""
+    """Number of workers: as many as fill the GPU once, but none that would never have a tile."""
     tiles = requests * triton.cdiv(max(max_kv_len, 1), config.block_n)
     return max(
         1,
@@ -176,9 +176,8 @@ def _row(table, n, PAGE: tl.constexpr):
 
 @triton.jit
 def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Have SIZE bytes from each of a tile of addresses on brought to the second level cache, a line
-    of 128 at a time. Nobody waits: for what earlier steps wrote, before this kernel waits for the
-    one that makes its inputs."""
+    """Prefetch SIZE bytes from each of a tile of addresses to L2, in lines of 128. Asynchronous:
+    for data of earlier steps, before this kernel waits for its inputs."""
     if DEPENDENT:
         for line in tl.static_range(0, SIZE, 128):
             tl.inline_asm_elementwise(
@@ -329,8 +328,8 @@ def _mla_decode_kernel(
     rope_columns = tl.arange(0, ROPE)
     offsets = tl.arange(0, BLOCK_N)
 
-    # The schedule is there: the kernel that made it let nobody start before its end. Read past the
-    # first level cache, which may hold the last step's.
+    # The schedule is complete: its kernel does not let later ones start early. Bypass L1, which may
+    # have the previous step's.
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk
@@ -361,7 +360,7 @@ def _mla_decode_kernel(
             qr_rows = q_rope + token * qr_token + head * qr_head
             qr = tl.load(qr_rows[:, None] + rope_columns[None, :], mask=row_ok[:, None], other=0.0)
             acc = tl.zeros((BLOCK_H, RANK), tl.float32)
-            # finite, so that a row that sees nothing yet makes no NaN
+            # finite, so that a row that has seen no key yet gives no NaN
             peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
             low = position - begin
@@ -397,7 +396,7 @@ def _mla_decode_kernel(
 
             for j in tl.range(plain, high, num_stages=1):
                 n = j * BLOCK_N + offsets
-                # what lies past the end may be NaN, which no weight of zero cures
+                # values past the end may be NaN, which a weight of zero does not cancel
                 ok = (n < length)[:, None]
                 slots = _slots(table, n, length, PAGE)
                 k = tl.load(
@@ -488,7 +487,7 @@ def mla_decode(
 
 
 def _launch_gluon(work: LatentDecode, config: MlaDecodeConfig) -> bool:
-    """False where no kernel of those for Hopper takes it."""
+    """Whether a Hopper kernel was launched; False if none supports the call."""
     from rorqual.ops.triton.attention import mla_decode_sm90, mla_decode_sm90_fp8
 
     tile = (config.block_h, config.block_n)

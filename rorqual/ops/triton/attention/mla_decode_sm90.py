@@ -2,7 +2,7 @@
 
 The first warpgroup keeps most of its 64 rows of queries in registers, so its products read half the
 shared memory, and what queries took there is a third tile's. It scores a tile, turns the scores
-into weights and leaves them where the tile's rope keys were, which nobody needs any more; the other
+into weights and stores them in place of the tile's rope keys, which are no longer needed; the other
 two multiply them with half of the latent's columns each. One of those two also fetches, since it
 has time.
 

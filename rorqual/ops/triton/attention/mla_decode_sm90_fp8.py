@@ -305,7 +305,7 @@ def _mla_hopper_fp8_kernel(
             while tile < stop:
                 turn = tile - earliest
                 stage = turn % STAGES
-                if tile + STAGES < last:  # nobody waits for the page's number here
+                if tile + STAGES < last:  # nothing waits for the page number here
                     ahead, ahead_begin, ahead_end, page = _locate(
                         tables,
                         table_row,

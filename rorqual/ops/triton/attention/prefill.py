@@ -1,10 +1,10 @@
-"""Causal attention of packed prompts, each the end of its own context: `Ops.dense_attention` and
-`Ops.attention` in a prefill step.
+"""Causal attention of packed prefill chunks: `Ops.dense_attention` and `Ops.attention` in a prefill
+step.
 
-Online softmax over key tiles (FlashAttention-2, arXiv 2307.08691). The mask is aligned bottom
-right: query i of Q, with L keys, sees keys up to L - Q + i, so a cached prefix is seen by all. A
-head of 192 columns is two products, 128 + 64, as MLA's nope and rope; other sizes that are no power
-of two are padded with zeros on their way into the tile.
+Online softmax over key tiles (FlashAttention-2, arXiv 2307.08691). The mask is aligned to the
+bottom right: query i of Q, with L keys, sees keys up to L - Q + i, so all see a cached prefix. A
+head of 192 columns is two products, 128 + 64, as MLA's nope and rope; other sizes that are not a
+power of two are padded with zeros when loaded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TO_BASE_2 = tl.constexpr(LOG2E)
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at
-    least block_n); gluon: the kernel of prefill_sm90.py where it takes the call."""
+    """Tiles of block_m queries by block_n keys. tma: bulk copies (packed keys, or pages of at least
+    block_n). gluon: the kernel of prefill_sm90.py if it supports the call."""
 
     block_m: int
     block_n: int
@@ -48,9 +48,9 @@ class PrefillConfig:
 
 @dataclass(frozen=True)
 class SoFar:
-    """Attention over other keys of the same requests, brought up to date in place: out [T, H, Dv]
-    fp32, and totals [T, H] fp32, the log-sum-exp of its scores (-inf where there were none). Query
-    i of a request sees, of the keys that follow, those up to firsts [R] + i."""
+    """Attention over earlier keys of the same requests, updated in place: out [T, H, Dv] fp32, and
+    totals [T, H] fp32, the log-sum-exp of its scores (-inf without keys). Query i of a request sees
+    the next keys up to firsts [R] + i."""
 
     out: Tensor
     totals: Tensor
@@ -58,7 +58,7 @@ class SoFar:
 
 
 def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConfig:
-    """The configuration for that many queries of a request."""
+    """The configuration for this number of queries per request."""
     shape = {
         "heads": q.shape[1],
         "groups": groups,
@@ -71,7 +71,7 @@ def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConf
 
 
 def takes_parts(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, queries: int) -> bool:
-    """Whether `dense_prefill` reads keys in two parts where they are, not joined first."""
+    """Whether `dense_prefill` reads keys in two parts directly, without concatenating them."""
     if not config_for(q, k_nope.shape[1], False, queries).gluon or not is_hopper(q.device):
         return False
     from rorqual.ops.triton.attention import prefill_sm90
@@ -80,8 +80,7 @@ def takes_parts(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, queries: i
 
 
 def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[PrefillConfig]:
-    """What is worth trying for that head size and that many queries of a request. For the tune
-    command."""
+    """Candidate configurations for the tune command, by head size and queries per request."""
     if dtype == torch.float32:
         return [PrefillConfig(16, 16, 4, 1, tma=False)]
     if queries <= 16:
@@ -112,7 +111,7 @@ def _scores(q, q_tail, k, k_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     return scores
 
 
-# how many requests and pages a step has must not compile the kernel anew
+# the number of requests and pages of a step must not trigger a recompilation
 @triton.jit(
     do_not_specialize=["table_row"],
     do_not_specialize_on_alignment=["tables", "query_starts", "key_starts", "kv_lens", "firsts"],
@@ -194,7 +193,7 @@ def _prefill_kernel(
         if TAIL > 0
         else q_main
     )
-    if SO_FAR:  # where the peak is the log of the sum, the sum itself is 1
+    if SO_FAR:  # with the log of the sum as peak, the sum itself is 1
         total_place = totals + token * total_token + head * total_head
         before = tl.load(total_place, mask=row_ok, other=float("-inf")) * TO_BASE_2
         any_before = before > -1e30
@@ -278,8 +277,8 @@ def _prefill_kernel(
 
 
 def _parts(width: int) -> tuple[int, int]:
-    """A head's columns as (power of two, rest): 192 is 128 + 64. Where the rest would be no
-    power of two the head is padded."""
+    """A head's columns as (power of two, rest): 192 is 128 + 64. If the rest is no power of two the
+    head is padded."""
     main = 1 << (width.bit_length() - 1)
     rest = width - main
     fits = main >= 16 and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0))
@@ -287,7 +286,7 @@ def _parts(width: int) -> tuple[int, int]:
 
 
 def _bulk(rows: Tensor) -> bool:
-    """Bulk copies take rows and heads whose strides are multiples of 16 bytes."""
+    """Bulk copies need row and head strides that are multiples of 16 bytes."""
     steps = (
         rows.stride(0) * rows.element_size(),
         rows.stride(1) * rows.element_size(),
@@ -345,7 +344,7 @@ def _launch(
     if k_rope is not None:
         k = whole_keys(k, k_rope)
     exact = main + tail == width and v_width == v.shape[2]
-    # a tile of 8 bits is addressed by its rows, whose scales are wanted too
+    # 8-bit tiles are addressed by rows, whose scales are needed as well
     tma = (
         config.tma
         and scales is None

@@ -1,4 +1,4 @@
-"""What lies between the projections and attention, in one kernel a model family: norms, rotary
+"""Everything between projections and attention in one kernel per model family: norms, rotary
 embedding, the write to the cache.
 
 Rotation keeps the layout, as rorqual.ops.reference.rope does: pairs are (2i, 2i + 1) when
@@ -20,7 +20,8 @@ from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
-# Heads of more tokens than these are rotated up to so many numbers a program, so many a warp.
+# For more tokens than FEW_TOKENS, rope rotates up to ROTATED elements per program, ROTATED_BY_WARP
+# per warp.
 FEW_TOKENS = 256
 ROTATED = 8192
 ROTATED_BY_WARP = 1024
@@ -328,8 +329,7 @@ def latent_epilogue(
 
 @triton.jit
 def _normed_pairs(base, weight, cos, sin, present, eps, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Heads at base [n], normed and rotated: their first and their second halves, [n, HALF]
-    each."""
+    """Heads at base [n], normed and rotated: first and second halves, [n, HALF] each."""
     columns = tl.arange(0, HALF)
     place = base[:, None] + columns[None, :]
     first = tl.load(place, mask=present[:, None], other=0.0).to(tl.float32)
@@ -355,7 +355,7 @@ def _store_pairs(target, first, second, present, HALF: tl.constexpr):
 
 @triton.jit
 def _store_8_bits(target, scale, first, second, present, HALF: tl.constexpr):
-    """Halves of heads [n, HALF] in the target's number, and one scale a head."""
+    """Halves of heads [n, HALF] quantized to the target's format, and one scale per head."""
     INT8: tl.constexpr = target.dtype.element_ty == tl.int8
     first = first.to(tl.float32)
     second = second.to(tl.float32)

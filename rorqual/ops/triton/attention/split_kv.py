@@ -1,11 +1,11 @@
-"""Sharing out the cached tokens of a decode batch among programs, and putting the partial results
-together again.
+"""Split-KV scheduling: distributes the cached tokens of a decode batch over programs, and merges
+the partial results.
 
-The KV of all requests, cut into tiles of `block_n` tokens, is laid end to end; worker w takes tiles
-[w * chunk, (w + 1) * chunk). So mixed lengths load the GPU evenly, and no length is needed on the
-host. A worker meets whole requests, whose result it writes directly, and at most two it shares with
-neighbours: the one it inherits (partial 2w) and the one it hands on (partial 2w + 1). The same idea
-is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
+The KV of all requests, in tiles of `block_n` tokens, is concatenated; worker w processes tiles [w *
+chunk, (w + 1) * chunk). So mixed lengths load the GPU evenly, and the host needs no lengths. A
+worker writes the results of whole requests directly, and shares at most two requests with its
+neighbors: the one it continues (partial 2w) and the one it does not finish (partial 2w + 1). The
+same idea as FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _combine_kernel(
 ):
     """Rows of one request: the weighted sum of its partials; zeros for a request of length 0;
     nothing if one worker did it all. The output has SIZE columns, the partials WIDTH."""
-    # also where nothing is done: whoever waits for this kernel relies on what came before it
+    # even without work: kernels that wait for this one rely on earlier ones having ended
     wait_for_inputs(DEPENDENT)
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -210,7 +210,7 @@ def combine(plan: SplitPlan, out: Tensor, requests: int) -> None:
     rows = plan.partial.shape[1]
     width = plan.partial.shape[2]
     heads = out.shape[1]
-    # few rows: many splits each, so spread the rows and read the splits side by side
+    # few rows: many splits each, so spread the rows and read the splits in parallel
     few = requests * rows < 4096
     block_r, step = (1, 16) if few else (8, 2)
     grid = (requests, triton.cdiv(rows, block_r))

@@ -5,20 +5,17 @@ Each rank has a buffer of the same shape, addressed by `table` (p2p_flags.py):
 
 | part  | bytes                         | content                                                  |
 | ----- | ----------------------------- | -------------------------------------------------------- |
-| flags | 4 * rows * world              | flags[row, peer]: how far that peer has come with that   |
-|       |                               | row                                                      |
-| data  | 2 * rows * columns * itemsize | this rank's partial sums, in turn in one half and the    |
-|       |                               | other                                                    |
-| sums  | 2 * rows * columns * itemsize | sums of the rows that other ranks added up (two-shot)    |
+| flags | 4 * rows * world              | flags[row, peer]: that peer's progress with that row     |
+| data  | 2 * rows * columns * itemsize | this rank's partial sums, alternately in either half     |
+| sums  | 2 * rows * columns * itemsize | sums of rows that other ranks reduced (two-shot)         |
 
-One block a row; blocks of different rows know nothing of each other. A row's epoch, in this rank's
-own memory, grows by 2 a call, so a flag never has to be reset and a replayed graph continues where
-it stopped. Halves alternate: a rank may be one call ahead of a peer that still reads, never two,
-since between them lies a wait for that peer. Sums are taken in the order of ranks, so that all
-ranks get the same bits.
+One block per row; blocks of different rows are independent. A row's epoch, in this rank's own
+memory, grows by 2 per call, so flags are never reset and a replayed graph continues where it
+stopped. Halves alternate: a rank may be one call ahead of a peer that still reads, but not two,
+since it waits for that peer in between. Sums are in rank order, so all ranks get the same bits.
 
-One-shot: every rank reads every row of all ranks. Two-shot: rank row % world adds a row up and
-writes the sum to all.
+One-shot: every rank reads every row of all ranks. Two-shot: rank row % world reduces a row and
+writes the sum to all ranks.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ def _data_start(rows: int, world: int) -> int:
 
 @triton.jit
 def _meet(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
-    """Tell all ranks that this one has come to `epoch` with `row`, and wait until all have: what
-    they stored before is visible then."""
-    tl.debug_barrier()  # every thread's stores come before the flag
+    """Barrier over the ranks: signal that this one reached `epoch` with `row`, and wait for all.
+    Their earlier stores are then visible."""
+    tl.debug_barrier()  # all threads' stores come before the flag
     peer = tl.arange(0, PEERS)
     real = peer < WORLD
     theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
@@ -89,7 +86,7 @@ def _all_reduce_norm_kernel(
     inside = offsets < columns
     kind = x.dtype.element_ty
     epoch = tl.load(epochs + row)
-    # of this row in data; in sums two halves further
+    # start of this row in data; in sums it is two halves further
     row_start = ((epoch >> 1) & 1) * half + row * columns
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     mine = at(table, rank, start, kind)

@@ -1,52 +1,52 @@
-"""Rows to the ranks that hold their experts, and their sums back, over buffers that every GPU of a
+"""Dispatch of rows to the ranks of their experts, and combine, over buffers that every GPU of a
 host can read and write.
 
-Four kernels make one exchange: `dispatch` sends, `recv_dispatch` waits for what others sent,
-`send_combine` sends partial sums home, `combine` waits for them and adds. A row goes once to each
-rank that holds any of its experts; the capacity of a block of rows is that of the step's longest
-rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each
+One exchange has four kernels: `dispatch` sends rows, `recv_dispatch` waits for the others' rows,
+`send_combine` returns partial sums, `combine` waits for them and adds. A row is sent once to each
+rank that holds any of its experts. The capacity of a block of rows is the row count of the step's
+longest rank, which the host knows, so there are no counts and everything can be captured. Each
 rank's buffer (p2p_flags.py):
 
 | part    | bytes                          | content                                               |
 | ------- | ------------------------------ | ----------------------------------------------------- |
-| flags   | 2 * 4 * world                  | flags[way, peer]: how many blocks of its kernels that |
-|         |                                | peer has completed; 0 there, 1 back                   |
-| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r     |
-|         |                                | came from rank r; e4m3 if quantized                   |
+| flags   | 2 * 4 * world                  | flags[direction, peer]: completed blocks of that      |
+|         |                                | peer's kernels; 0: dispatch, 1: combine               |
+| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r is  |
+|         |                                | from rank r; e4m3 if quantized                        |
 | scales  | 4 * world * rows * columns/128 | of e4m3 rows [world, capacity, ceil(columns/128)]     |
-| ids     | 4 * world * rows * top_k       | int32, experts as this rank numbers its own; -1: not  |
-|         |                                | here, or no row came                                  |
+| ids     | 4 * world * rows * top_k       | int32, local expert ids; -1: on another rank, or      |
+|         |                                | unused row                                            |
 | weights | 4 * world * rows * top_k       | fp32                                                  |
-| sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r came |
-|         |                                | back from rank r                                      |
+| sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r is   |
+|         |                                | from rank r                                           |
 
-All ids of a block are written at each call, those without a row as -1, so what arrived is used
-where it lies and no count is sent.
+All ids of a block are written at each call, -1 for unused rows, so received rows are used in place
+and no count is sent.
 
-Writes go out and nothing is read over the links: a write is on its way while the next one is made,
-a read waits for a round trip. Pulling sums would also need a copy of them in memory that others
-can read; `send_combine` is that copy, made where it is wanted.
+Data is only pushed, never pulled over the links: writes are pipelined, a read waits for a round
+trip. Pulling sums would also need them in memory that others can read; `send_combine` writes them
+to where they are needed.
 
-Flags count blocks of kernels and are never reset (a replayed graph goes on where it stopped);
-`totals` [2], this rank's own, says how far every flag must have come. Only the kernel in front of a
-waiting one moves it, so no two blocks disagree about it.
+Flags count blocks of kernels and are never reset (a replayed graph continues where it stopped).
+`totals` [2], local to this rank, is the value that every flag must reach. Only the kernel before a
+waiting one changes it, so all blocks see the same value.
 
-Why nobody overwrites what another rank still reads, with no barrier but these flags, if all ranks
-make the same calls in the same order on one stream each, and a buffer's next `dispatch` comes after
-its last `combine`:
+No data is overwritten while another rank reads it, without any barrier but these flags, if all
+ranks make the same calls in the same order on one stream each, and a buffer's next `dispatch`
+follows its last `combine`:
 
 - data, scales, ids, weights of rank B are written by A's next `dispatch`, which follows A's
-  `combine`, which waited for B's `send_combine`, which follows all that B's experts read, and
-  itself read `ids` for the last time.
+  `combine`, which waited for B's `send_combine`, which follows all reads of B's experts and is the
+  last reader of `ids` itself.
 - sums of A are written by B's next `send_combine`, which follows B's `recv_dispatch`, which waited
-  for A's next `dispatch`, which follows A's `combine`, their reader. For this every rank waits in
-  `combine`, also one that has no rows.
-- a flag that is ahead does no harm, since a waiting kernel asks for the least; it cannot stand for
-  a call whose data has not come, since its counts of one call all precede those of the next.
+  for A's next `dispatch`, which follows A's `combine`, their reader. For this every rank must wait
+  in `combine`, even without rows.
+- a flag may be ahead, since a waiting kernel needs at least a value. It cannot cover a call whose
+  data is missing, since a peer's counts of one call all precede those of the next.
 
-Two exchanges under way at once take two buffers. `recv_dispatch` and `combine` wait for `dispatch`
-and `send_combine` of other GPUs alone, which wait for nothing: no kernel needs all its blocks on a
-GPU at once.
+Two exchanges in flight need two buffers. `recv_dispatch` and `combine` wait only for `dispatch` and
+`send_combine` of other GPUs, which wait for nothing: no kernel needs all its blocks to be resident
+at once.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from rorqual.ops.triton.comm.p2p_flags import at, await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
-TOKENS_AT_ONCE = 32  # whose picks a program reads at once
+TOKENS_AT_ONCE = 32  # tokens whose expert ids a program reads at once
 
 
 @dataclass(frozen=True)
 class Areas:
-    """Where the parts of a buffer begin, in bytes; `size` of all. `rows`: the largest capacity;
-    itemsize of hidden states."""
+    """Offsets of the parts of a buffer, in bytes, and its `size`. `rows`: the largest capacity.
+    itemsize: of hidden states."""
 
     world: int
     rows: int
@@ -80,7 +80,7 @@ class Areas:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """(flags, data, scales, ids, weights, sums, end), each on a multiple of 256."""
+        """(flags, data, scales, ids, weights, sums, end), multiples of 256."""
         rows = self.world * self.rows
         row = self.columns * self.itemsize
         scales = 4 * -(-self.columns // ACTIVATION_BLOCK)
@@ -104,11 +104,11 @@ class Areas:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which experts the ranks of the axis hold: rank r those of part (r * stride + first) //
-    share, `each` slots a part.
+    """The experts of the axis's ranks: rank r has part (r * stride + first) // share, of `each`
+    slots.
 
-    The axis may be some of the ranks of a stage (`stride` apart, from `first`), and `share`
-    neighbours hold columns of the same experts."""
+    The axis may be every `stride`-th rank of a stage, from `first` on, and `share` consecutive
+    ranks have columns of the same experts."""
 
     each: int
     share: int = 1
@@ -118,9 +118,9 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, eq=False)
 class DispatchBuffer:
-    """One exchange at a time. `start`: of this buffer in the memory behind `table`; `totals` [2]
-    int32, zero at first as the flags are; `rows` [areas.rows, world] int32: where each token's
-    partial sums come back, -1 where none does."""
+    """For one exchange at a time. `start`: offset of this buffer in each rank's memory. `totals`
+    [2] int32, initially zero, as the flags. `rows` [areas.rows, world] int32: row of each token's
+    partial sum from each rank; -1: none."""
 
     table: Tensor
     start: int
@@ -138,7 +138,7 @@ class DispatchBuffer:
 def _wants(
     slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr, EACH: tl.constexpr
 ):
-    """[tokens, peers] int32: 1 where a token has picked a slot of the peer's part."""
+    """[tokens, peers] int32: 1 if a token is routed to a slot of the peer's part."""
     pick = tl.arange(0, PICKS)
     real = (token < tokens)[:, None] & (pick < TOP_K)[None, :]
     slot = tl.load(slots + token[:, None] * TOP_K + pick[None, :], mask=real, other=0).to(tl.int32)
@@ -158,8 +158,8 @@ def _rows_by_peer(
     PEERS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """By peer: how many tokens before `block` go there, whether token `block` does, and how many
-    of all."""
+    """By peer: how many tokens before `block` are sent there, whether token `block` is, and how
+    many of all."""
     none = tl.full([PEERS], 0, tl.int32)
     before = none
     goes = none
@@ -204,8 +204,8 @@ def _dispatch_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends token i, if there is one, and marks row i of each peer's block as empty
-    where fewer tokens go there."""
+    """Block i sends token i, if it exists, and marks row i of each peer's block as unused if fewer
+    tokens are sent there."""
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     peer = tl.arange(0, PEERS)
@@ -214,7 +214,7 @@ def _dispatch_kernel(
     real = peer < WORLD
     mine = pick < TOP_K
     inside = offsets < columns
-    # on its way meanwhile
+    # loaded early, to overlap
     values = tl.load(
         x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0
     )
@@ -259,7 +259,7 @@ def _dispatch_kernel(
         values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
         values = tl.reshape(values, (SIZE,))
     for step in tl.static_range(WORLD):
-        to = (rank + block + step) % WORLD  # ranks and blocks begin with different peers
+        to = (rank + block + step) % WORLD  # ranks and blocks start with different peers
         slot_there = tl.sum(tl.where(peer == to, tl.where(goes > 0, before, -1), 0)).to(tl.int64)
         if slot_there >= 0:
             base = tl.load(table + to)
@@ -270,7 +270,7 @@ def _dispatch_kernel(
             if QUANT:
                 factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + row * scale_columns
                 tl.store(factors + scale_blocks, scales, mask=scale_blocks < scale_columns)
-    tl.debug_barrier()  # every thread's stores come before the flags
+    tl.debug_barrier()  # all threads' stores come before the flags
     flags = (bases + flags_at).to(tl.pointer_type(tl.int32)) + rank
     tl.atomic_add(flags, tl.full([PEERS], 1, tl.int32), mask=real, sem="release", scope="sys")
     if block == 0:
@@ -281,8 +281,8 @@ def _dispatch_kernel(
 def _arrival_kernel(
     table, totals, rank, flags_at, WORLD: tl.constexpr, PEERS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """One block. Later kernels are let in only when all is there: they may keep lines of memory
-    that change while this one waits."""
+    """One block. Later kernels may start only after everything has arrived: otherwise they might
+    cache memory that changes while this one waits."""
     if DEPENDENT:
         gdc_wait()
     peer = tl.arange(0, PEERS)
@@ -310,7 +310,7 @@ def _give_back_kernel(
     WORLD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends one row of y back to where it came from, if it is one; neighbouring blocks
+    """Block i returns one row of y, if it is used, to the rank that sent it; consecutive blocks
     send to different ranks."""
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
@@ -350,8 +350,8 @@ def _combine_kernel(
     PEERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[i] = the sum of what came back for token i, in fp32 and in the order of ranks. There
-    is a block also if there is no token."""
+    """out[i] = the sum of token i's partial sums, in fp32 and in rank order. There is at least one
+    block, even without tokens."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     peer = tl.arange(0, PEERS)
@@ -389,9 +389,9 @@ def dispatch(
     placement: ExpertPlacement,
     fp8: bool = False,
 ) -> None:
-    """Send x [T, columns] with its picks, slots [T, K] int32 or int64 and weights [T, K] fp32; T
-    at most `capacity`, which is the same on all ranks, at least 1 and at most the buffer's. fp8:
-    as quantize_activation rounds it."""
+    """Send x [T, columns] with slots [T, K] int32 or int64 and weights [T, K] fp32; T at most
+    `capacity`, which is the same on all ranks, at least 1 and at most the buffer's. fp8: quantize
+    as quantize_activation."""
     areas = buffer.areas
     (tokens, columns) = x.shape
     assert tokens <= capacity <= areas.rows, (tokens, capacity, areas)
@@ -430,7 +430,7 @@ def dispatch(
 
 
 def recv_dispatch(buffer: DispatchBuffer) -> None:
-    """What all ranks have sent is there for the kernels behind this one."""
+    """Wait, on the stream, until all ranks' rows have arrived."""
     world = buffer.areas.world
     _arrival_kernel[1,](
         buffer.table,
@@ -447,8 +447,8 @@ def recv_dispatch(buffer: DispatchBuffer) -> None:
 def arrived(
     buffer: DispatchBuffer, memory: Tensor, capacity: int, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(rows [world * capacity, columns] alone or with their scales, ids, weights [world *
-    capacity, K]): views of `memory`, all that is this rank's behind `table`, as bytes."""
+    """((rows [world * capacity, columns],) or (e4m3 rows, scales), ids and weights [world *
+    capacity, K]): views of `memory`, this rank's memory in bytes."""
     areas = buffer.areas
     count = areas.world * capacity
     (_, data, scales, ids, weights, _) = buffer.starts
@@ -466,8 +466,8 @@ def arrived(
 
 
 def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
-    """Send the partial sums y [world * capacity, columns] home; rows that stand for no token
-    stay."""
+    """Return the partial sums y [world * capacity, columns] to the ranks that sent the rows; unused
+    rows are not sent."""
     areas = buffer.areas
     (flags, _, _, ids, _, sums) = buffer.starts
     assert y.shape == (areas.world * capacity, areas.columns), (y.shape, capacity, areas)
@@ -494,8 +494,8 @@ def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
 
 
 def combine(buffer: DispatchBuffer, like: Tensor) -> Tensor:
-    """The sums of this rank's tokens, [T, columns]: shape and dtype of `like`, their hidden
-    states as they were dispatched."""
+    """The sums of this rank's tokens, [T, columns], with the shape and dtype of `like`, the
+    dispatched hidden states."""
     areas = buffer.areas
     (tokens, columns) = like.shape
     out = torch.empty(tokens, columns, dtype=like.dtype, device=like.device)

@@ -1,13 +1,12 @@
-"""Memory that every GPU of a host can read and write: where a peer's buffer lies, and flags that
-count upwards.
+"""Memory that every GPU of a host can read and write: addresses of peers' buffers, and monotonic
+flags.
 
-A buffer has the same shape on every rank; `table` [world + 1] int64 holds the addresses of all of
-them as this rank sees them, and of its stop word last. A flag is never reset: who waits knows how
-far it must have come, and compares by difference, so that it may pass 2^31.
+A buffer has the same shape on every rank; `table` [world + 1] int64 has the addresses of all
+buffers in this rank's address space, and last that of its stop word. Flags are never reset: a
+waiting kernel knows the value to reach, and compares by difference, so that flags may pass 2^31.
 
-The stop word, int32 in host memory, is 0 as long as all ranks live. Anything else ends every wait,
-and what is computed then means nothing: it is how the host gets its GPU back when a rank has died
-whose flag would never come.
+The stop word, int32 in host memory, is 0 while all ranks are alive. Any other value ends every
+wait, and results are then invalid: this is how the host gets its GPU back when a rank has died.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def at(table, peer, start, kind: tl.constexpr):
-    """The part of a rank's buffer `start` bytes from its beginning: on a multiple of 16 bytes,
-    which nobody could know from an address read from memory."""
+    """Pointer to byte `start` of a rank's buffer, with the hint that it is 16-byte aligned, which
+    the compiler cannot know of an address loaded from memory."""
     return tl.multiple_of((tl.load(table + peer) + start).to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
 def look(flags, real, least, LOADS: tl.constexpr):
-    """What flags say, and acquire what was stored before them; anything where not `real`. LOADS: by
-    loads of the first warp; the others are told `least` and wait at the next barrier. An addition
-    of 0 keeps the memory's atomic unit busy, in which the flags of other GPUs come in."""
+    """Read flags with acquire semantics; any value if not `real`. LOADS: with loads of the first
+    warp only; other warps get `least` and wait at the next barrier. Otherwise with an atomic
+    addition of 0, which uses the memory's atomic unit, where other GPUs' flags arrive too."""
     if LOADS and not _INTERPRETED:
         seen = tl.inline_asm_elementwise(
             """
@@ -58,9 +57,9 @@ def look(flags, real, least, LOADS: tl.constexpr):
 
 @triton.jit
 def await_flags(table, flags, peer, real, least, WORLD: tl.constexpr, LOADS: tl.constexpr = False):
-    """Wait until flags[peer] of this rank's own buffer have come to `least` wherever `real`;
-    what their ranks stored before is visible then to every thread of the block. LOADS: as `look`
-    has it."""
+    """Wait until flags[peer] of this rank's own buffer reach `least` for all `real` ones.
+    Everything that their ranks stored before is then visible to all threads of the block. LOADS:
+    see `look`."""
     least = tl.zeros_like(peer) + least
     looked = 0
     behind = tl.full([], 1, tl.int32)
@@ -68,7 +67,7 @@ def await_flags(table, flags, peer, real, least, WORLD: tl.constexpr, LOADS: tl.
         seen = look(flags + peer, real, least, LOADS)
         behind = tl.sum(tl.where(real & (seen - least < 0), 1, 0))
         looked += 1
-        if looked % 256 == 0:  # seldom: the stop word is read over the host's bus
+        if looked % 256 == 0:  # rarely: the stop word is in host memory
             stop = tl.load(table + WORLD).to(tl.pointer_type(tl.int32))
             behind = tl.where(tl.load(stop, volatile=True) == 0, behind, 0)
-    tl.debug_barrier()  # no thread reads before the slowest has seen all flags
+    tl.debug_barrier()  # no thread reads data before all threads have seen the flags

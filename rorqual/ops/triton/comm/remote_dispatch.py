@@ -1,10 +1,10 @@
-"""Rows to expert servers, which are other processes of this host, and their sums back, over memory
-that the GPUs of both sides read and write.
+"""Dispatch of rows to expert servers, which are other processes of this host, and combine, over
+memory that the GPUs of both sides read and write.
 
-Each pair of a caller and a server has two buffers a lane (a call that may be under way): the
-server's inbox, into which the caller writes, and the caller's home, into which the server writes.
-Four kernels make one call: `dispatch` sends, `arrive` waits for it at the server and looks ids up,
-`send_home` sends the sums, `combine` waits for all servers and adds.
+Each pair of a caller and a server has two buffers per lane (a lane has one call in flight): the
+server's inbox, which the caller writes, and the caller's home, which the server writes. One call
+has four kernels: `dispatch` sends, `arrive` waits for it at the server and maps ids to slots,
+`send_home` returns the sums, `combine` waits for all servers and adds.
 
 | inbox   | bytes               | home    | bytes                              |
 | ------- | ------------------- | ------- | ---------------------------------- |
@@ -14,46 +14,45 @@ Four kernels make one call: `dispatch` sends, `arrive` waits for it at the serve
 | ids     | 4 * rows * top_k    |         |                                    |
 | weights | 4 * rows * top_k    |         |                                    |
 
-A head has three int32: rows that the other side's kernels are done with, for ever upwards; how
-far that must have come, which only the buffer's owner writes; and whether the server missed an
-expert of the call.
+A head has three int32: completed rows of the other side's kernels, never reset; the value that this
+count must reach, which only the buffer's owner writes; and whether the server lacked an expert of
+the call.
 
-Row i of every buffer is the caller's row i, so no row is looked for: a call has as many rows at
-both sides, which graphs hold still anyway, and rows that a server does not get are passed over by
-what computes, as their ids are -1. All ids of all rows are written at each call.
+Row i of every buffer is the caller's row i: a call has equally many rows on both sides, as captured
+graphs need anyway, and rows that were not sent to a server are skipped there, as their ids are -1.
+All ids of all rows are written at each call.
 
-A row is several programs'. Programs count themselves in memory of their
-own GPU, and the last adds the call's rows to the other side's flag: one addition over the link
-instead of hundreds to one address, each behind a fence of its own. What a program stores is
-released by its addition to the count, which the last one's acquires, and that one's release of the
-flag passes on (release and acquire are transitive, also from the GPU's scope to the system's, as
-all who count are of one GPU). Few rows that are not rounded are a program each, which adds 1 by
-itself: one trip to memory less.
+Several programs handle a row. Programs count themselves in memory of their own GPU, and the last
+one adds the call's rows to the other side's flag: one addition over the link instead of hundreds to
+one address, each after its own fence. A program's stores are released by its addition to the count,
+which the last one acquires and releases with the flag (release and acquire are transitive, also
+from GPU scope to system scope, as all counting programs are on one GPU). With few unquantized rows
+each row is one program, which adds 1 itself and saves a memory round trip.
 
-Which servers there are, and where, is in `table` (caller): inboxes [SERVERS] (0: none), homes
-[SERVERS], the stop word, the report word, all int64 addresses; and in `holders` [E] int64 of a
-layer: how many hold an expert << 32, and their numbers, 4 bits each. Both change in place between
-steps, so captured graphs stay valid. A row's picks take the same turn, so it goes to one of two
-servers that hold the same.
+`table` (caller) has the servers' addresses: inboxes [SERVERS] (0: none), homes [SERVERS], the stop
+word, the report word, all int64. `holders` [E] int64 of a layer has, per expert, the number of its
+servers << 32 and their numbers, 4 bits each. Both change in place between steps, so captured graphs
+stay valid. All experts of a row use the same turn, so a row goes to only one of two servers with
+the same experts.
 
-Tables are written by copies, and a copy begins when every kernel before it has ended and ends
-before the next begins: so kernels read `table` before they wait for the kernel in front of them.
-Nothing else may be read so early. Three kernels may be on a GPU at once, and what is two in front
-need not have ended.
+Tables are written by copies. A copy starts after all earlier kernels have ended and ends before the
+next one starts, so kernels may read `table` before they wait for the previous kernel. Nothing else
+may be read that early: three kernels may be on a GPU at once, and the one before the previous may
+still be running.
 
-Why nobody overwrites what another still reads. Calls of a lane are made in one order, each side on
-one stream:
+No data is overwritten while the other side reads it. Calls of a lane have one order, on one stream
+on each side:
 
 - the inbox is written by the caller's next `dispatch`, which follows its `combine`, which waited
-  for the server's `send_home`, which follows all that its experts read.
+  for the server's `send_home`, which follows all reads of its experts.
 - home is written by the server's next `send_home`, which follows its `arrive`, which waited for the
-  caller's next `dispatch`, which follows `combine`, the reader. For this all servers answer every
-  call, also without rows.
-- where a wait was cut short by the stop word, what is read and written means nothing, and nobody
-  takes it; counts go on alike, since every kernel of the step still runs.
+  caller's next `dispatch`, which follows `combine`, the reader. For this all servers must answer
+  every call, even without rows.
+- after a wait was cut short by the stop word, data is invalid and not used; counts still match,
+  since every kernel of the step still runs.
 
-Ids are logical, and what the server does not hold is found there, on the device: so no address and
-no slot that another process names is ever used as an index.
+Ids are logical, and the server checks on its device whether it holds them, so no address or slot
+from another process is used as an index.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 HEAD = 256  # bytes
-SERVERS = 8  # that a caller may have at once
-NUMBER_BITS = 4  # of a server, in `holders`
+SERVERS = 8  # most servers of a caller
+NUMBER_BITS = 4  # bits of a server's number in `holders`
 IDS_AT_ONCE = (512, 2048)
-FEW_ROWS = 8  # which are sent by a program each, that sets flags by itself, if not in fp8
-SOME_ROWS = 64  # of up to so many a program takes the first number of columns, of more the second
+FEW_ROWS = 8  # up to so many unquantized rows: one program per row, which sets flags itself
+SOME_ROWS = 64  # up to so many rows use the first of COLUMNS_AT_ONCE, more rows the second
 COLUMNS_AT_ONCE = (1024, 2048)
 
 
@@ -89,7 +88,7 @@ def _ends(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LaneAreas:
-    """Where the parts of a lane's buffers begin, in bytes. rows: of a call, at most; itemsize: of
+    """Offsets of the parts of a lane's buffers, in bytes. rows: most rows of a call. itemsize: of
     hidden states."""
 
     rows: int
@@ -115,16 +114,16 @@ class LaneAreas:
 
 @triton.jit
 def _set_flags(done, flags, real, rows, COUNTED: tl.constexpr):
-    """Who sees the other side's `flags` sees what this kernel has stored. COUNTED: programs count
-    themselves in `done`, memory of this GPU that is 0 before and after, and the last adds `rows`.
-    Else a program stands for a row, and adds 1."""
-    tl.debug_barrier()  # every thread's stores come before the count and the flags
+    """Publish this kernel's stores through the other side's `flags`. COUNTED: programs count
+    themselves in `done`, local memory that is 0 before and after, and the last one adds `rows`.
+    Otherwise each program is one row and adds 1."""
+    tl.debug_barrier()  # all threads' stores come before the count and the flags
     if COUNTED:
         programs = tl.num_programs(0) * tl.num_programs(1)
-        # releases what this program has stored; the last acquires what all others have
+        # releases this program's stores; the last one acquires all others'
         before = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu")
         if before == programs - 1:
-            tl.debug_barrier()  # threads that set flags come after the one that has acquired
+            tl.debug_barrier()  # threads that set flags run after the one that acquired
             tl.atomic_add(flags, tl.where(real, rows, 0), mask=real, sem="release", scope="sys")
             tl.store(done, 0)
     else:
@@ -157,8 +156,8 @@ def _dispatch_kernel(
     COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (i, j) sends part j of row i to each server that has any of its picks, and programs
-    (i, 0) all of them its ids."""
+    """Program (i, j) sends part j of row i to each server that holds any of its experts; programs
+    (i, 0) send its ids to all servers."""
     server = tl.arange(0, SERVERS)
     inboxes = tl.load(table + server)  # no kernel writes it
     homes = tl.load(table + SERVERS + server)
@@ -175,7 +174,7 @@ def _dispatch_kernel(
     values = tl.load(x + row.to(tl.int64) * x_row + offsets, mask=inside, other=0.0)
     expert = tl.load(ids + row * TOP_K + pick, mask=mine, other=-1).to(tl.int32)
     weight = tl.load(weights + row * TOP_K + pick, mask=mine, other=0.0)
-    # for `combine`, which waits for all of this kernel
+    # for `combine`, which waits for this whole kernel
     due = (homes + 4).to(tl.pointer_type(tl.int32))
     tl.store(due, tl.load(due, mask=used & first, other=0) + rows, mask=used & first)
     known = tl.load(holders + expert, mask=expert >= 0, other=0)
@@ -210,7 +209,7 @@ def _dispatch_kernel(
         values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
         values = tl.reshape(values, (SIZE,))
     for step in range(SERVERS):
-        peer = (row + step) % SERVERS  # rows begin with different servers
+        peer = (row + step) % SERVERS  # rows start with different servers
         if ((to >> peer) & 1) > 0:
             data = (tl.load(table + peer) + data_at).to(tl.pointer_type(values.dtype))
             data = tl.multiple_of(data, 16) + row.to(tl.int64) * columns
@@ -239,8 +238,8 @@ def _arrival_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program. Later kernels are let in only when all is there: they may keep lines of memory
-    that change while this one waits. They take their places while ids are looked up."""
+    """One program. Later kernels may start only after everything has arrived: otherwise they might
+    cache memory that changes while this one waits. They start while ids are mapped."""
     inbox = tl.load(table)  # no kernel writes it
     if DEPENDENT:
         gdc_wait()
@@ -279,7 +278,7 @@ def _send_home_kernel(
     COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (i, j) sends part j of row i home, if anything was computed of it."""
+    """Program (i, j) returns part j of row i, if any of its experts was computed here."""
     inbox = tl.load(table)  # no kernel writes it
     home = tl.load(table + 1)
     wait_for_inputs(DEPENDENT)
@@ -313,11 +312,10 @@ def _combine_kernel(
     SERVERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Part j of out[i] = the sum of what came back for row i, in fp32 and in the order of
-    servers."""
+    """Part j of out[i] = the sum of row i's partial sums, in fp32 and in server order."""
     server = tl.arange(0, SERVERS)
     homes = tl.load(table + SERVERS + server)  # no kernel writes it
-    bases = ()  # before the wait: afterwards they are read for sums at once
+    bases = ()  # computed before the wait, so that sums can be read right after it
     for peer in tl.static_range(SERVERS):
         base = tl.load(table + SERVERS + peer)
         bases = bases + (base,)  # type: ignore[assignment]  # noqa: RUF005
@@ -353,7 +351,7 @@ def _combine_kernel(
 
 @triton.jit
 def _note_kernel(table, out, own, SERVERS: tl.constexpr):
-    """Both words lie in host memory, and were written by the host or by kernels before this one."""
+    """Both words are in host memory, written by the host or by earlier kernels."""
     stop = tl.load(tl.load(table + 2 * SERVERS).to(tl.pointer_type(tl.int32)), volatile=True)
     report = tl.load(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), volatile=True)
     tl.store(out, ((stop != 0) | (report != 0) | (own != 0)).to(tl.int32))
@@ -361,8 +359,8 @@ def _note_kernel(table, out, own, SERVERS: tl.constexpr):
 
 @dataclass(frozen=True, eq=False)
 class CallerLane:
-    """table [2 * SERVERS + 2] int64; sent [areas.rows] int32: the servers that each row of the call
-    under way went to, a bit each; done [1] int32, 0 between kernels."""
+    """table [2 * SERVERS + 2] int64. sent [areas.rows] int32: bit mask of the servers to which each
+    row of the current call was sent. done [1] int32, 0 between kernels."""
 
     areas: LaneAreas
     table: Tensor
@@ -372,8 +370,8 @@ class CallerLane:
 
 @dataclass(frozen=True, eq=False)
 class ServerLane:
-    """table [3] int64: addresses of the inbox, of home, and of the stop word; inbox: [inbox_size]
-    uint8; local [rows, top_k] int32; done [1] int32, 0 between kernels."""
+    """table [3] int64: addresses of the inbox, of home and of the stop word. inbox [inbox_size]
+    uint8. local [rows, top_k] int32. done [1] int32, 0 between kernels."""
 
     areas: LaneAreas
     table: Tensor
@@ -383,7 +381,7 @@ class ServerLane:
 
 
 def pack_holders(numbers: list[int]) -> int:
-    """Of one expert: an entry of `holders`."""
+    """The entry of `holders` for one expert."""
     assert len(numbers) <= SERVERS
     return (len(numbers) << 32) + sum(
         number << (NUMBER_BITS * place) for place, number in enumerate(numbers)
@@ -399,9 +397,9 @@ def dispatch(
     turn: int,
     fp8: bool = False,
 ) -> None:
-    """Send x [T, columns] with its picks, logical ids [T, K] int32 or int64 and weights [T, K]
-    fp32; T from 1 to areas.rows. turn: of the first row, where experts have several holders. fp8:
-    as quantize_activation rounds it."""
+    """Send x [T, columns] with logical ids [T, K] int32 or int64 and weights [T, K] fp32; T from 1
+    to areas.rows. turn: of the first row, for the choice among several servers of an expert. fp8:
+    quantize as quantize_activation."""
     areas = lane.areas
     (rows, columns) = x.shape
     assert 0 < rows <= areas.rows, (rows, areas)
@@ -436,8 +434,8 @@ def dispatch(
 
 
 def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
-    """A call of so many rows is there for the kernels behind this one, and its ids looked up in
-    `places` [>= E]: the slot of each expert or -1."""
+    """Wait, on the stream, until a call of `rows` rows has arrived, and map its ids with `places`
+    [>= E]: the slot of each expert, or -1."""
     areas = lane.areas
     (few, many) = IDS_AT_ONCE
     at_once = few if rows * areas.top_k <= few else many
@@ -458,8 +456,8 @@ def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
 def arrived(
     lane: ServerLane, rows: int, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(rows [rows, columns] alone or with their scales, slots, weights [rows, K]): views. Where a
-    row did not come its slots are -1, and it is what lay there before."""
+    """((rows [rows, columns],) or (e4m3 rows, scales), slots, weights [rows, K]): views. A row that
+    was not sent here has only -1 slots and stale data."""
     areas = lane.areas
     (data, scales, _, weights, _) = areas.inbox
 
@@ -475,7 +473,7 @@ def arrived(
 
 
 def send_home(lane: ServerLane, y: Tensor) -> None:
-    """Send the sums y [rows, columns] home; rows that did not come stay."""
+    """Return the sums y [rows, columns] to the caller, except of rows that were not sent here."""
     areas = lane.areas
     (rows, columns) = y.shape
     assert rows <= areas.rows, (rows, areas)
@@ -502,8 +500,8 @@ def send_home(lane: ServerLane, y: Tensor) -> None:
 
 
 def combine(lane: CallerLane, like: Tensor) -> Tensor:
-    """The sums of the rows, [T, columns]: shape and dtype of `like`, the hidden states as they
-    were dispatched."""
+    """The sums of the rows, [T, columns], with the shape and dtype of `like`, the dispatched hidden
+    states."""
     (rows, columns) = like.shape
     out = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
     size = _columns_at_once(rows, columns, True)
@@ -522,13 +520,14 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
 
 
 def note(lane: CallerLane, own: bool, out: Tensor) -> None:
-    """Set out [1] int32 to 1 where a wait of what was launched before may have been cut short, a
-    kernel of it has reported an expert that is nowhere, or `own`; else to 0."""
+    """Set out [1] int32 to 1 if a wait of earlier kernels may have been cut short, if one of them
+    reported an expert without a server, or if `own`; else to 0."""
     _note_kernel[1,](lane.table, out, int(own), SERVERS)
 
 
 def _columns_at_once(rows: int, columns: int, parts: bool) -> int:
-    """Of a program: a power of 2 from 128. parts: whether a row may be several programs'."""
+    """Columns of a program, a power of 2 of at least 128. parts: whether several programs may share
+    a row."""
     whole = max(128, next_power(columns))
     return min(whole, COLUMNS_AT_ONCE[rows > SOME_ROWS]) if parts else whole
 

@@ -1,8 +1,8 @@
-"""y = x W^T with W in fp8 e4m3, one scale a 128x128 block, and x in fp8 with one scale a token and
-128 columns.
+"""y = x W^T with W in fp8 e4m3 with one scale per 128x128 block, and x in fp8 with one scale per
+token and 128 columns.
 
 Partial sums over 128 columns are promoted to fp32. Few tokens: weights on the M side of the tensor
-cores, columns split over several programs, whose partial sums the last one to finish adds up in a
+cores, columns split over several programs; the last one to finish adds their partial sums in a
 fixed order. Many tokens: bulk copies of both operands.
 """
 
@@ -30,14 +30,14 @@ from rorqual.ops.triton.runtime.launch import (
 )
 
 HALVES = TilePlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
-MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
+MIN_BLOCKS = 4  # least number of 128-column blocks per program
 
 
 @triton.jit
 def _tile_of(
     tile, tokens, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr
 ):
-    """(token tile, weight tile): GROUP token tiles go through all weight tiles together, so that
+    """(token tile, weight tile). GROUP token tiles iterate over all weight tiles together, so that
     both stay in the cache."""
     n_tiles: tl.constexpr = (ROWS + N - 1) // N
     m_tiles = tl.cdiv(tokens, M)
@@ -73,7 +73,7 @@ def _linear_kernel(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """shares: blocks of 128 columns a program takes; program (tile, share)."""
+    """Program (tile, part of the columns); shares: blocks of 128 columns per program."""
     wait_for_inputs(DEPENDENT)
     BLOCKS: tl.constexpr = COLUMNS // 128
     n_tiles: tl.constexpr = (ROWS + N - 1) // N
@@ -118,7 +118,7 @@ def _linear_kernel(
             tl.store(
                 held + share * tokens.to(tl.int64) * ROWS, acc, mask=valid, cache_modifier=".cg"
             )
-            # every thread's part is stored before one of them counts this program in
+            # all threads have stored their part before this program is counted
             tl.debug_barrier()
             last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
             if last:
@@ -160,7 +160,7 @@ def _halves_kernel(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Many tokens: x and w are descriptors, w's of N / 2 rows."""
+    """For many tokens: x and w are descriptors, w's with N / 2 rows."""
     wait_for_inputs(DEPENDENT)
     BLOCKS: tl.constexpr = COLUMNS // 128
     HALF: tl.constexpr = N // 2
@@ -208,7 +208,7 @@ def _store_half(
 
 
 def supported(weight: Weight) -> bool:
-    """fp8 with one scale a 128x128 block and whole blocks of columns; rows are free."""
+    """fp8 with one scale per 128x128 block and whole blocks of columns; any number of rows."""
     return weight.fp8_blocks and weight.data.shape[1] % 128 == 0
 
 
@@ -226,8 +226,8 @@ def linear(
     dtype: torch.dtype | None = None,
     plan: LinearPlan | None = None,
 ) -> Tensor:
-    """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns
-    [T, rows] in `dtype` (x's, or bf16)."""
+    """x [T, columns], quantized here unless it is already; weight [rows, columns]. Returns [T,
+    rows] in `dtype` (None: x's, or bf16)."""
     dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else hidden_of(x).dtype)
     x = quantized(x)
     tokens = x.shape[0]
@@ -242,7 +242,7 @@ def linear(
 
 
 def _run(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
-    """The one place where the kind of a plan is asked for."""
+    """Launch the kernel of a plan's kind."""
     if isinstance(plan, StreamKPlan):
         from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
 
@@ -337,8 +337,8 @@ def _launch_tiles(
 
 
 def _split(plan: TilePlan, tiles: int, blocks: int, processors: int) -> tuple[int, int]:
-    """(blocks of columns a program takes, programs a tile): about two programs a multiprocessor,
-    each with enough to do."""
+    """(blocks of columns per program, programs per tile): about two programs per multiprocessor,
+    each with enough work."""
     wanted = min(plan.split, max(1, 2 * processors // tiles), max(1, blocks // MIN_BLOCKS))
     shares = triton.cdiv(blocks, wanted)
     return shares, triton.cdiv(blocks, shares)

@@ -1,14 +1,14 @@
-"""The loop of the persistent block-fp8 kernel on Hopper (fp8_gemm_sm90_persistent.py): the order of
-tiles, which that of the experts has as well (moe/grouped_gemm_sm90_fp8.py), the stages between the
-warps that fetch and the two warpgroups that multiply, and how these multiply.
+"""Main loop of the persistent block-fp8 kernel on Hopper (fp8_gemm_sm90_persistent.py): the order
+of tiles (also used by moe/grouped_gemm_sm90_fp8.py), the stages between the copying warps and the
+two multiplying warpgroups, and the multiplication.
 
-A program takes tiles of M tokens and 128 weight rows, a unit of 128 columns at a time. Chunks of 64
-tokens go to the two warpgroups in turn, and these begin their products by turns: while one promotes
-its partial sums to fp32, the tensor cores work for the other.
+A program processes tiles of M tokens and 128 weight rows, one unit of 128 columns at a time. Chunks
+of 64 tokens alternate between the two warpgroups, which start their products alternately: while one
+promotes its partial sums to fp32, the tensor cores work for the other.
 
-What sums are multiplied by, a token's scale times the weights', is left in shared memory by two
-warps that do nothing else: fetched by the warpgroups, a unit ahead, scales arrive behind the bulk
-copies of all units after it, later than a unit of 128 tokens takes.
+The factors of sums (a token's scale times the weights' scale) are written to shared memory by two
+dedicated warps. Fetched by the warpgroups one unit ahead, scales would arrive after the bulk copies
+of all later units, which takes longer than a unit of 128 tokens.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rorqual.ops.triton.runtime.sm90_pipeline import next_stage, thread_barrier
 
-N = 128  # weight rows a tile
-SHARED = 227 * 1024 - 1024  # bytes of stages and of the output on its way out
-REGISTERS = (232, 40)  # of a thread that multiplies, of one that copies or fetches scales
+N = 128  # weight rows per tile
+SHARED = 227 * 1024 - 1024  # bytes of stages and of the output buffer
+REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of copying and scale warps
 KEPT_BYTES = 2048
-# what sums are multiplied by: so many are kept, of two units or of four
+# number of factors in shared memory: of two units or of four
 FACTORS = gl.constexpr(KEPT_BYTES // 4)
 
 
 def assert_fits(m: int, stages: int) -> None:
-    """Tiles of m tokens with so many stages, and 64 x 128 results of 16 bits a warpgroup."""
+    """Shared memory in bytes for tiles of m tokens with this many stages, and 64 x 128 16-bit
+    results per warpgroup."""
     assert m in (128, 256), m
     assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
     assert (m + N) * 128 * stages + 4 * 64 * N + KEPT_BYTES <= SHARED, (m, stages)
 
 
 class Ring(NamedTuple):
-    """Between the warps that fetch and the two warpgroups that multiply: stages of both sides'
-    tiles, `factors` of the latest units, and barriers that tell when a stage and its factors are
-    full and when the stage is empty. turns: which warpgroup may begin a product."""
+    """Buffers between the copying warps and the two multiplying warpgroups: stages with tiles of
+    both operands, `factors` of the latest units, and barriers for full stages, full factors and
+    empty stages. turns: barriers for which warpgroup may start a product."""
 
     inputs: Any
     weights: Any
@@ -56,7 +57,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def new_ring(x_tma, w_tma, M: gl.constexpr, STAGES: gl.constexpr):
-    """In shared memory, barriers ready."""
+    """Allocate in shared memory and initialize the barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
@@ -75,7 +76,7 @@ def new_ring(x_tma, w_tma, M: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def share(high, ROWS: gl.constexpr):
-    """(tiles of this program, whole rounds of all programs) where tokens make `high` tiles."""
+    """(tiles of this program, full rounds of all programs), for `high` token tiles."""
     tiles = high * ((ROWS + 127) // 128)
     workers = gl.num_programs(0)
     return tiles // workers + (workers - 1 - gl.program_id(0) < tiles % workers).to(
@@ -85,8 +86,8 @@ def share(high, ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_of(turn, rounds, high, ROWS: gl.constexpr):
-    """(token tile, weight tile) of a turn: 16 token tiles go through all weight tiles together,
-    so that both stay in the cache. The last round, of fewer tiles than programs, begins with the
+    """(token tile, weight tile) of a turn. 16 token tiles iterate over all weight tiles together,
+    so that both stay in the cache. The last round, with fewer tiles than programs, starts with the
     last program."""
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
@@ -100,8 +101,8 @@ def tile_of(turn, rounds, high, ROWS: gl.constexpr):
 
 @gluon.jit
 def leave(ring, factors, unit, there, stage, free, phase, M: gl.constexpr, STAGES: gl.constexpr):
-    """A unit's factors, [M], in the place of those of the unit FACTORS // M before, once that unit
-    is done with; nothing if it is not `there`. free, phase: its stage and its phase."""
+    """Write a unit's factors, [M], over those of the unit FACTORS // M earlier, once that unit is
+    done; a no-op if not `there`. free, phase: that unit's stage barrier and its phase."""
     KEPT: gl.constexpr = FACTORS // M
     if there:
         if unit >= KEPT:
@@ -118,7 +119,7 @@ def leave(ring, factors, unit, there, stage, free, phase, M: gl.constexpr, STAGE
 
 @gluon.jit
 def _begin(ring, xt, wt, done, never, turn, by_turns, WHO: gl.constexpr):
-    """A product under way, which takes the registers of `done`."""
+    """A product in flight, which uses the registers of `done`."""
     mbarrier.wait(ring.turns.index(WHO), turn, pred=by_turns > 0)
     part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
     mbarrier.arrive(ring.turns.index(1 - WHO), count=1, pred=by_turns > 0)
@@ -127,7 +128,7 @@ def _begin(ring, xt, wt, done, never, turn, by_turns, WHO: gl.constexpr):
 
 @gluon.jit
 def _chunk_factors(ring, unit, CHUNK: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr):
-    """[64, 1]: of the tokens of one chunk of a unit."""
+    """[64, 1]: factors of the tokens of one chunk of a unit."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     chunks = ring.factors._reinterpret(gl.float32, [FACTORS // 64, 64], FLAT)
@@ -151,16 +152,15 @@ def sums(
     TWO: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight rows
-    and the program's BLOCKS units from `first` on. by_turns: 1 where the other warpgroup has as
-    many products, else 0. tokens: any number of them that the compiler cannot know."""
+    """Sums of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight
+    rows and the program's BLOCKS units from `first` on. by_turns: 1 if the other warpgroup has
+    equally many products, else 0. tokens: any non-negative number unknown to the compiler."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low = zero
     high = zero
     done = zero
-    # so that products take the registers of the last one's result: the compiler finds no room
-    # otherwise
+    # lets products reuse the registers of the previous result; otherwise the compiler runs out
     never = tokens < 0
     for unit in range(first, first + BLOCKS):
         mbarrier.wait(ring.full.index(stage), phase)

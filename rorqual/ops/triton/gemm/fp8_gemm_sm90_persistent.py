@@ -1,15 +1,15 @@
-"""Block-fp8 products of many tokens on Hopper, in Gluon: one warp copies, two fetch scales, two
+"""Block-fp8 GEMM for many tokens on Hopper, in Gluon: one warp copies, two load scales, two
 warpgroups multiply.
 
-Programs are persistent; their tiles, and how these are multiplied, are those of
-fp8_gemm_sm90_loop.py. Copies run up to STAGES units ahead, over the ends of tiles too. The last
-column of tiles may have 64 weight rows and then takes half the time; it comes last, to those who
-had least. Scales are fetched four units at once.
+Programs are persistent; tiles and multiplication are those of fp8_gemm_sm90_loop.py. Copies run up
+to STAGES units ahead, also across tiles. The last column of tiles may have 64 weight rows and then
+takes half the time; it is processed last, by the programs with the least work. Scales are loaded
+for four units at once.
 
-Shared memory, 128 bytes a cycle, is what bounds it: a product of 64 x 128 x 32 reads 6 KB in its 64
-cycles and a unit of 256 tokens brings 48 KB in 1024, together 144 bytes a cycle, so 0.89 of the
-tensor cores' rate at most; with 128 tokens 160 and 0.80, with products of 64 x 64 x 32 (as in
-Triton's kernel in halves) 192 and 0.67.
+The bottleneck is shared memory, 128 bytes per cycle: a product of 64 x 128 x 32 reads 6 KB in its
+64 cycles and a unit of 256 tokens writes 48 KB in 1024, together 144 bytes per cycle, so at most
+0.89 of the tensor cores' rate; with 128 tokens 160 and 0.80, with products of 64 x 64 x 32 (as in
+Triton's kernel with halves) 192 and 0.67.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _copy(
     high = (tokens + M - 1) // M
     tiles, rounds = share(high, ROWS)
     units = tiles * BLOCKS
-    # weights do not wait for the kernel before: none of a step writes them
+    # weights are copied before the wait for the previous kernel: no kernel of a step writes them
     for unit in range(gl.minimum(units, STAGES)):
         m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS)
         mbarrier.expect(ring.full.index(unit), (M + 128) * 128)
@@ -112,7 +112,7 @@ def _factors_of(
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """[M] of a unit: its tokens' scales, times that of its weights."""
+    """A unit's factors [M]: its tokens' scales times its weights' scale."""
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     m_tile, n_tile, block = _unit_at(gl.minimum(unit, units - 1), rounds, high, ROWS, BLOCKS)
     token = m_tile * M + gl.arange(0, M, TOKENS)
@@ -179,9 +179,9 @@ def _with_bias(acc, bias, row_tile, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC:
 
 @gluon.jit
 def _send(y_tma, out, acc, first, n_tile):
-    """By a bulk copy, which leaves out what lies past the ends."""
+    """Store with a bulk copy, which clips at the ends."""
     tma.store_wait(0)
-    thread_barrier()  # the copy before this one has read its place
+    thread_barrier()  # the previous copy has read the buffer
     out.store(acc.to(out.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(y_tma, [first, n_tile * 128], out)
@@ -213,7 +213,7 @@ def _put_chunk(
     WIDTH: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """64 tokens' sums over WIDTH weight rows."""
+    """Store 64 tokens' sums over WIDTH weight rows."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     acc = _with_bias(acc, bias, n_tile, ROWS, BIAS, ACC)
     if WIDTH == 128:
@@ -244,7 +244,7 @@ def _tile(
     WIDTH: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """A warpgroup's share of a tile, which begins with the program's unit `unit`."""
+    """A warpgroup's part of a tile, which starts with the program's unit `unit`."""
     TWO: gl.constexpr = M == 256
     low, high, stage, phase, turn = sums(
         ring, unit, stage, phase, turn, 1, tokens, M, BLOCKS, STAGES, WHO, TWO, WIDTH
@@ -316,7 +316,7 @@ def _tall_kernel(
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: at most one program a tile. M: 128 or 256 tokens a tile."""
+    """Grid: at most one program per tile. M: 128 or 256 tokens per tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
     let_next_start(DEPENDENT)
@@ -352,14 +352,14 @@ def _tall_kernel(
 
 
 def fits(weight: Weight, y: Tensor) -> bool:
-    """Bulk copies of y need rows of whole 16 bytes; its stage holds 16 bits a value."""
+    """Bulk copies of y need rows of a multiple of 16 bytes; its buffer has 16-bit values."""
     return y.element_size() == 2 and weight.data.shape[0] % 8 == 0
 
 
 def launch(
     x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: PersistentPlan
 ) -> None:
-    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T,
+    """x [T, columns], weight [rows, columns] with one scale per 128x128 block, bias [rows], y [T,
     rows] contiguous. m: 128 or 256."""
     m, stages = plan.m, plan.stages
     (tokens, columns) = x.shape

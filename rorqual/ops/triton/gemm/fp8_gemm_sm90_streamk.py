@@ -1,25 +1,23 @@
-"""Block-fp8 products of few tokens on Hopper, in Gluon: the weights stream through shared memory,
-and all multiprocessors end together.
+"""Block-fp8 GEMM for few tokens on Hopper, in Gluon (stream-K): weights stream through shared
+memory, and all multiprocessors finish together.
 
-The weights are cut into units of N rows and 128 columns, in the order of rows' tiles and then
-columns, and every program takes an equal run of units, whatever the numbers of tiles and columns
-are (stream-K). What a program holds of a tile that others share goes to memory, and the last of
-them to finish adds the parts up in the order of columns: a sum depends on shape and configuration
-alone.
+The weights are split into units of N rows and 128 columns, ordered by row tile and then column, and
+every program gets an equal run of units for any number of tiles and columns. Partial sums of a tile
+that several programs share go to memory, and the last program adds them in column order: a sum
+depends only on shape and configuration.
 
-Weights lie on the M side of the tensor cores (N rows a tile, 16 a warp), tokens on the N side (M of
-them, at least 8). Bulk copies bring STAGES units at a time; those of weights start before the
-kernel waits for the one that makes x, since no kernel of a step writes weights. The scales of all
-its units a program fetches at once, before the first: a load that is waited for in each unit,
-though it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64
-tokens). The product of a unit is under way while that of the unit before it is scaled and added:
-one after the other, with its waits and a barrier, a unit of 64 rows and 64 tokens took 340 ns, of
-which the tensor cores worked 65.
+Weights are on the M side of the tensor cores (N rows per tile, 16 per warp), tokens on the N side
+(M of them, at least 8). Bulk copies load STAGES units ahead; those of weights start before the
+kernel waits for the one that computes x, since no kernel of a step writes weights. A program loads
+the scales of all its units at once, before the first: a load per unit, even one unit ahead, waits
+for all copies before it (390 ns per unit at 64 tokens). A unit's product overlaps with scaling and
+adding the previous one: sequentially, with waits and a barrier, a unit of 64 rows and 64 tokens
+took 340 ns, of which the tensor cores worked 65.
 
-Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the
-products 4 for each token, beside them the scaling 1 and about 130 for waits and barriers. More
-tokens than M are several blocks, whose programs read the same weights at about the same time, so
-that all but one find them in the L2 cache.
+Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 multiprocessors take
+880; the products 4 per token; in parallel, scaling takes 1 per token, and waits and barriers about
+130. More than M tokens are several blocks, whose programs read the same weights at about the same
+time, so that all but one find them in L2.
 """
 
 from __future__ import annotations
@@ -52,15 +50,14 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 )
 
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
-SCALES = 32  # so many of each kind a thread has on their way
+SCALES = 32  # scales of each kind that a thread loads at once
 # tokens times units of a program: larger matrices have more programs than run at once
 MOST_SCALES = 16 * 1024
 
 
 @gluon.jit
 def _now(x, DEPENDENT: gl.constexpr):
-    """x, not before it is asked for: what is computed from it is not carried through the loop in
-    registers."""
+    """x, opaque to the compiler: values computed from it are not hoisted and kept in registers."""
     if DEPENDENT:
         return gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -71,19 +68,19 @@ def _now(x, DEPENDENT: gl.constexpr):
 
 @gluon.jit
 def _first_unit(worker, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
-    """Of `worker`. Programs take whole groups of ALIGN units."""
+    """The first unit of `worker`. Programs have whole groups of ALIGN units."""
     return GROUPS * worker // workers * ALIGN
 
 
 @gluon.jit
 def _worker_of(unit, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
-    """Whose unit it is: the inverse of _first_unit."""
+    """The worker of a unit: the inverse of _first_unit."""
     return ((unit // ALIGN + 1) * workers - 1) // GROUPS
 
 
 @gluon.jit
 def _row_scales(w_scale, unit, end, N: gl.constexpr, BLOCKS: gl.constexpr):
-    """Of the weights of each of these units; 0 from `end` on."""
+    """The weight scale of each of these units; 0 from `end` on."""
     return gl.load(
         w_scale + unit // BLOCKS * N // 128 * BLOCKS + unit % BLOCKS, mask=unit < end, other=0.0
     )
@@ -97,7 +94,7 @@ def _await(x_here, w_here, stage, phase):
 
 @gluon.jit
 def _begin(inputs, weights, stage, spare, never):
-    """The product of a stage, under way. Of `spare` nothing but its registers is used."""
+    """The product of a stage, in flight. Only the registers of `spare` are used."""
     return warpgroup_mma(
         weights.index(stage),
         inputs.index(stage).permute((1, 0)),
@@ -116,8 +113,8 @@ def _factor(factors, unit, ACC: gl.constexpr):
 def _refill(
     x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, skip, BLOCKS: gl.constexpr
 ):
-    """The stage, which this warp is done with, gets `unit` if there is one."""
-    thread_barrier()  # all other warps are, too
+    """Refill the stage, which this warp has finished, with `unit`, if it exists."""
+    thread_barrier()  # all other warps have finished, too
     N: gl.constexpr = weights.shape[1]
     more = unit < end
     column = unit % BLOCKS * 128
@@ -150,8 +147,7 @@ def _turn(
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """Begins the product of the next unit, then waits for `product`, that of this unit, and
-    gives the stage away."""
+    """Start the next unit's product, then wait for `product`, this unit's, and refill its stage."""
     coming, turned = next_stage(stage, phase, STAGES)
     _await(x_here, w_here, coming, turned)
     begun = _begin(inputs, weights, coming, spare, never)
@@ -173,7 +169,7 @@ def _store(
     BIAS: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """acc [N, M]: the whole sums of a tile."""
+    """Store acc [N, M], the complete sums of a tile."""
     row = tile * N + gl.arange(0, N, gl.SliceLayout(1, ACC))
     token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
     if BIAS:
@@ -208,7 +204,7 @@ def _add_up(
     BIAS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The parts of a tile, in the order of their columns, four at a time on their way."""
+    """Sum the parts of a tile in column order, loading four at a time."""
     ACROSS: gl.constexpr = 16 if N == 64 else 32
     SUM: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     CHUNK: gl.constexpr = M if M * N <= 512 * WARPS else 512 * WARPS // N
@@ -266,10 +262,10 @@ def _stream_kernel(
     WARPS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: (the programs of M tokens, at most one a group of ALIGN units, and of at most CHUNKS
-    CHUNK units each; blocks of M tokens). partials: two slots of [M, N] a program, for the tile
-    it begins in the middle and the one it ends in the middle; counters: units done of each tile
-    of each block, zero before and after."""
+    """Grid: (programs of M tokens, at most one per group of ALIGN units, with at most CHUNKS CHUNK
+    units each; blocks of M tokens). partials: two [M, N] slots per program, for the tile that it
+    starts in the middle and the one that it ends in the middle. counters: completed units of each
+    tile of each block, zero before and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     TILES: gl.constexpr = (ROWS + N - 1) // N
     GROUPS: gl.constexpr = TILES * (BLOCKS // ALIGN)
@@ -277,7 +273,7 @@ def _stream_kernel(
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # what products of a unit are multiplied by, for each token
+    # factor of a unit's products, for each token
     factors = gl.allocate_shared_memory(gl.float32, [CHUNKS * CHUNK, M], FLAT)
     w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -325,7 +321,7 @@ def _stream_kernel(
         scale = gl.load(x_scale + token * xs_row + asked % BLOCKS * xs_block, mask=there, other=0.0)
         chunks.index(chunk).store(scale * rows)
 
-    thread_barrier()  # factors are there
+    thread_barrier()  # factors are written
     never = tokens < 0
     stage = 0
     phase = 0
@@ -335,8 +331,8 @@ def _stream_kernel(
         start = unit
         stop = gl.minimum(begin + BLOCKS, end)
         acc = gl.full([N, M], 0.0, gl.float32, ACC)
-        # Two products' registers take turns, each under the same name where a turn of the loop
-        # begins and ends: else it would be copied, and waited for.
+        # The registers of two products alternate, with the same names at the start and end of an
+        # iteration: otherwise they would be copied, with a wait.
         spare = acc
         _await(x_here, w_here, stage, phase)
         part = _begin(inputs, weights, stage, acc, never)
@@ -414,13 +410,13 @@ def _stream_kernel(
         units = stop - start
         held = _now(tokens, DEPENDENT)
         EVEN: gl.constexpr = 8 if ROWS % 8 == 0 else 1
-        y_step = _now(y_row // EVEN, DEPENDENT) * EVEN  # so much is known of it: stores are wide
+        y_step = _now(y_row // EVEN, DEPENDENT) * EVEN  # known divisibility gives wide stores
         if units == BLOCKS:
             _store(y, y_step, bias, acc, tile, held, N, ROWS, BIAS, ACC)
         elif ALIGN < BLOCKS:
             slot = 2 * worker + (start == begin).to(gl.int32)
             _put_aside(partials, acc, slot, held, N, ACC)
-            thread_barrier()  # every thread's part is stored before one of them counts them in
+            thread_barrier()  # all threads have stored their part before it is counted
             if gl.atomic_add(counters + tile, units, sem="acq_rel") + units == BLOCKS:
                 _add_up(
                     y,
@@ -445,9 +441,9 @@ def _stream_kernel(
 def programs(
     rows: int, columns: int, n: int, split: int, waves: int, processors: int, blocks: int = 1
 ) -> tuple[int, int]:
-    """(programs of a block of tokens, units of columns that stay together): with a split of 1
-    whole tiles, else single units, at most `split` programs a tile on average and, of all
-    `blocks`, `waves` a multiprocessor."""
+    """(programs per block of tokens, units of columns that stay together): whole tiles with a split
+    of 1, else single units; at most `split` programs per tile on average and, over all `blocks`,
+    `waves` per multiprocessor."""
     tiles = -(-rows // n)
     units = columns // 128
     align = units if split == 1 or tiles * blocks > COUNTERS else 1
@@ -460,17 +456,17 @@ def shared_bytes(m: int, n: int, stages: int, units: int) -> int:
 
 
 def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple[int, int]:
-    """(CHUNKS, CHUNK) for the scales of m tokens and of all units a program has, SCALES of them
-    a thread at a time."""
+    """(CHUNKS, CHUNK) for the scales of m tokens and of all units of a program, SCALES per thread
+    at a time."""
     most = -(-units // align // workers) * align
     chunk = max(1, min(triton.next_power_of_2(most), SCALES * 32 * warps // m))
     return -(-most // chunk), chunk
 
 
 def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: StreamKPlan) -> None:
-    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T,
-    rows] contiguous. m: tokens a block (several share the weights through the cache); n: rows a
-    tile, one row of scales; see `programs` for split and waves."""
+    """x [T, columns], weight [rows, columns] with one scale per 128x128 block, bias [rows], y [T,
+    rows] contiguous. m: tokens per block (blocks share the weights through the cache). n: rows per
+    tile, within one row of scales. split, waves: see `programs`."""
     m, n, warps = plan.m, plan.n, plan.warps
     (rows, columns) = weight.data.shape
     tokens = x.shape[0]
@@ -484,7 +480,7 @@ def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: S
     units = tiles * (columns // 128)
     workers = max(workers, -(-units * m // MOST_SCALES))
     chunks, chunk = chunks_of(units, workers, align, m, warps)
-    # scales of long runs take their room
+    # scales of long runs reduce the number of stages
     stages = min(plan.stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))
     assert stages > 1, "one is multiplied while another fills"
     shared = align * 128 < columns

@@ -1,9 +1,8 @@
-"""y = x W^T for a few tokens, and the gated pair of an MLP: products that only stream their
-weights.
+"""y = x W^T for a few tokens, and an MLP's gate and up with SwiGLU: memory-bound products.
 
-Each program owns a few weight rows and all columns, and multiplies by ordinary arithmetic: no
-partial sums leave it. Its first tile of weights is on its way before the kernel waits for the one
-that makes x.
+Each program has a few weight rows with all columns and multiplies without tensor cores, so there
+are no partial sums between programs. It loads its first tile of weights before it waits for the
+kernel that computes x.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
-# Up to so many tokens TritonOps takes this kernel for bf16 and fp16 weights. 0: always the
-# library's product.
+# TritonOps uses this kernel up to so many tokens for bf16 and fp16 weights. 0: always cuBLAS.
 TOKENS = 1
 MOST_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class SmallPlan:
-    """n weight rows a program (of a gated pair half as many each), k columns a step, warps,
+    """n weight rows per program (with SwiGLU half gate, half up), k columns per step, warps,
     pipeline stages."""
 
     n: int
@@ -76,8 +74,8 @@ def _small_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """N rows of y a program. M is the number of tokens rounded up to a power of 2. GATED: w
-    holds ROWS gate rows, then ROWS up rows."""
+    """N rows of y per program. M: number of tokens rounded up to a power of 2. GATED: w has ROWS
+    gate rows, then ROWS up rows."""
     EVEN: tl.constexpr = COLUMNS % K == 0
     kind: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0) * N + tl.arange(0, N)
@@ -110,7 +108,7 @@ def _small_kernel(
 
 
 def chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` takes this product by default."""
+    """Whether `linear` uses this kernel by default."""
     return 0 < x.shape[0] <= TOKENS and supported(x, weight) and is_hopper(x.device)
 
 
@@ -142,8 +140,7 @@ def linear(
 
 
 def gate_up(x: Tensor, weight: Tensor, plan: SmallPlan | None = None) -> Tensor:
-    """silu(gate x) * (up x), [T, I], with weight [2 I, columns] holding the gate's rows and then
-    up's."""
+    """silu(gate x) * (up x), [T, I], with weight [2 I, columns]: gate's rows, then up's."""
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, y, True, plan)
     return y

@@ -1,10 +1,9 @@
-"""What kernels of int4 weights share: two numbers a byte, the even column in the low half, to the
-activations' type in registers.
+"""Shared parts of int4 kernels: unpacking two numbers per byte (even column in the low half) to the
+activations' dtype in registers.
 
-A byte holds two neighbouring columns, so a product is two: of the low halves with the even columns
-of x, and of the high halves with the odd ones. x is read in words of two columns each, whose halves
-need no shuffle. The numbers -8 to 15 are exact in every type, and sums are multiplied with the
-scale in fp32, once a group.
+A byte has two adjacent columns, so there are two products: low halves with the even columns of x,
+and high halves with the odd ones. x is read in words of two columns, whose halves need no shuffle.
+Numbers -8 to 15 are exact in every dtype; sums are multiplied by the scale in fp32, once per group.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from torch import Tensor
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.runtime.launch import INTERPRETED
 
-LEAST_GROUP = 32  # a step's low halves are one instruction of the tensor cores deep
-# of weights in a tile, where sums stand in registers beside unpacked numbers (before sm_90)
+LEAST_GROUP = 32  # a step's low halves are the depth of one tensor core instruction
+# weight rows of a tile before sm_90, where sums and unpacked numbers share registers
 PORTABLE_ROWS = 64
 _WORDS = {2: torch.int32, 4: torch.int64}
-ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter knows no assembly
+ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter does not support inline assembly
 
 
 @triton.jit
 def unpacked(packed, kind: tl.constexpr):
-    """(low halves, high halves) less 8, in `kind`."""
+    """(low halves, high halves) minus 8, in `kind`."""
     if kind == tl.bfloat16 and not ARITHMETIC:
-        # a number below 16 in the mantissa of 128 is 128 and that number; 136 comes off again
+        # a number below 16 in the mantissa of 128 gives 128 plus the number; then subtract 136
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, one, off;
@@ -61,7 +60,7 @@ def unpacked(packed, kind: tl.constexpr):
 
 @triton.jit
 def halves(words, kind: tl.constexpr):
-    """(even columns, odd columns) of words that hold two numbers of `kind` each."""
+    """(even columns, odd columns) of words with two numbers of `kind` each."""
     if kind == tl.float32:
         return (
             words.to(tl.int32).to(kind, bitcast=True),
@@ -76,15 +75,15 @@ def halves(words, kind: tl.constexpr):
 
 @triton.jit
 def group_scale(scales, zeros, at, ZERO: tl.constexpr):
-    """(scales in fp32, zero points) of rows' groups, at places `at`."""
+    """(scales in fp32, zero points) of rows' groups at offsets `at`."""
     scale = tl.load(scales + at).to(tl.float32)
     return scale, tl.load(zeros + at) if ZERO else 0
 
 
 @triton.jit
 def add_int4(acc, packed, scale, zero, even, odd, SWAP: tl.constexpr, ZERO: tl.constexpr):
-    """acc + w x^T [n, rows] when swapped, else acc + x w^T [rows, n], of columns of one group.
-    packed [n, k / 2]; scale [n] fp32; zero [n] uint8, or anything where there are none."""
+    """acc + w x^T [n, rows] if swapped, else acc + x w^T [rows, n], over columns of one group.
+    packed [n, k / 2]; scale [n] fp32; zero [n] uint8, ignored without zero points."""
     kind: tl.constexpr = even.dtype
     low, high = unpacked(packed, kind)
     if ZERO:
@@ -103,8 +102,8 @@ def add_int4(acc, packed, scale, zero, even, odd, SWAP: tl.constexpr, ZERO: tl.c
 
 @triton.jit
 def int4_terms(packed, scale, zero, even, odd, ZERO: tl.constexpr):
-    """Products before their sum over columns, by ordinary arithmetic: all of the shape of `packed`
-    [.., n, k / 2], or broadcast to it; even and odd fp32."""
+    """Products before their sum over columns, without tensor cores: all have the shape of `packed`
+    [.., n, k / 2], or are broadcast to it; even and odd fp32."""
     low, high = unpacked(packed, tl.bfloat16)
     low = low.to(tl.float32)
     high = high.to(tl.float32)
@@ -121,14 +120,14 @@ def group_of(weight: Weight) -> int:
 
 
 def step_of(weight: Weight, columns: int) -> int:
-    """At most so many columns, a power of 2 that divides a group."""
+    """Columns of a step: at most `k`, a power of 2 that divides a group."""
     group = group_of(weight)
     return min(columns, group & -group)
 
 
 def supported(weight: Weight) -> bool:
-    """int4 with rows as they are, each row scaled by itself in groups that follow one another, of
-    a multiple of 32 columns."""
+    """Whether this is int4 with unquantized activations, and each row has scales for consecutive
+    groups of a multiple of 32 columns."""
     if weight.scale is None or not weight.is_int4 or weight.activation != "wide":
         return False
     group = group_of(weight)

@@ -1,7 +1,7 @@
-"""y = x W^T with W in int4 and x as it is (W4A16), for any number of tokens.
+"""y = x W^T with W in int4 and unquantized x (W4A16), for any number of tokens.
 
-Few tokens: weights on the M side of the tensor cores and columns split over several programs, whose
-partial sums the last one to finish adds up in a fixed order, as in fp8_gemm.py. Many tokens: larger
+Few tokens: weights on the M side of the tensor cores and columns split over several programs; the
+last one to finish adds their partial sums in a fixed order, as in fp8_gemm.py. Many tokens: larger
 tiles of the same kernel.
 """
 
@@ -70,8 +70,8 @@ def _int4_kernel(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (tile, share of the columns): share_steps steps of K columns. x in words of two
-    columns; token tiles of one weight tile follow one another."""
+    """Program (tile, part of the columns): share_steps steps of K columns. x in words of two
+    columns; token tiles of one weight tile are consecutive."""
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = y.dtype.element_ty
     STEPS: tl.constexpr = COLUMNS // K
@@ -100,7 +100,7 @@ def _int4_kernel(
         size = tokens.to(tl.int64) * ROWS
         held = partials + token.to(tl.int64)[:, None] * ROWS + row[None, :]
         tl.store(held + share * size, acc, mask=valid, cache_modifier=".cg")
-        # every thread's part is stored before one of them counts this program in
+        # all threads have stored their part before this program is counted
         tl.debug_barrier()
         last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
         if last:
@@ -184,8 +184,8 @@ def _launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, plan: Int
 
 
 def _split(plan: Int4Plan, tiles: int, steps: int, k: int, device: torch.device) -> tuple[int, int]:
-    """(steps a program takes, programs a tile): about four programs a multiprocessor, each with
-    enough to do."""
+    """(steps per program, programs per tile): about four programs per multiprocessor, each with
+    enough work."""
     if tiles > COUNTERS:
         return steps, 1
     room = max(1, 4 * multiprocessors(device) // tiles)

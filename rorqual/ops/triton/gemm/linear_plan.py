@@ -1,5 +1,5 @@
-"""How an fp8 product is computed: a plan for each of three kernels, and the row of a tuned file
-that all of them share."""
+"""Plans of fp8 GEMMs: one class for each of three kernels, and the row of a tuning file that all of
+them share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rorqual.ops.triton.runtime import tuning
 
 @dataclass(frozen=True)
 class LinearRow:
-    """A plan as files hold it: the fields of every kind, and which kind it is."""
+    """A plan in a tuning file: the fields of all kinds, and its kind."""
 
     m: int
     n: int
@@ -32,7 +32,7 @@ class LinearPlan(tuning.StoredConfig):
 
     @staticmethod
     def from_row(data: Mapping[str, Any]) -> LinearPlan:
-        """TypeError, ValueError: a row that somebody has stored may be of kernels that were."""
+        """Raises TypeError or ValueError: a stored row may be of kernels that no longer exist."""
         row = tuning.build(LinearRow, data)
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)

@@ -1,11 +1,10 @@
-"""x [T, H, a] times matrices [H, a, b] head by head for a few tokens: MLA's absorb products, which
-only stream their matrices.
+"""x [T, H, a] times matrices [H, a, b] head by head for a few tokens: MLA's absorbed products,
+which are memory-bound.
 
-One token goes by ordinary arithmetic, as in gemv.py; a few take the tensor cores, as in
-skinny_gemm.py: the matrix has the rows of the product, the tokens its 16 columns. Either has its
-matrices on their way before the kernel waits for the one that makes x, which the library's product
-does not. Where the output product behind is an fp8 one, each head's 128 columns are quantized by
-the program that made them.
+One token uses no tensor cores, as in gemv.py; a few do, as in skinny_gemm.py: the matrix has the
+product's rows, the tokens its 16 columns. Both kernels load matrices before they wait for the
+kernel that computes x, which cuBLAS does not. If the output projection is fp8, each program
+quantizes its head's 128 columns.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from rorqual.ops.activation import NormOutput, Quantized
 from rorqual.ops.triton.rowwise.quantize import room_for
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
-# TritonOps takes these kernels for so many tokens at most: ordinary arithmetic, tensor cores.
-# Above, the library's product.
+# TritonOps uses these kernels up to so many tokens: without and with tensor cores. Above: cuBLAS.
 TOKENS = 1
 DOT_TOKENS = 16
-MOST_TOKENS = 8  # of ordinary arithmetic
+MOST_TOKENS = 8  # without tensor cores
 COLUMNS = 16  # of a product on tensor cores
 ELEMENTS = 8192  # of a program's piece of a matrix
-HEAD = 128  # columns that one scale stands for
+HEAD = 128  # columns of a scale
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -71,8 +69,7 @@ def _heads_kernel(
 
 @triton.jit
 def _piece(pointers, inner, outer, AXIS: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile whose rows along AXIS are in the product where `inner` says so and along the other
-    where `outer` does."""
+    """A tile masked by `inner` along AXIS and by `outer` along the other axis."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -104,8 +101,8 @@ def _heads_dot_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (head, N columns), M tokens of which `tokens` are there, K rows of a matrix at a
-    time. QUANT: N is all columns of a head, and what one scale stands for."""
+    """Program (head, N columns); M tokens, of which `tokens` exist; K rows of a matrix at a time.
+    QUANT: N is all columns of a head, which share a scale."""
     head = tl.program_id(0).to(tl.int64)
     heads = tl.num_programs(0)
     row = tl.arange(0, K)
@@ -134,14 +131,14 @@ def _heads_dot_kernel(
 
 
 def chosen(x: Tensor) -> bool:
-    """Whether `heads_matmul` takes this product by default."""
+    """Whether `heads_matmul` uses these kernels by default."""
     most = DOT_TOKENS if x.element_size() == 2 else TOKENS
     return 0 < x.shape[0] <= most and x.stride(2) == 1 and is_hopper(x.device)
 
 
 def heads_matmul(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, H, a], T at most 16, columns side by side; matrices [H, a, b] with any strides; [T,
-    H, b] contiguous, sums in fp32."""
+    """x [T, H, a], T at most 16, contiguous columns; matrices [H, a, b] with any strides. Returns
+    [T, H, b] contiguous; sums in fp32."""
     if x.shape[0] > TOKENS:
         return heads_dot(x, matrices)
     return heads_small(x, matrices)
@@ -177,8 +174,8 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def heads_dot(x: Tensor, matrices: Tensor, made: Quantized | None = None) -> Tensor:
-    """The same on tensor cores, T at most 16, in 16 bits. made [T, H b] gets the result in fp8, its
-    heads side by side, where b is 128."""
+    """The same on tensor cores, T at most 16, 16-bit dtypes. made [T, H b]: receives the result in
+    fp8 with concatenated heads; b must be 128."""
     (tokens, heads, rows) = x.shape
     columns = matrices.shape[2]
     assert tokens <= COLUMNS
@@ -214,6 +211,6 @@ def heads_dot(x: Tensor, matrices: Tensor, made: Quantized | None = None) -> Ten
 
 
 def joined_heads_dot(x: Tensor, matrices: Tensor) -> NormOutput:
-    """The same, heads side by side, [T, H b], and quantized on the way; b is 128."""
+    """The same with concatenated heads, [T, H b], also quantized; b is 128."""
     made = Quantized.empty(x.shape[0], x.shape[1] * matrices.shape[2], x.device)
     return NormOutput(heads_dot(x, matrices, made).flatten(1), made)

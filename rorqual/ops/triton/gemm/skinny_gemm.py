@@ -18,14 +18,14 @@ from torch import Tensor
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
-# TritonOps takes this kernel for so many tokens at most. 0: always the library's product.
+# TritonOps uses this kernel up to so many tokens. 0: always cuBLAS.
 TOKENS = 16
 COLUMNS = 16  # of the product
 
 
 @dataclass(frozen=True)
 class SkinnyPlan:
-    """n weight rows a program, k columns a step, warps, pipeline stages."""
+    """n weight rows per program, k columns per step, warps, pipeline stages."""
 
     n: int
     k: int
@@ -60,7 +60,7 @@ def _skinny_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """N rows of y a program; M tokens, of which `tokens` are there."""
+    """N rows of y per program; M tokens, of which `tokens` exist."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     token = tl.arange(0, M)
     columns = tl.arange(0, K)
@@ -81,7 +81,7 @@ def _skinny_kernel(
 
 
 def chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` takes this product by default."""
+    """Whether `linear` uses this kernel by default."""
     return 0 < x.shape[0] <= TOKENS and supported(x, weight) and is_hopper(x.device)
 
 

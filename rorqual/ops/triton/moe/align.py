@@ -1,8 +1,8 @@
-"""Sorting of picks: from ids [T, K] to blocks of rows that share an expert, on the device and
-without a host sync.
+"""moe_align_block_size: sorts (token, expert) pairs into blocks of rows that share an expert, on
+the device and without a host sync.
 
-A pick is an index into ids flattened. The order of picks inside an expert's rows may differ between
-runs; no result depends on it.
+A pair is an index into the flattened topk ids [T, K]; identifiers here call it a pick. The order of
+pairs within an expert's rows may differ between runs; no result depends on it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 
-# Up to so many picks each one counts itself into a bucket of its slot, chunk by chunk, in one
-# kernel. 0: never.
+# Up to so many pairs one kernel appends them, chunk by chunk, to a bucket per slot. 0: never.
 BUCKET_PICKS = 4096
 BUCKET_CHUNK = 128
-ROUTER_COUNTERS = 64  # how many of a stream's counters are the router's (topk.py), one a token
-# else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over
-# chunks
+ROUTER_COUNTERS = 64  # counters of a stream that the router (topk.py) uses, one per token
+# else up to so many pairs one kernel sorts, with each program scanning all of them; above, three
+# kernels over chunks
 ONE_KERNEL_PICKS = 8192
 SCAN = 2048
 CHUNK = 256
@@ -36,13 +35,14 @@ CHUNK = 256
 
 @dataclass
 class ExpertBlocks:
-    """Picks sorted by expert, in blocks of up to `rows` rows of one expert. A row is a position in
-    that order, of num_picks; those of picks that are not here stay unused at its end.
+    """Pairs sorted by expert, in blocks of up to `rows` rows of one expert. A row is a position in
+    the sorted order of all num_picks pairs; pairs of experts on other ranks leave unused rows at
+    the end.
 
     blocks [4, limit] int32: each block's expert, its first row, the end of that expert's rows, and
-    a shift: row r holds pick order[r + shift]. order [...] int32; count [1] int32: how many blocks
-    there are. places [num_picks] int32: each pick's row, -1 for those that are not here; None where
-    picks were sorted into buckets, and all shifts are 0 where they were not."""
+    a shift: row r is pair order[r + shift]. order [...] int32. count [1] int32: number of blocks.
+    places [num_picks] int32: each pair's row, -1 for experts on other ranks; None if pairs were
+    sorted into buckets. If they were not, all shifts are 0."""
 
     order: Tensor
     blocks: Tensor
@@ -73,8 +73,8 @@ def _store_block(block, limit, slot, start, end, shift, mask):
 
 @triton.jit
 def append_to_buckets(slot, index, here, order, counts, num_picks):
-    """Picks `index` that are `here` go to the ends of their slots' buckets, each of which has room
-    for all picks."""
+    """Append the pairs `index` that are `here` to their slots' buckets, each of which has room for
+    all pairs."""
     position = tl.atomic_add(counts + slot, 1, mask=here, sem="relaxed")
     tl.store(order + slot * num_picks + position, index, mask=here)
 
@@ -83,14 +83,14 @@ def append_to_buckets(slot, index, here, order, counts, num_picks):
 def plan_if_last(
     programs, blocks, count, counts, num_picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr
 ):
-    """The last of `programs` to come here knows how many picks each slot has, plans the blocks,
-    and leaves `counts` [BINS + 1] zero."""
+    """The last of `programs` to arrive knows how many pairs each slot has, plans the blocks, and
+    resets `counts` [BINS + 1] to zero."""
     bins = tl.arange(0, BINS)
-    tl.debug_barrier()  # every pick is counted before this program is
+    tl.debug_barrier()  # all pairs are counted before this program is
     if tl.atomic_add(counts + BINS, 1, sem="acq_rel") == programs - 1:
         found = tl.load(counts + bins, cache_modifier=".cg")
         needed = (found + ROWS - 1) // ROWS
-        # two sums in one: neither reaches 2^15
+        # two sums in one integer: neither reaches 2^15
         before = tl.cumsum(needed * 65536 + found, 0) - (needed * 65536 + found)
         start = before % 65536
         block = before // 65536
@@ -124,7 +124,7 @@ def _bucket_kernel(
     BINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A chunk of picks a program."""
+    """One program per chunk of pairs."""
     wait_for_inputs(DEPENDENT)
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
@@ -147,7 +147,7 @@ def _sort_kernel(
     BINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a slot: counts all picks, then writes the indices of its own in order."""
+    """One program per slot: counts all pairs, then writes the indices of its own in order."""
     wait_for_inputs(DEPENDENT)
     mine = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -165,7 +165,7 @@ def _sort_kernel(
         )
     if mine == slots - 1:
         tl.store(count, tl.sum(needed))
-    last = mine == slots - 1  # it also says which picks are not here
+    last = mine == slots - 1  # it also marks the pairs of experts on other ranks
     if (rows > 0) | last:
         for first in range(0, num_picks, SIZE):
             index = first + tl.arange(0, SIZE)
@@ -182,8 +182,7 @@ def _sort_kernel(
 def _count_kernel(
     ids, totals, before, num_picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """before [chunks, BINS]: how many picks of each slot other chunks have put in front of this
-    chunk's."""
+    """before [chunks, BINS]: how many pairs of each slot earlier chunks have."""
     wait_for_inputs(DEPENDENT)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -203,8 +202,8 @@ def _plan_kernel(
     BINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """SIZE blocks a program; each finds its slot by counting the slots whose blocks all come
-    earlier."""
+    """SIZE blocks per program; a block finds its slot by counting the slots whose blocks all
+    precede it."""
     wait_for_inputs(DEPENDENT)
     bins = tl.arange(0, BINS)
     block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -249,7 +248,7 @@ def _scatter_kernel(
     index = chunk * SIZE + within
     slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
     rank = tl.zeros((SIZE,), tl.int32)
-    for first in range(0, SIZE, 32):  # how many earlier picks of the chunk chose the same slot
+    for first in range(0, SIZE, 32):  # how many earlier pairs of the chunk have the same slot
         nearby = first + tl.arange(0, 32)
         other = tl.load(
             ids + chunk * SIZE + nearby, mask=chunk * SIZE + nearby < num_picks, other=-1
@@ -268,8 +267,8 @@ def _scatter_kernel(
 def empty_blocks(
     num_picks: int, slots: int, rows: int, device: torch.device, buckets: bool
 ) -> ExpertBlocks:
-    """Room for num_picks picks among `slots` slots. buckets: every slot has room for all of them
-    in the order, and there are no places."""
+    """Uninitialized ExpertBlocks for num_picks pairs among `slots` slots. buckets: `order` has room
+    for all pairs in every slot, and there are no places."""
     limit = -(-((num_picks + min(num_picks, slots) * (rows - 1)) // rows) // 4) * 4
     order = slots * num_picks if buckets else -(-num_picks // 4) * 4
     places = 0 if buckets else num_picks
@@ -291,13 +290,13 @@ def takes_buckets(num_picks: int, slots: int) -> bool:
 
 
 def bucket_counts(device: torch.device, bins: int) -> Tensor:
-    """[bins + 1] zeros, apart from those that a router counts its programs with."""
+    """[bins + 1] zeros, separate from the router's counters."""
     return zeroed_counters(device, ROUTER_COUNTERS + bins + 1)[ROUTER_COUNTERS:]
 
 
 def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
-    """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of
-    one slot."""
+    """ids [T, K] int32 or int64: slots, negative: on another rank. Blocks have up to `rows` pairs
+    of one slot."""
     num_picks = ids.numel()
     device = ids.device
     bins = next_power(slots)

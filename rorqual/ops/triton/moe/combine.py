@@ -1,9 +1,9 @@
-"""Sums of what a token's experts gave: by itself, and as the first part of the residual addition
-and RMSNorm that come next.
+"""The weighted sum over each token's experts: alone, and fused with the residual addition and
+RMSNorm that follow.
 
-Both forms add in one order and round in the same places, so which one runs changes no bit. The
-joint form is one launch, and one write and read of [T, hidden], fewer. It has one program a token,
-as the norm has, and as many warps: the order of the norm's own sum hangs on both.
+Both forms add in the same order and round at the same points, so results are bit-identical. The
+fused form saves one launch, and one write and read of [T, hidden]. It has one program per token and
+as many warps as the norm's kernel, since the order of the norm's sum depends on both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rorqual.ops.triton.rowwise.norm import normed, warps_for
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
 
-# Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would
-# gain a seventh of the two kernels' bytes, and hold y [T K, hidden] until the layer that reads it
-# is done.
+# Steps of up to so many tokens fuse the sum with the next norm; 0: none. Longer ones would save
+# only a seventh of the two kernels' bytes, and keep y [T K, hidden] allocated until the norm is
+# done.
 NORM_SUMS_TOKENS = 512
-# of a thread, for rows on their way; half with more than 8 warps, whose threads have 128 in all
+# registers per thread for rows being loaded; half with more than 8 warps (128 registers in all)
 ROW_REGISTERS = 192
 
 
 @triton.jit
 def _row(y, ids, pick, offsets, inside, hidden, ABSENT: tl.constexpr):
-    """What one pick gave. ABSENT: some are not here and were never written."""
+    """The result of one (token, expert) pair. ABSENT: rows of experts on other ranks are
+    uninitialized."""
     if ABSENT:
         inside = inside & (tl.load(ids + pick) >= 0)
     return tl.load(y + pick * hidden + offsets, mask=inside, other=0.0)
@@ -37,8 +38,8 @@ def _row(y, ids, pick, offsets, inside, hidden, ABSENT: tl.constexpr):
 
 @triton.jit
 def _zero_behind_a_barrier(token):
-    """0.0 that the compiler cannot know to be one, nor have before all warps are here: how many
-    threads are those of token 2^31 - 1."""
+    """0.0 that the compiler cannot fold, nor compute before a barrier of all warps: the number of
+    threads with token 2^31 - 1."""
     count = tl.inline_asm_elementwise(
         "{ .reg .pred never; setp.eq.s32 never, $1, 0x7fffffff; bar.red.popc.u32 $0, 0, never; }",
         "=r,r",
@@ -66,10 +67,10 @@ def _picked_sum(
 ):
     """Sum of weights[t, k] * y[t, k] in fp32, in the order of k.
 
-    AT_ONCE: so many rows are on their way before the first is waited for. Left to itself (0) the
-    compiler spares registers and has three or four on their way, and a program that is alone on
-    its multiprocessor waits for memory again and again. It moves no load across a barrier, but
-    arithmetic, unless that needs what the barrier brings: hence a zero to start from."""
+    AT_ONCE: number of rows to load before the first is used. By itself (0) the compiler saves
+    registers and has three or four loads in flight, so a program that is alone on its
+    multiprocessor often waits for memory. The compiler moves no load across a barrier, but does
+    move arithmetic, unless it depends on the barrier's result: hence the zero to start from."""
     parts = ()
     factors = ()
     total = tl.zeros((SIZE,), tl.float32)
@@ -136,13 +137,13 @@ def _combine_norm_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A token a program: its sum, rounded as if it had been written; + residual, rounded; the
-    norm of that. `hidden` is no constant, as in the norm's kernel: a division by one may round
-    differently, and rows known to be aligned may be laid out otherwise over threads."""
+    """One program per token: its sum, rounded as if it had been written; + residual, rounded; the
+    norm of that. `hidden` is not a constexpr, as in the norm's kernel: division by a constant may
+    round differently, and a known alignment may change the layout over threads."""
     offsets = tl.arange(0, SIZE)
     inside = offsets < hidden
-    # no kernel before writes it, and it comes from memory: the experts' weights went through the
-    # cache since the norm of the layer before
+    # loaded early, as no kernel of the step writes it; it is not in L2, since the experts' weights
+    # went through it after the previous norm
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
@@ -173,8 +174,8 @@ def _combine_norm_kernel(
 
 
 def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None = None) -> Tensor:
-    """y [T K, hidden], ids [T, K] (-1: not here; None: all are) and weights [T, K] to the
-    weighted sum [T, hidden], base [T, hidden] added."""
+    """y [T K, hidden], ids [T, K] (-1: on another rank; None: all local) and weights [T, K] to the
+    weighted sum [T, hidden], plus base [T, hidden]."""
     (tokens, top_k) = weights.shape
     hidden = y.shape[1]
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
@@ -197,7 +198,7 @@ def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None 
 
 
 def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
-    """How many of a token's picks the joint form has registers for beside residual, weight and
+    """How many of a token's rows the fused form has registers for, besides residual, weight and
     base."""
     warps = warps_for(size)
     each = size * itemsize // 4 // (32 * warps)  # registers a thread
@@ -214,8 +215,8 @@ def combine_add_norm(
     quantize_output: bool = False,
 ) -> tuple[Activation, Tensor]:
     """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result
-    with the same `quantize_output`, bit for bit. The kernel launched before must not be what writes
-    `weight`: that is read without waiting for it."""
+    with the same `quantize_output`, bit for bit. The previous kernel must not write `weight`, which
+    is read without waiting for it."""
     (tokens, top_k) = gave.weights.shape
     hidden = gave.y.shape[1]
     y = gave.y

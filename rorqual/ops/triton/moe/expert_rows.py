@@ -1,10 +1,9 @@
-"""Rows in the order of their experts: what lies between tokens and grouped products whose tiles
-take rows that lie one after another (align.py).
+"""Permutes rows to expert order (align.py), for grouped GEMMs whose tiles are contiguous rows.
 
-Many rows go out token by token: a row is read once and written to the place of each of its picks.
-Read row by row of the order instead, it would come from memory again for most of its picks, since
-an expert's rows go through all tokens. Few rows, whose sorting leaves no places, go by blocks, a
-row a program, as many programs as there may be rows in blocks that are not full.
+Many rows are copied token by token: a row is read once and written to the position of each of its
+experts. Reading in sorted order instead would load a row from memory again for most of its experts.
+Few rows, whose sorting leaves no places, are copied by blocks, one program per row, counting the
+unused rows of blocks.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
 )
 
-# Bytes of a row that a thread of a program which copies whole rows has on their way.
+# Bytes per thread in flight, in programs that copy whole rows.
 THREAD_BYTES = 64
-# Columns of a row that one program copies at most.
+# Most columns of a row that one program copies.
 COPIED_COLUMNS = 8192
-# Many rows are joined by tiles of several rows and so many columns in all, in programs of so many
-# warps that take so many tiles one after another where there are enough for all multiprocessors: a
-# program for each piece of a row costs more than it computes.
+# SwiGLU of many rows: elements of a tile of several rows, warps of a program, and tiles per program
+# if there are enough for all multiprocessors. One program per piece of a row would cost more than
+# it computes.
 TILE = 8192
 TILE_WARPS = 8
 TILES = 2
 
 
 def tile_of(columns: int) -> tuple[int, int]:
-    """(rows, columns) of a program's tile. Pieces of a row are whole where they can be, and rows
-    lie side by side for the sake of their scales, which are stored column after column."""
+    """(rows, columns) of a program's tile: whole rows if possible, and consecutive ones, since
+    scales are stored column-major."""
     size = next((size for size in (2048, 1024, 512, 256) if columns % size == 0), 128)
     return TILE // size, size
 
 
 def tiles_each(tiles: int, device: torch.device) -> int:
-    """Of a program, if there are so many in all."""
+    """Tiles per program, if there are `tiles` in all."""
     return TILES if tiles >= 8 * TILES * multiprocessors(device) else 1
 
 
@@ -80,8 +79,8 @@ def _order_kernel(
     QUANTIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (rows of all blocks, pieces of a row). A row of x with its scales to its position in
-    the order; QUANTIZE: it has none, and is quantized on the way."""
+    """Grid: (rows of all blocks, pieces of a row). Copies a row of x and its scales to its sorted
+    position. QUANTIZE: x has no scales and is quantized here."""
     wait_for_inputs(DEPENDENT)
     column = tl.program_id(1) * SIZE
     block, row, real = _row(blocks, count, limit, ROWS)
@@ -129,8 +128,8 @@ def _spread_kernel(
     QUANTIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (tokens, pieces of a row). What _order_kernel does, from a token to the places of all
-    its picks."""
+    """Grid: (tokens, pieces of a row). As _order_kernel, from a token to the positions of all its
+    experts."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE
@@ -141,7 +140,7 @@ def _spread_kernel(
     rows = ()
     for k in tl.static_range(TOP_K):
         rows += (tl.load(places + token * TOP_K + k).to(tl.int64),)  # type: ignore[assignment]
-    # Only where a row has one pick it waits to be asked for until it is known to be needed.
+    # with one expert per row the load waits until the row is known to be needed
     needed = (rows[0] >= 0) if TOP_K == 1 else True  # type: ignore[misc]
     values = tl.load(x + token * x_row + offsets, mask=inside & needed, other=0.0)
     if QUANTIZE:
@@ -170,8 +169,7 @@ def _join_kernel(
     SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side,
-    quantized."""
+    """Grid as _order_kernel. silu(gate) * up of a row with gate and up concatenated, quantized."""
     wait_for_inputs(DEPENDENT)
     column = tl.program_id(1) * SIZE
     _, row, real = _row(blocks, count, limit, ROWS)
@@ -199,10 +197,9 @@ def _join_kernel(
 
 @triton.jit
 def tile_at(tile, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """(rows [ROWS] int64, first column, columns [SIZE]) of a tile: the pieces of rows come one
-    after another, as they lie in memory. 8 numbers at a time, 16 bytes of 16-bit ones, are
-    neighbours in a thread: left to itself the compiler has 16 of them, for stores of 16 bytes of
-    fp8, and reads every other 16 bytes."""
+    """(rows [ROWS] int64, first column, columns [SIZE]) of a tile; tiles are in memory order. A
+    thread has 8 adjacent elements, 16 bytes of 16-bit input. By itself the compiler would give it
+    16, for 16-byte stores of fp8, and load every other 16 bytes."""
     row = (tile // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tile % pieces * SIZE
     return row, column, column + tl.max_contiguous(tl.arange(0, SIZE), 8)
@@ -210,8 +207,8 @@ def tile_at(tile, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def store_rows_fp8(x, data, scale, row, column, offsets, real, columns, scale_row, scale_block):
-    """Quantize x, fp32 [rows, SIZE], of a tile as `tile_at` has it, and store both parts of rows
-    that are `real` [rows]."""
+    """Quantize a tile x, fp32 [rows, SIZE], at `tile_at`'s indices, and store data and scales of
+    rows that are `real` [rows]."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     BLOCKS: tl.constexpr = SIZE // 128
@@ -246,13 +243,13 @@ def _join_rows_kernel(
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """_join_kernel for many rows, TILES tiles a program: rows lie expert after expert from the
-    first on, so that only their end is looked up."""
+    """_join_kernel for many rows, TILES tiles per program. Sorted rows are contiguous from row 0,
+    so only their end is looked up."""
     wait_for_inputs(DEPENDENT)
     last = tl.load(count) - 1
     end = tl.load(blocks + 2 * limit + last, mask=last >= 0, other=0)
     begin = tl.program_id(0) * TILES
-    # tiles without a row are none of the loop
+    # skips tiles without rows
     for tile in range(begin, tl.minimum(begin + TILES, tl.cdiv(end, ROWS) * pieces)):
         row, column, offsets = tile_at(tile, pieces, ROWS, SIZE)
         real = row < end
@@ -267,14 +264,14 @@ def _join_rows_kernel(
 
 
 def _copying(columns: int, itemsize: int) -> tuple[int, int]:
-    """(columns of a program, its warps) where whole rows are copied."""
+    """(columns, warps) of a program that copies whole rows."""
     size = min(COPIED_COLUMNS, max(128, next_power(columns)))
     return size, min(16, max(1, size * itemsize // (32 * THREAD_BYTES)))
 
 
 def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
-    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns], quantized on the way
-    where they are not; those behind the last pick stay unwritten."""
+    """Rows of x [T, columns] in the order of `blocks`, [pairs, columns], quantized if they are not
+    yet; rows after the last used one are uninitialized."""
     tokens, columns = x.shape
     made = isinstance(x, Quantized)
     data, scale = (x.data, x.scale) if isinstance(x, Quantized) else (x, None)
@@ -322,7 +319,7 @@ def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantiz
 
 
 def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
-    """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
+    """silu(gate) * up of sorted rows [pairs, 2 inner]: [pairs, inner]."""
     num_picks = both.shape[0]
     columns = both.shape[1] // 2
     assert both.is_contiguous()

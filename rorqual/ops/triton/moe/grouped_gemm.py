@@ -1,18 +1,18 @@
-"""Routed experts: out[t] = sum over picks k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e]
-x_t), with e = ids[t, k].
+"""Routed experts: out[t] = sum over k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e] x_t),
+with e = ids[t, k].
 
 Three forms behind `experts`:
-- direct, for a handful of picks: small_batch.py.
-- tall, for many rows an expert in fp8: grouped_gemm_sm90_fp8.py, between the grouped form's sorting
-  and its sum.
-- grouped: picks are sorted into blocks of rows that share an expert (align.py), then two grouped
+- direct, for a few (token, expert) pairs: small_batch.py.
+- tall, for many rows per expert in fp8: grouped_gemm_sm90_fp8.py instead of the grouped form's
+  GEMMs.
+- grouped: pairs are sorted into blocks of rows that share an expert (align.py), then two grouped
   GEMMs and a weighted sum (combine.py).
-While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose
-instructions want 64 rows there, and the tokens the N side, which may be as narrow as 16.
+While an expert has few rows its weights are on the M side of the tensor cores (`swap`), which has
+64 rows per instruction, and the tokens on the N side, which may be as narrow as 16.
 
-No host sync, no atomics on values: one row's result depends neither on the other rows nor on the
-order of the picks. fp8 weights (one scale a 128x128 block) meet fp8 activations (one scale a token
-and 128 columns), whose partial sums over 128 columns are promoted to fp32: the accumulation of
+No host sync and no atomics on values: a row's result depends neither on other rows nor on the order
+of the pairs. fp8 weights (one scale per 128x128 block) are multiplied with fp8 activations (one
+scale per token and 128 columns), and partial sums over 128 columns are promoted to fp32, as in
 DeepGEMM (arXiv 2412.19437, section 3.3).
 """
 
@@ -50,13 +50,13 @@ from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inp
 
 @dataclass(frozen=True)
 class Tile:
-    """How one GEMM is cut: n weight rows (of gate and of up each, in the first GEMM), k columns a
+    """Tile of one GEMM: n weight rows (of gate and of up each, in the first GEMM), k columns per
     step, warps, pipeline stages.
 
-    swap: weights on the M side. tma: weights arrive by bulk tensor copies.
+    swap: weights on the M side. tma: weights are loaded by bulk tensor copies.
     """
 
-    # in files of users who tuned earlier; no search ever set it, so it says nothing
+    # ignored: present in tuning files of earlier versions, without effect
     FORMER_FIELDS: ClassVar[frozenset[str]] = frozenset({"waves"})
 
     n: int
@@ -69,9 +69,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class GroupedGemmPlan:
-    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of
-    grouped_gemm_sm90_fp8.py's kernel, which takes 128 or 256 rows of fp8 in their place on Hopper;
-    0: never."""
+    """rows: rows of a block. up, down: tiles of both GEMMs. tall: stages of
+    grouped_gemm_sm90_fp8.py's kernel, used instead on Hopper for fp8 with 128 or 256 rows; 0:
+    never."""
 
     rows: int
     up: Tile
@@ -79,20 +79,19 @@ class GroupedGemmPlan:
     tall: int = 0
 
 
-# Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py).
-# False: a layer beside them.
+# Fuse shared experts with the routed ones if the layer allows it (layers/moe.py). False: a dense
+# layer.
 JOINS_SHARED = True
-# The kernel that chooses a token's experts sorts the picks as well, where nothing comes between
-# router and experts.
+# The router's kernel also sorts the pairs, if nothing comes between router and experts.
 SORTS_WHILE_ROUTING = True
-# Up to so many tokens their rows go through the grouped products; above, products of whole matrices
-# are faster.
+# Up to so many tokens fused shared experts are part of the grouped GEMMs; above, dense GEMMs are
+# faster.
 FUSED_SHARED_TOKENS = {"bf16": 512, "fp8": 1024, "int4": 512, "fp32": 1024}
 
 
 @triton.jit
 def _product(acc, w, x, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + w x^T [n, rows] when swapped, else acc + x w^T [rows, n]."""
+    """acc + w x^T [n, rows] if swapped, else acc + x w^T [rows, n]."""
     if SWAP:
         return tl.dot(w, x.T, acc, input_precision=PRECISION)
     else:
@@ -101,15 +100,15 @@ def _product(acc, w, x, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scaled(acc, partial, token, weight, SWAP: tl.constexpr):
-    """acc + partial * token scales * weight scale: the promotion of one 128-column partial sum."""
+    """acc + partial * token scales * weight scale: promotes one 128-column partial sum."""
     factor = token * weight
     return acc + partial * (factor[None, :] if SWAP else factor[:, None])
 
 
 @triton.jit
 def _block(blocks, limit, index, ROWS: tl.constexpr):
-    """(expert, first row, rows, which of them are valid, the shift from a row to its pick's
-    position in `order`) of a row block."""
+    """(expert, first row, rows, which of them are valid, shift) of a row block; row r is pair
+    order[r + shift]."""
     expert = tl.load(blocks + index)
     start = tl.load(blocks + limit + index)
     rows = start + tl.arange(0, ROWS)
@@ -153,9 +152,9 @@ def _gate_up_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """h[sorted row] = silu(gate x) * (up x). Each program owns N columns of h for one row block
-    at a time. GROUP: columns of a group of int4 weights, whose x comes in words of two columns;
-    0: weights are of another format."""
+    """h[sorted row] = silu(gate x) * (up x). A program computes N columns of h for one row block at
+    a time. GROUP: columns of a group of int4 weights, with x in words of two columns; 0: other
+    formats."""
     wait_for_inputs(DEPENDENT)
     PACK: tl.constexpr = 2 if GROUP else 1
     KP: tl.constexpr = K // PACK
@@ -251,7 +250,7 @@ def _down_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y[pick] = down[expert] h[sorted row], N columns a program."""
+    """y[pair] = down[expert] h[sorted row], N columns per program."""
     wait_for_inputs(DEPENDENT)
     PACK: tl.constexpr = 2 if GROUP else 1
     KP: tl.constexpr = K // PACK
@@ -306,9 +305,9 @@ def _down_kernel(
 def plan_for(
     down: Weight, num_picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan:
-    """The plan for num_picks of the experts with these weights, by their mean number an expert. The
-    last `shared` experts and their picks do not count: they only add blocks of rows. dtype: of the
-    result. Tuning rules with "tall" hold only where grouped_gemm_sm90_fp8.py's kernel can run."""
+    """The plan for num_picks pairs, chosen by their mean number per expert. The last `shared`
+    experts and their pairs are not counted: they only add blocks of rows. dtype: of the result.
+    Tuning rules with "tall" apply only if grouped_gemm_sm90_fp8.py's kernel can run."""
     slots, hidden, _ = down.data.shape
     inner = down.columns
     slots -= shared
@@ -329,8 +328,8 @@ def plan_for(
 
 
 def supported(w: ExpertWeights) -> bool:
-    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; int4 as int4.py
-    says; unquantized weights have no limits. Other formats are not taken."""
+    """fp8 needs one scale per 128x128 block and sizes that are multiples of 128; int4: see int4.py;
+    unquantized weights have no limits. Other formats are not supported."""
     if w.gate_up.quantized and w.gate_up.is_int4:
         return int4.supported(w.gate_up) and int4.supported(w.down)
     if not (w.gate_up.quantized or w.down.quantized):
@@ -344,10 +343,10 @@ def experts(
     x: Activation, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
 ) -> Tensor:
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
-    -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded.
+    -1: on another rank; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded.
 
-    Form and plan are chosen by the number of picks of routed experts; those of fused shared
-    experts do not count. The grouped form's plan is that of the picks in this rank's slots.
+    Form and plan depend on the number of pairs of routed experts, without fused shared experts. The
+    grouped form's plan is for the expected number of pairs on this rank.
     """
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
@@ -363,8 +362,8 @@ def experts(
 def grouped_plan(
     w: ExpertWeights, tokens: int, top_k: int, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan | None:
-    """The plan for `tokens`, each with top_k routed experts and the fused shared ones. None where
-    the direct form, or products of whole matrices for shared experts, are to be used."""
+    """The plan for `tokens` tokens with top_k routed experts and the fused shared ones each. None:
+    use the direct form, or dense GEMMs for shared experts."""
     kind = kind_of(w.down)
     shared = w.num_fused_shared_experts
     num_picks = tokens * top_k
@@ -374,7 +373,7 @@ def grouped_plan(
 
 
 def sorts_while_routing(down: Weight, num_picks: int) -> bool:
-    """Whether the router is to sort so many picks, shared experts' among them."""
+    """Whether the router should sort num_picks pairs, including those of fused shared experts."""
     return SORTS_WHILE_ROUTING and takes_buckets(num_picks, down.data.shape[0])
 
 
@@ -387,8 +386,8 @@ def grouped_experts(
     dtype: torch.dtype | None = None,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and
-    needs the result's dtype."""
+    """Sort, two grouped GEMMs, weighted sum. x may be quantized with fp8 weights; `dtype` of the
+    result is then required."""
     kind = dtype if isinstance(x, Quantized) else hidden_of(x).dtype
     assert kind is not None
     assert dtype in (None, kind)
@@ -405,8 +404,8 @@ def experts_deferred(
     base: Tensor | None = None,
     blocks: ExpertBlocks | None = None,
 ) -> DeferredMoESum:
-    """Everything but the sum, where all picks are here. blocks: the picks, already sorted into
-    blocks of plan.rows rows; None: they are sorted here."""
+    """Everything but the sum, if all experts are local. blocks: the pairs, sorted into blocks of
+    plan.rows rows; None: sort them here."""
     blocks = blocks or moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
     y = _products(x, w, plan, blocks, ids.shape[1], hidden_of(x).dtype)
     return DeferredMoESum(y, None, weights, base, combine)
@@ -432,8 +431,8 @@ def _products(
 def gate_up_product(
     x: Activation | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
 ) -> Tensor | Quantized:
-    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the
-    weights are."""
+    """silu(gate x) * (up x) of each pair, in sorted order: [pairs, inner], quantized if the weights
+    are."""
     slots, rows, _ = weight.data.shape
     hidden = weight.columns
     inner = rows // 2
@@ -479,8 +478,8 @@ def gate_up_product(
 def down_product(
     h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
-    """down h for each pick, in the pick's own row: [picks, hidden]. Rows of picks that are not
-    here stay unwritten."""
+    """down h of each pair, in pair order: [pairs, hidden]. Rows of experts on other ranks are
+    uninitialized."""
     slots, hidden, _ = weight.data.shape
     inner = weight.columns
     y = torch.empty(blocks.num_picks, hidden, dtype=dtype, device=weight.data.device)
@@ -518,8 +517,8 @@ def _activation(x: Activation | Quantized) -> tuple[Any, Tensor | None, tuple[in
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:
-    """Bulk copies only where the GPU has them and rows are whole. Older GPUs have less shared
-    memory: a shallow pipeline fits. A step of int4 weights lies in one group."""
+    """Bulk copies only if the GPU has them and rows are 16-byte aligned. Older GPUs have less
+    shared memory: use fewer stages. A step of int4 weights must be inside one group."""
     if weight.is_int4:
         n = tile.n if is_hopper(weight.data.device) else min(tile.n, int4.PORTABLE_ROWS)
         tile = replace(tile, tma=False, n=n, k=int4.step_of(weight, tile.k))

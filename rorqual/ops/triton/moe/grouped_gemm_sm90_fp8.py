@@ -1,20 +1,20 @@
-"""Grouped block-fp8 products of many rows an expert on Hopper: fp8_gemm_sm90_persistent.py's, whose
-tiles of rows each have weights of their own.
+"""Grouped block-fp8 GEMM for many rows per expert on Hopper: as fp8_gemm_sm90_persistent.py, with
+different weights for each tile of rows.
 
-Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one
-bulk copy. They are not padded: a tile begins where its block of rows does (align.py), and its last
-64 may be in part the next expert's; those are not stored. Of a tile only what is there is copied.
-Chunks of 64 rows go to the two warpgroups in turn, and one that has none lets the stages pass. Only
-the GPU knows how many tiles there are.
+Rows are first permuted to expert order and quantized, so that 64 of them are one bulk copy. They
+are not padded: a tile starts with its block of rows (align.py), and its last 64 rows may partly
+belong to the next expert; those are not stored. Only the existing rows of a tile are copied. Chunks
+of 64 rows alternate between the two warpgroups; one without rows skips the stages. Only the GPU
+knows the number of tiles.
 
-The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
-kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
-one scale stands for. The second stores each row as its pick's own. Sums leave through shared
-memory, from which threads take whole lines.
+The first GEMM stores gate and up concatenated, in sorted order and rounded to 16 bits, for the
+kernel that multiplies and quantizes them: a tile of both would have 64 columns of each, half of a
+scale's 128. The second GEMM stores rows in pair order. Results are stored through shared memory, in
+whole lines.
 
-Bytes of 8,192 picks of 32 experts 7168 x 2048 beside the products' 0.72 PFLOP: rows in order 176
-MB, gate and up out and in 134, joined 34, results 117, weights 1,409 MB once and from the cache
-again.
+Memory traffic of 8,192 (token, expert) pairs over 32 experts of 7168 x 2048, for 0.72 PFLOP: sorted
+rows 176 MB, gate and up written and read 134, activation 34, results 117, weights 1,409 MB once and
+then from the cache.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     wait_for_inputs,
 )
 
-REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
+REGISTERS = (240, 24)  # per thread of the multiplying warpgroups, of the copying warp
 
 
 class PipelineBuffers(NamedTuple):
-    """The buffers between the copying warp and the two warpgroups that multiply: tiles of both
-    sides, and barriers that tell when a stage is full and when it is empty."""
+    """Buffers between the copying warp and the two multiplying warpgroups: tiles of both operands,
+    and barriers for full and for empty stages."""
 
     inputs: Any
     weights: Any
@@ -63,7 +63,7 @@ class PipelineBuffers(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """Which rows go to which expert: fields of align.ExpertBlocks."""
+    """Fields of align.ExpertBlocks: the rows of each expert."""
 
     order: Any
     blocks: Any
@@ -134,8 +134,8 @@ def _sums(
     WIDTH: gl.constexpr,
     NEXT: gl.constexpr = 64,
 ):
-    """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before
-    `tokens`, which begin at row SKIP of the stages, over WIDTH weight rows with the scales from
+    """Sums of 64 tokens from `first` on and, with TWO, of 64 more that start NEXT rows later, all
+    before `tokens`. They are at row SKIP of the stages; WIDTH weight rows, with scales from
     `weight_scale` on."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -144,11 +144,10 @@ def _sums(
     low = zero
     high = zero
     done = zero
-    # so that products take the registers of the last one's result: the compiler finds no room
-    # otherwise
+    # lets products reuse the registers of the previous result; otherwise the compiler runs out
     never = tokens < 0
-    # Scales come a unit ahead: under way beside a product they would arrive after it. Masked, not
-    # kept inside: then one address serves all.
+    # Scales are loaded one unit ahead: loaded during a product they would arrive after it. Masked
+    # instead of clamped, so that one address is enough.
     factor = gl.load(weight_scale)
     low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
     if TWO:
@@ -186,7 +185,7 @@ def _sums(
 
 @gluon.jit
 def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """The stages of a tile of which this warpgroup has no row."""
+    """Skip the stages of a tile in which this warpgroup has no rows."""
     for _ in range(BLOCKS):
         mbarrier.wait(full.index(stage), phase)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -196,8 +195,8 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
-    """The rows of the result to which 64 rows from `first` on go: the same or, with SCATTER, those
-    that `order` says; -1 from `end` on."""
+    """Result rows of 64 rows from `first` on: the same rows or, with SCATTER, those in `order`; -1
+    from `end` on."""
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
     if SCATTER:
         return gl.load(order + row, mask=row < end, other=-1)
@@ -207,8 +206,8 @@ def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 
 @gluon.jit
 def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
-    """64 rows of sums, by way of `out`."""
-    thread_barrier()  # all have read what was there
+    """Store 64 rows of sums through the shared buffer `out`."""
+    thread_barrier()  # all threads have read the previous contents
     out.store(acc.to(out.dtype))
     thread_barrier()
     column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
@@ -237,7 +236,7 @@ def _multiply_rows(
     SCATTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One of the two warpgroups: chunks of 64 rows go to them by turns."""
+    """One of the two warpgroups, which take chunks of 64 rows alternately."""
     SKIP: gl.constexpr = WHO * 64
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
@@ -253,7 +252,7 @@ def _multiply_rows(
         if first < end:
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
             order = rows.order + gl.load(block + 3 * rows.limit)
-            # before the products, beside which it is on its way
+            # loaded before the products, to overlap with them
             target = _targets(order, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
                 next_target = _targets(order, first + 128, end, LINE, SCATTER)
@@ -295,7 +294,7 @@ def _grouped_kernel(
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: any number of programs. ROWS of each expert's weights; M: 128 or 256 rows a tile."""
+    """Grid: any number of programs. ROWS: of each expert's weights. M: 128 or 256 rows per tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
@@ -342,9 +341,9 @@ def product(
     stages: int,
     scatter: bool,
 ) -> Tensor:
-    """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts,
-    rows, columns], [picks, rows] in the same order or, with scatter, as the picks' own rows;
-    dtype of 16 bits. blocks.rows: 128 or 256."""
+    """Sorted rows x [pairs, columns] times their experts' weights [experts, rows, columns]: [pairs,
+    rows] in sorted order or, with scatter, in pair order. dtype: 16 bits. blocks.rows: 128 or
+    256."""
     experts, rows, columns = weight.data.shape
     m = blocks.rows
     device = weight.data.device
@@ -387,9 +386,9 @@ def products(
     dtype: torch.dtype,
     stages: int,
 ) -> Tensor:
-    """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
+    """down (silu(gate x) * (up x)) of each pair, in pair order: [pairs, hidden]; see
     grouped_gemm.py."""
-    # once a token, where a copy for each of its picks is half as long then
+    # quantize once per token; the copies for its experts are then half as long
     rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
     both = product(in_order(rows, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), w.down, blocks, dtype, stages, True)

@@ -1,10 +1,10 @@
-"""A router's gate product for a batch of tokens: tensor cores, and columns cut so that many
-multiprocessors share the reading.
+"""The router GEMM for a batch of tokens: tensor cores, and split columns so that many
+multiprocessors share the loads.
 
-x is bf16. A bf16 gate multiplies with it exactly, and so does an fp32 gate as a sum of three bf16
-parts, whose 8 bits each are all that it has: what differs from a product in fp32 is the order of
-its sums. Each program leaves a partial sum; the choice adds them in the order of columns
-(topk.py), so logits depend neither on the other tokens nor on which program is done first.
+x is bf16. Products with a bf16 gate are exact, and so are those with an fp32 gate as the sum of
+three bf16 parts of 8 bits each; only the order of the sums differs from an fp32 GEMM. Each program
+stores a partial sum; topk.py adds them in column order, so logits depend neither on other tokens
+nor on which program finishes first.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
 )
 
-# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS), for up
-# to so many tokens in place of the library's product in this type; in fp32 always, for that has no
-# tensor cores.
+# TritonOps uses this GEMM above topk.ROUTER_TOKENS tokens, and up to so many instead of cuBLAS in
+# this dtype; for fp32 always, since cuBLAS then uses no tensor cores.
 TOKENS = {torch.float32: 1 << 31, torch.bfloat16: 1024}
-# An fp32 gate whose values bf16 holds, as a checkpoint in bf16 has them, is kept in bf16: half the
-# bytes, a third of the products.
+# An fp32 gate whose values fit bf16, as from a bf16 checkpoint, is stored in bf16: half the bytes,
+# a third of the products.
 NARROWS = True
 
 
 @dataclass(frozen=True)
 class GatePlan:
-    """A tile of m tokens, n experts and k columns; at most `split` partial sums; warps, pipeline
+    """Tile of m tokens, n experts and k columns; at most `split` partial sums; warps; pipeline
     stages."""
 
     m: int
@@ -49,7 +48,7 @@ class GatePlan:
 
 @triton.jit
 def _add_product(acc, w, x, PARTS: tl.constexpr):
-    """acc + w x^T, [experts, tokens], w as the sum of PARTS bf16 matrices."""
+    """acc + w x^T, [experts, tokens], w being the sum of PARTS bf16 matrices."""
     high = w.to(tl.bfloat16)
     if PARTS == 3:  # the smallest first
         rest = w - high.to(tl.float32)
@@ -104,7 +103,7 @@ def _gate_kernel(
 
 
 def held(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gate`, or the same values in bf16 where it is to meet bf16."""
+    """`gate`, or the same values in bf16 if hidden states are bf16 and bf16 holds all of them."""
     if not NARROWS or gate.is_meta or (gate.dtype, dtype) != (torch.float32, torch.bfloat16):
         return gate
     narrow = gate.to(torch.bfloat16)
@@ -112,7 +111,7 @@ def held(gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chosen(x: Tensor, gate: Tensor, kind: torch.dtype) -> bool:
-    """Whether `partial_logits` takes this product, which is one in `kind` otherwise, by default."""
+    """Whether `partial_logits` is used for this product; otherwise it is a GEMM in `kind`."""
     return 0 < x.shape[0] <= TOKENS.get(kind, 0) and supported(x, gate)
 
 
@@ -143,8 +142,8 @@ def plan_for(gate: Tensor, tokens: int) -> GatePlan:
 
 
 def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Tensor:
-    """x [T, hidden] bf16, rows evenly spaced, T at least 1; gate [E, hidden] bf16 or fp32;
-    partial sums of logits [S, T, E] fp32."""
+    """Partial sums of logits [S, T, E] fp32. x [T, hidden] bf16, constant row stride, T at least 1;
+    gate [E, hidden] bf16 or fp32."""
     (tokens, hidden) = x.shape
     experts = gate.shape[0]
     plan = plan or plan_for(gate, tokens)
@@ -153,7 +152,7 @@ def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Ten
     blocks = (triton.cdiv(tokens, m), triton.cdiv(experts, n))
     steps = triton.cdiv(hidden, plan.k)
     wanted = max(1, min(plan.split, multiprocessors(x.device) // (blocks[0] * blocks[1])))
-    # few kernels for steps of any size: a new chunk of prompt must not compile one
+    # few kernel variants for steps of any size: a new prefill size must not compile one
     each = next_power(triton.cdiv(steps, wanted))
     splits = triton.cdiv(steps, each)
     sums = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
-"""Routed experts for a handful of picks: two kernels, each program streams the weight rows of
-one pick through ordinary arithmetic."""
+"""Routed experts for a few (token, expert) pairs: two kernels; each program reads the weight rows
+of one pair and multiplies without tensor cores."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """Tile elements [weight rows, columns] of the two direct kernels; down_rows is shared by the
-    picks of a token."""
+    """Tiles [weight rows, columns] of the two direct kernels; down_rows is shared by a token's
+    experts."""
 
     up_rows: int
     up_columns: int
@@ -32,13 +32,13 @@ class DirectPlan:
     stages: int = 3
 
 
-# this form reads an expert anew for each pick: up to so many picks
+# most pairs for this form, which reads an expert's weights again for each pair
 DIRECT_PICKS = {"bf16": 16, "fp8": 8, "int4": 16, "fp32": 2}
 
 
 @triton.jit
 def rows_of(first, limit, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """Indices first .. first + SIZE, held below `limit` where the tiles do not divide it."""
+    """Indices first .. first + SIZE, clamped below `limit` if tiles do not divide it."""
     rows = first + tl.arange(0, SIZE)
     return rows if EVEN else tl.minimum(rows, limit - 1)
 
@@ -92,7 +92,7 @@ def _direct_gate_up_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """h[pick] for N columns of it: program (tile, pick)."""
+    """N columns of h[pair]: program (tile, pair)."""
     wait_for_inputs(DEPENDENT)
     first = tl.program_id(0) * N
     pick = tl.program_id(1)
@@ -160,8 +160,8 @@ def _picked(
     TOP_K: tl.constexpr,
     PICKS: tl.constexpr,
 ):
-    """(pick, expert, weight) of a token's picks FIRST .. LAST, [PICKS]; -1 and 0 where there is
-    none."""
+    """(pair, expert, weight) of a token's pairs FIRST .. LAST, [PICKS]; unused: expert -1, weight
+    0."""
     slots = FIRST + tl.arange(0, PICKS)
     pick = token * TOP_K + slots
     expert = tl.load(ids + pick, mask=slots < LAST, other=-1).to(tl.int64)
@@ -192,8 +192,8 @@ def _down_terms(
     ZERO: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows,
-    K]. In int4 a word holds two columns, and k counts words: [PICKS, rows, K / 2]."""
+    """down[expert] times h[pair] before the sum over columns, K of them from k on: [PICKS, rows,
+    K]. In int4 a word has two columns, and k counts words: [PICKS, rows, K / 2]."""
     PACK: tl.constexpr = 2 if GROUP else 1
     STRIDE: tl.constexpr = INNER // PACK
     columns = k + tl.arange(0, K // PACK)
@@ -215,7 +215,7 @@ def _down_terms(
         even, odd = halves(hk, kind)
         even = even.to(tl.float32)[:, None, :]
         odd = odd.to(tl.float32)[:, None, :]
-        # an absent pick reads slot 0's, times zeros
+        # an unused pair reads slot 0's weights and multiplies by zeros
         at = (tl.maximum(expert, 0)[:, None] * HIDDEN + rows[None, :]) * (INNER // GROUP)
         at = (at + k * PACK // GROUP)[:, :, None]
         ws, wz = group_scale(w_scale, w_zero, at, ZERO)
@@ -240,7 +240,7 @@ def _down_terms(
 
 @triton.jit
 def _weighted(acc, weight, kind: tl.constexpr):
-    """The sum over columns, rounded as a product would be, then over picks."""
+    """The sum over columns, rounded as a GEMM's result, then over the token's experts."""
     return tl.sum(tl.sum(acc, 2).to(kind).to(tl.float32) * weight[:, None], 0)
 
 
@@ -268,9 +268,9 @@ def _direct_down_kernel(
     BASE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] for N columns of it, all picks of the token at once: program (tile, token).
-    PICKS and MORE are powers of 2 that hold TOP_K between them: a shared expert behind eight
-    others would leave nearly half of 16 empty."""
+    """N columns of out[token], over all of the token's experts: program (tile, token). PICKS and
+    MORE are powers of 2 whose sum is at least TOP_K: with eight routed experts and a shared one, a
+    single 16 would be nearly half unused."""
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
     FIRST: tl.constexpr = TOP_K if MORE == 0 else PICKS
@@ -316,7 +316,7 @@ def kind_of(weight: Weight) -> str:
 
 
 def direct_plan_for(down: Weight, num_picks: int) -> DirectPlan:
-    """Few picks want small tiles, to have programs enough for the GPU."""
+    """For few pairs: small tiles, so that there are enough programs for the GPU."""
     hidden = down.data.shape[1]
     inner = down.columns
     return tuning.config_for(
@@ -338,7 +338,7 @@ def direct_experts(
     plan: DirectPlan | None = None,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Two kernels; every pick reads its expert's weights by itself."""
+    """Two kernels; every pair reads its expert's weights separately."""
     (tokens, top_k) = ids.shape
     hidden = x.shape[1]
     inner = w.down.columns
@@ -390,7 +390,7 @@ def direct_experts(
 
 
 def _format(weight: Weight, columns: int) -> tuple[int, bool, int, bool]:
-    """K, QUANT, GROUP and ZERO. A step of int4 weights lies in one group."""
+    """K, QUANT, GROUP and ZERO. A step of int4 weights is inside one group."""
     if weight.is_int4:
         zero = weight.zero is not None
         return int4.step_of(weight, columns), False, int4.group_of(weight), zero
@@ -398,8 +398,8 @@ def _format(weight: Weight, columns: int) -> tuple[int, bool, int, bool]:
 
 
 def split_picks(top_k: int) -> tuple[int, int]:
-    """Powers of 2 that hold a token's picks: one, or two where one would be more than a third
-    empty."""
+    """Powers of 2 that hold a token's experts: one, or two if one would be more than a third
+    unused."""
     whole = next_power(top_k)
     more = next_power(top_k - whole // 2)
     return (whole // 2, more) if top_k > 2 and 3 * (whole // 2 + more) <= 2 * whole else (whole, 0)

@@ -1,9 +1,9 @@
-"""The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2;
+"""The router's top-k in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2;
 group limits: 2405.04434).
 
-For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the
-last one of a token to finish chooses. For a batch of them router_gemm.py leaves partial sums, which
-are added here. Experts' logits are sums in a fixed order whatever the other tokens are.
+For a few tokens the router GEMM is fused: each program multiplies a gate row or two, and a token's
+last program to finish selects. For a batch, router_gemm.py's partial sums are added here. Logits
+are sums in a fixed order, independent of other tokens.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 
-# The gate product and the choice are one kernel for up to so many tokens and products: every token
-# reads the gate anew.
+# Router GEMM and top-k are one kernel for up to so many tokens and multiplications: every token
+# reads the whole gate.
 ROUTER_TOKENS = 2
 ROUTER_PRODUCTS = 1 << 21
-PART = 2048  # columns that a program multiplies at once, at most
+PART = 2048  # most columns that a program multiplies at once
 NOBODY: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _ordered(values):
-    """int32 in the order of fp32 values: a warp finds the largest integer in one instruction,
-    the largest float in ten."""
+    """int32 keys with the order of fp32 values: a warp's integer maximum is one instruction, its
+    float maximum ten."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(key):
-    """What `_ordered` made the key of."""
+    """The inverse of `_ordered`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _best(keys, index, SIZE: tl.constexpr):
-    """(the largest of `keys` [SIZE], the lowest index that holds it). Exact: no packing of key
-    and index into one word."""
+    """(the largest of `keys` [SIZE], its lowest index). Exact: key and index are not packed in one
+    word."""
     top = tl.max(keys, 0)
     return top, tl.min(tl.where(keys == top, index, SIZE), 0)
 
 
 @triton.jit
 def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
-    """What each group counts by, [groups]: its best expert, or its best two. members [groups,
+    """Score of each group, [groups]: its best expert, or the sum of its best two. members [groups,
     SIZE]."""
     worth = tl.max(members, 1)
     if BEST_TWO:
@@ -77,7 +77,7 @@ def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
 
 
 class Sorting(NamedTuple):
-    """Where picks are sorted as they are chosen (align.py)."""
+    """Buffers for sorting pairs in the router's kernel (align.py)."""
 
     order: Any
     blocks: Any
@@ -88,9 +88,9 @@ class Sorting(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How a router chooses, and the sizes of its kernels: constants. WIDTH, K_WIDTH and GROUP_WIDTH
-    are the powers of 2 that hold experts, a token's picks and groups. ROUNDED: the type to which
-    weights are rounded. ROWS of a block and BINS of the sort; ROWS is 0 where it is not done."""
+    """Constants: the router's rules and sizes. WIDTH, K_WIDTH and GROUP_WIDTH: powers of 2 that
+    hold experts, a token's experts, and groups. ROUNDED: the type to which weights are rounded.
+    ROWS of a block and BINS of the sort; ROWS is 0 without sorting."""
 
     EXPERTS: Any
     WIDTH: Any
@@ -132,9 +132,9 @@ def _kept_groups(choice, expert, rules):
 
 @triton.jit
 def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
-    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Behind the TOP_K
-    picks SHARED more: the experts behind the routed ones, weight 1. `sorting` and `rules` are
-    written out in the call: assigned to a name first, constants would become tensors."""
+    """Top-k of one token from its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Appends SHARED fused
+    shared experts, with weight 1, to the TOP_K routed ones. Callers construct `sorting` and `rules`
+    in the call: assigned to a name first, constants would become tensors."""
     expert = tl.arange(0, rules.WIDTH)
     present = expert < rules.EXPERTS
     if rules.SIGMOID:
@@ -155,7 +155,7 @@ def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
     for k in tl.static_range(rules.TOP_K):
         top, best = _best(keys, expert, rules.WIDTH)
         chosen = tl.where(slot == k, best, chosen)
-        # without a bias it is what it was chosen by
+        # without a bias the score is the key itself
         score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if rules.BIAS else _value(top)
         weight = tl.where(slot == k, score, weight)
         keys = tl.where(expert == best, NOBODY, keys)
@@ -212,8 +212,8 @@ def _route_kernel(
     ROUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A token a program. Its logits are sums of SPLITS parts, in their order, rounded to the
-    type LOGITS."""
+    """One program per token. Logits are sums of SPLITS parts, in order, rounded to the type
+    LOGITS."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, WIDTH)
@@ -262,8 +262,8 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _normed_row(x, residual, weight, out, total, columns, eps, STORES, HIDDEN: tl.constexpr):
-    """The norm of x + residual at `columns` of one row, as rowwise/norm.py has it; both stored
-    where STORES."""
+    """The norm of x + residual at `columns` of one row, as in rowwise/norm.py; both are stored if
+    STORES."""
     inside = columns < HIDDEN
     factor = tl.load(weight + columns, mask=inside, other=0.0)
     values = tl.load(x + columns, mask=inside, other=0.0)
@@ -321,15 +321,15 @@ def _router_kernel(
     ROUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (expert, token). Logits are rounded to the type LOGITS and passed on in fp32.
-    PENDING: x is to be added to the residual stream and normed first, in one part of K columns;
-    every program does so, and a token's first one stores it."""
+    """Program (expert, token). Logits are rounded to the type LOGITS and stored in fp32. PENDING: x
+    is first added to the residual stream and normed, in one part of K columns; every program does
+    so, and a token's first one stores the results."""
     EVEN: tl.constexpr = HIDDEN % K == 0
     row = tl.program_id(0)
     token = tl.program_id(1)
     columns = tl.arange(0, K)
     w_row = gate + row * HIDDEN + columns
-    # weights: no kernel of a step writes them
+    # loaded before the wait: no kernel of a step writes weights
     first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     x_columns = x + token.to(tl.int64) * x_row + columns
@@ -355,7 +355,7 @@ def _router_kernel(
         ).to(LOGITS).to(tl.float32)
     token_logits = logits + token * EXPERTS
     tl.store(token_logits + row, tl.sum(acc, 0).to(LOGITS).to(tl.float32), cache_modifier=".cg")
-    tl.debug_barrier()  # the logit is stored before this program is counted in
+    tl.debug_barrier()  # the logit is stored before this program is counted
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
         values = tl.load(
@@ -396,10 +396,10 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best
     first, ties to the lowest expert.
 
-    logits may be partial sums [S, T, E] (router_gemm.py), which are added in their order and
-    rounded to the type `kind`. rounded: weights are fp32 numbers that this type holds. shared:
-    behind the picks so many experts E, E + 1, ... with weight 1. into: room for the picks of all
-    tokens, sorted (align.empty_blocks with buckets).
+    logits may be partial sums [S, T, E] (router_gemm.py), which are added in order and rounded to
+    the type `kind`. rounded: weights are fp32, rounded to this type. shared: number of fused shared
+    experts E, E + 1, ... to append with weight 1. into: where to sort the pairs of all tokens
+    (align.empty_blocks with buckets).
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape
@@ -424,7 +424,7 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
 
 
 def joint(x: Tensor, gate: Tensor) -> bool:
-    """Whether `router` is the way to choose."""
+    """Whether `router` supports this and is faster."""
     few = (
         x.shape[0] <= min(ROUTER_TOKENS, ROUTER_COUNTERS)
         and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
@@ -433,7 +433,7 @@ def joint(x: Tensor, gate: Tensor) -> bool:
 
 
 def takes_norm(hidden: int) -> bool:
-    """Whether `router` can compute the norm before it: a row is one part."""
+    """Whether `router` can also compute the norm before it: a row must be one part."""
     return hidden <= PART
 
 
@@ -444,8 +444,8 @@ def router(
     rounded: torch.dtype = torch.float32,
     into: ExpertBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states x [T, hidden], rows evenly spaced, and a contiguous gate. A few
-    tokens. A pending norm, where `takes_norm`, is computed on the way."""
+    """Router GEMM and top-k of a few tokens: hidden states x [T, hidden] with constant row stride,
+    and a contiguous gate. Also computes a pending norm, if `takes_norm`."""
     pending = None
     if isinstance(x, PendingNorm):
         assert not x.done
@@ -502,7 +502,7 @@ def _outputs(
 
 
 def _sorting(into: ExpertBlocks | None, ids: Tensor, slots: int) -> dict[str, Any]:
-    """Arguments for sorting picks as they are chosen."""
+    """Kernel arguments for sorting in the router's kernel."""
     if into is None:
         return {
             "order": ids,

@@ -1,9 +1,9 @@
-"""The op table of NVIDIA GPUs where weights are in int8, int4, or e4m3 with a scale a row:
-TritonOps, with the kernels of this folder for what they take (operands.supported).
+"""The op table of NVIDIA GPUs for weights in int8, int4, or e4m3 with a scale per row: TritonOps
+plus the kernels of this folder (operands.supported).
 
-int4 weights are laid out anew once they are loaded (int4_order.py), where the kernels take them:
-linear layers one by one, experts if both products can. Others stay as they were: int4 with rows as
-they are goes on to TritonOps' kernels, the rest to the reference.
+Supported int4 weights are repacked after loading (int4_order.py): linear layers one by one, experts
+if both GEMMs support it. Other weights are unchanged: int4 with unquantized activations uses
+TritonOps' kernels, the rest the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class QuantizedTritonOps(TritonOps):
         return linear(hidden_of(x), weight, bias)
 
     def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
-        """Rows of 8 bits between the products are rounded where they are made."""
+        """8-bit activations between the GEMMs are quantized by the SwiGLU kernel."""
         first, second = operands.supported(gate_up), operands.supported(down)
         if not (first or second):
             return super().mlp(x, gate_up, down)
@@ -78,7 +78,7 @@ class QuantizedTritonOps(TritonOps):
     def experts_deferred(
         self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
-        """As TritonOps': the router's kernel sorts, and the norm sums."""
+        """As TritonOps': the router's kernel sorts, and the norm does the sum."""
         rows = room_of(x)
         tokens = rows.shape[0]
         if not tokens or not experts_kernels.supported(w):

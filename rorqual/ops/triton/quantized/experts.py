@@ -1,12 +1,12 @@
-"""Routed experts with weights in int8, int4 or e4m3 with a scale a row.
+"""Routed experts with weights in int8, int4 or e4m3 with a scale per row.
 
-Grouped: picks are sorted into blocks of rows that share an expert (moe/align.py), then two products
-and a weighted sum (moe/combine.py). Up to DIRECT_PICKS picks each is a block of its own, and
-nothing is sorted. Between the products rows lie in the activations' type; where the second takes
-rows in 8 bits a kernel of its own rounds them, since a token's scale covers all columns.
+Grouped: (token, expert) pairs are sorted into blocks of rows that share an expert (moe/align.py),
+then two GEMMs and a weighted sum (moe/combine.py). Up to DIRECT_PICKS pairs each pair is a block of
+its own, and nothing is sorted. Between the GEMMs rows have the activations' dtype; if the second
+GEMM takes 8-bit input a separate kernel quantizes them, since a token's scale covers all columns.
 
-A tile of the first product is as many gates as ups, so that one product makes both. With many
-picks an expert int4 weights become 16-bit ones for moe/grouped_gemm.py (widened.py).
+A tile of the first GEMM has as many gate as up rows, so that one GEMM computes both. With many rows
+per expert, int4 weights are dequantized to 16 bits for moe/grouped_gemm.py (widened.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 
 @dataclass(frozen=True)
 class QuantizedTile:
-    """n weight rows (of the first product half gates, half ups), warps, pipeline stages. direct:
-    as int4_direct.py has it, instead."""
+    """n weight rows (in the first GEMM half gate, half up), warps, pipeline stages. direct: use
+    int4_direct.py's kernel with this tile instead."""
 
     n: int = 64
     warps: int = 4
@@ -46,8 +46,8 @@ class QuantizedTile:
 
 @dataclass(frozen=True)
 class QuantizedExpertsPlan:
-    """rows: picks of one expert in a block; the tiles of both products. widened: as widened.py has
-    it, where that takes the weights."""
+    """rows: rows of a block. up, down: tiles of both GEMMs. widened: dequantize weights to 16 bits
+    first, if widened.py supports them."""
 
     rows: int
     up: QuantizedTile
@@ -57,7 +57,8 @@ class QuantizedExpertsPlan:
 
 @dataclass(frozen=True)
 class PickBlocks:
-    """Picks as they come, each a block of its own: ids [T K] say which expert; -1: not here."""
+    """Unsorted pairs, each a block of its own: ids [T K] are their experts; -1: on another
+    rank."""
 
     ids: Tensor
     rows: int
@@ -72,7 +73,7 @@ Blocks = ExpertBlocks | PickBlocks
 
 @triton.jit
 def _block(order, blocks, limit, index, ROWS: tl.constexpr, SORTED: tl.constexpr):
-    """(expert, rows, which of them are valid, their picks) of a row block."""
+    """(expert, rows, which of them are valid, pointers to their pairs) of a row block."""
     if SORTED:
         expert = tl.load(blocks + index)
         start = tl.load(blocks + limit + index)
@@ -131,7 +132,7 @@ def _quantized_gate_up_kernel(
         part = tl.arange(0, N)
         inner = (tile % tiles) * HALF + part % HALF
         row = part // HALF * INNER + tl.minimum(inner, INNER - 1)
-        # of an absent pick's block nothing is stored; it reads the first expert's weights
+        # a block without an expert reads the first expert's weights and stores nothing
         row = tl.maximum(expert, 0).to(tl.int64) * (2 * INNER) + row
         column = tl.arange(0, WIDTH)[None, :]
         x_tile = x + token[:, None] * x_row + column
@@ -179,7 +180,7 @@ def _quantized_down_kernel(
     ZERO: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y[pick] = down[expert] h[row], N columns a program."""
+    """y[pair] = down[expert] h[row], N columns per program."""
     wait_for_inputs(DEPENDENT)
     PACK: tl.constexpr = 2 if INT4 else 1
     WIDTH: tl.constexpr = K // PACK
@@ -208,13 +209,13 @@ def _quantized_down_kernel(
 
 
 def supported(w: ExpertWeights) -> bool:
-    """Both matrices as operands.supported says."""
+    """Whether operands.supported holds for both matrices."""
     return operands.supported(w.gate_up) and operands.supported(w.down)
 
 
 def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsPlan:
-    """By the mean number of picks an expert; the last `shared` experts and their picks do not
-    count."""
+    """The plan for the mean number of pairs per expert, without the last `shared` experts and their
+    pairs."""
     slots, hidden, _ = down.data.shape
     return tuning.config_for(
         "experts_quantized",
@@ -233,7 +234,8 @@ def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
 ) -> Tensor:
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
-    -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded."""
+    -1: on another rank; weights [T, K] fp32. base [T, hidden] is added before the sum is
+    rounded."""
     if ids.numel() == 0:
         return torch.zeros_like(x) if base is None else base.clone()
     shared = w.num_fused_shared_experts
@@ -247,7 +249,7 @@ def experts(
 
 
 def widens(plan: QuantizedExpertsPlan, w: ExpertWeights, dtype: torch.dtype) -> bool:
-    """Whether 16-bit weights are to be made for this call."""
+    """Whether to dequantize the weights to 16 bits for this call."""
     return plan.widened and all(widened.takes(one, dtype) for one in (w.gate_up, w.down))
 
 
@@ -262,8 +264,8 @@ def products(
     blocks: Blocks | None,
     ids: Tensor,
 ) -> Tensor:
-    """What each pick gives, [picks, hidden], before weights and sum. blocks None: every pick by
-    itself. Rows of picks that are not here stay unwritten."""
+    """Each pair's result, [pairs, hidden], before weights and sum. blocks None: each pair is a
+    block. Rows of experts on other ranks are uninitialized."""
     found = blocks or PickBlocks(ids.contiguous().view(-1), plan.rows)
     assert found.rows == plan.rows
     h = gate_up_product(x, w.gate_up, found, ids.shape[1], plan.up)
@@ -273,7 +275,7 @@ def products(
 def gate_up_product(
     x: Tensor, weight: Weight, blocks: Blocks, top_k: int, tile: QuantizedTile
 ) -> Tensor:
-    """silu(gate x) * (up x) of each pick, in the blocks' order: [picks, inner] in x's dtype."""
+    """silu(gate x) * (up x) of each pair, in the blocks' order: [pairs, inner] in x's dtype."""
     inner = weight.data.shape[1] // 2
     tile = _fitting(tile, weight)
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
@@ -314,8 +316,8 @@ def gate_up_product(
 def down_product(
     h: Tensor, weight: Weight, blocks: Blocks, tile: QuantizedTile, early: bool = False
 ) -> Tensor:
-    """down h for each pick, in the pick's own row: [picks, hidden] in h's dtype. early: the kernel
-    before is int4_direct.gate_up."""
+    """down h of each pair, in pair order: [pairs, hidden] in h's dtype. early: the previous kernel
+    is int4_direct.gate_up."""
     hidden = weight.data.shape[1]
     tile = _fitting(tile, weight)
     data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
@@ -353,7 +355,7 @@ def down_product(
 
 
 def _places(blocks: Blocks) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """(order, blocks, count, limit) as the kernels take them."""
+    """The kernels' arguments (order, blocks, count, limit)."""
     if isinstance(blocks, ExpertBlocks):
         return blocks.order, blocks.blocks, blocks.count, blocks.limit
     return blocks.ids, None, None, blocks.num_picks

@@ -1,17 +1,16 @@
-"""Products of int4 weights and a few tokens in 16 bits, in Gluon: weights go from memory to the
-registers of the tensor cores, through nothing between.
+"""GEMM of int4 weights and a few 16-bit tokens, in Gluon: weights are loaded from global memory
+directly to tensor core registers.
 
-A weight is used once, so a copy in shared memory is bytes written and read for nothing. A warp owns
-16 weight rows and one of PARTS equal parts of the columns; lane 4 r + q reads the 16 bytes of a
-chunk of 128 columns that int4_order.py puts side by side for it, of rows r and r + 8, and unpacks
-them into its part of the left operand of mma.m16n8k16. DEPTH chunks are on their way to registers.
-Tokens, M of them, lie in shared memory, all their columns: every warp reads its part. A tile of 128
-columns and 16 rows is about 120 instructions for 8 tokens, where the form with wgmma (operands.py)
-takes 204. The chunks of a warp are written out one after another: carried around a loop, each byte
-would have a register of its own.
+A weight is used once, so staging it in shared memory would be wasted traffic. A warp has 16 weight
+rows and one of PARTS equal parts of the columns; lane 4 r + q reads its 16 adjacent bytes
+(int4_order.py) of a chunk of 128 columns, of rows r and r + 8, and unpacks them to its part of the
+left operand of mma.m16n8k16. DEPTH chunks are loaded ahead. All columns of the M tokens are in
+shared memory: every warp reads its part. A tile of 128 columns and 16 rows takes about 120
+instructions for 8 tokens; the form with wgmma (operands.py) takes 204. The chunks of a warp are
+unrolled: in a loop, each byte would have its own register.
 
-Weights are asked for before the kernel waits for the one that makes the tokens, where the experts
-do not depend on it: no kernel of a step writes weights.
+Weights are loaded before the kernel waits for the one that computes the tokens, if the experts do
+not depend on it: no kernel of a step writes weights.
 """
 
 from __future__ import annotations
@@ -45,22 +44,21 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 CHUNK = 128  # columns
 HALF = gl.constexpr(64)
 GROUPS_TAKEN = (64, 128)  # columns that share a scale
-MOST_CHUNKS = 24  # of a warp: they are written out
+MOST_CHUNKS = 24  # of a warp: they are unrolled
 PARTS_TAKEN = (1, 2, 4, 8)
 FEWEST_TOKENS = 8  # of a tile
 SHARED = 200 * 1024  # bytes of a tile's tokens
 PORTABLE_SHARED = 88 * 1024  # before sm_90
 
 
-# (order, blocks or None, count or None, limit) of moe/align.ExpertBlocks or of picks by themselves
+# (order, blocks or None, count or None, limit) of moe/align.ExpertBlocks or of unsorted pairs
 Places = tuple[Tensor, Tensor | None, Tensor | None, int]
 
 
 @dataclass(frozen=True)
 class DirectTile:
-    """warps: side by side, each with `tiles` times 16 weight rows; parts: of the columns, each with
-    such warps; depth: chunks on their way; registers: of a thread at most, 0: as many as the
-    compiler takes."""
+    """warps: each with `tiles` times 16 weight rows. parts: of the columns, each with this many
+    warps. depth: chunks loaded ahead. registers: most per thread; 0: the compiler's choice."""
 
     warps: int
     parts: int
@@ -187,7 +185,7 @@ def high_numbers(packed, kind: gl.constexpr):
 
 @gluon.jit
 def ask(w_tile, chunk):
-    """The bytes of a chunk, on their way."""
+    """Load the bytes of a chunk."""
     return gl.load(w_tile + chunk * HALF, cache_modifier=".cg")
 
 
@@ -272,7 +270,7 @@ def add_chunk(
     first = piece.slice(LOW, HALF, 2).permute((0, 2, 1)).load(RIGHT)
     second = piece.slice(HIGH, HALF, 2).permute((0, 2, 1)).load(RIGHT)
     none = gl.full(acc.shape, 0.0, gl.float32, SUMS)
-    # two chains of products: one would wait for itself
+    # two independent chains of products: a single one would wait for its own results
     below = mma_v2(low, first, none)
     above = mma_v2(high, second, none)
     if GROUP == HALF:
@@ -387,7 +385,7 @@ def _int4_gate_up_kernel(
     if index < (gl.load(count) if SORTED else limit):
         part = gl.arange(0, 2 * N, along(BYTES, 1))
         inner = part // N * INNER + gl.minimum(column + part % N, INNER - 1)
-        # of an absent pick's block nothing is stored; it reads the first expert's weights
+        # a block without an expert reads the first expert's weights and stores nothing
         row = gl.maximum(expert, 0).to(gl.int64) * (2 * INNER) + inner
         w_tile, scales = weights_of(w, w_scale, row, HIDDEN, PARTS, GROUP, BYTES, SUMS)
         given = ask_first(w_tile, CHUNKS, DEPTH)
@@ -416,7 +414,7 @@ def _int4_down_kernel(
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
     SORTED: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y[pick] = down[expert] h[row], 16 WARPS TILES columns a program."""
+    """y[pair] = down[expert] h[row], 16 WARPS TILES columns per program."""
     COPY: gl.constexpr = copy_layout(WARPS, PARTS)
     BYTES: gl.constexpr = bytes_layout(WARPS, PARTS, TILES)
     SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
@@ -450,7 +448,7 @@ def _int4_down_kernel(
         out_column = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
         target = y + pick.to(gl.int64)[None, :] * HIDDEN + out_column[:, None]
         gl.store(target, found, mask=there[None, :] & (out_column < HIDDEN)[:, None])
-    wait_for_inputs(DEPENDENT)  # whoever waits for this kernel waits for the first product, too
+    wait_for_inputs(DEPENDENT)  # so kernels that wait for this one also wait for the first GEMM
 
 
 @gluon.jit
@@ -522,7 +520,7 @@ def takes(weight: Weight) -> bool:
     """Weights as int4_order.py lays them out in chunks of 128 columns, without zero points, tokens
     in 16 bits."""
     return (
-        not INTERPRETED  # Triton's interpreter takes no Gluon
+        not INTERPRETED  # Triton's interpreter does not support Gluon
         and weight.turned
         and weight.activation == "wide"
         and weight.zero is None
@@ -589,7 +587,7 @@ def gate_up(
     x: Tensor, weight: Weight, h: Tensor, places: Places, tile: DirectTile, m: int, top_k: int
 ) -> None:
     """h[row] = silu(gate x) * (up x). x [T, hidden] of 16 bits, weight [slots, 2 inner, hidden]
-    that `takes` takes, h [picks, inner]."""
+    that `takes` accepts, h [pairs, inner]."""
     inner = weight.data.shape[1] // 2
     order, table, count, limit = places
     tile = _fitted(tile, weight.columns, m)
@@ -602,7 +600,7 @@ def gate_up(
 def down(
     h: Tensor, weight: Weight, y: Tensor, places: Places, tile: DirectTile, m: int, early: bool
 ) -> None:
-    """y[pick] = down h[row]. h [picks, inner], weight [slots, hidden, inner], y [picks, hidden].
+    """y[pair] = down h[row]. h [pairs, inner], weight [slots, hidden, inner], y [pairs, hidden].
     early: the kernel before is `gate_up`, so `places` are there before it ends."""
     hidden = weight.data.shape[1]
     order, table, count, limit = places

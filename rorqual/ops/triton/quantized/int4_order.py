@@ -1,15 +1,15 @@
-"""How int4 weights lie in memory for the kernels here, and how they become operands in registers.
+"""The memory layout of repacked int4 weights, and their conversion to operands in registers.
 
-A chunk is 128 neighbouring columns of a row (64 where groups are of 32, or 128 do not divide the
-columns): byte c of it holds column c in the low half and column c + chunk / 2 in the high half, so
-that a step's halves are two tiles of neighbouring columns and x is multiplied as it lies. Bytes are
-ordered such that a thread of the tensor cores finds its columns side by side: it needs of 16 (8-bit
-operands: 32) columns those at 2 q, 2 q + 1 (4 q to 4 q + 3) and as many 8 (16) further on, and
-reads them for the whole chunk in one load of 16 bytes.
+A chunk is 128 adjacent columns of a row (64 if groups have 32 columns, or 128 does not divide the
+columns). Byte c of it has column c in the low half and column c + chunk / 2 in the high half, so
+that a step's halves are two tiles of adjacent columns and x needs no permutation. Bytes are ordered
+so that the columns of one tensor core thread are adjacent: of 16 columns (8-bit operands: 32) it
+needs those at 2 q, 2 q + 1 (4 q to 4 q + 3) and as many 8 (16) columns later, and loads them for
+the whole chunk in one 16-byte load.
 
-A half byte holds the number plus 8. Where it meets e4m3 rows it holds bits of e4m3 itself: 0 to 7
-as they are, and 8 - v - 1 for v below zero, of which one multiplication makes the sign bit. These
-are e4m3's smallest numbers, 2^-9 times the weight.
+A half byte is the number plus 8. For e4m3 activations it is the low bits of an e4m3 number: 0 to 7
+unchanged, and 8 - v - 1 for negative v, from which one multiplication makes the sign bit. These are
+e4m3's smallest numbers, 2^-9 times the weight.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rorqual.ops.triton.runtime.launch import INTERPRETED
 
 CHUNKS = (128, 64)
 LEAST_GROUP = 32
-PIECE = 64 << 20  # bytes that are turned at once
-ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter knows no assembly
+PIECE = 64 << 20  # bytes that are repacked at once
+ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter does not support inline assembly
 
 
 def group_of(weight: Weight) -> int:
@@ -35,8 +35,8 @@ def group_of(weight: Weight) -> int:
 
 
 def chunk_of(weight: Weight) -> int:
-    """Columns of a chunk, 0 where the weight cannot lie like this. A chunk is of one group, or
-    its halves are of two neighbouring ones."""
+    """Columns of a chunk; 0 if the weight cannot be repacked. A chunk is inside one group, or its
+    halves are two adjacent groups."""
     group = group_of(weight)
     for chunk in CHUNKS:
         alike = group % chunk == 0 or group == chunk // 2
@@ -46,7 +46,7 @@ def chunk_of(weight: Weight) -> int:
 
 
 def _coded(numbers: Tensor, activation: str) -> Tensor:
-    """Numbers plus 8, [...] uint8, as half bytes; and back."""
+    """Numbers plus 8, [...] uint8, to e4m3 half bytes; its own inverse."""
     if not activation.startswith("fp8"):
         return numbers
     # 0 to 7 are negative here and 8 to 15 there: 15 - v mirrors the former, v - 8 shifts the latter
@@ -60,14 +60,14 @@ def _decoded(codes: Tensor, activation: str) -> Tensor:
 
 
 def _shape(chunk: int, activation: str) -> tuple[int, int, int, int]:
-    """Of a chunk's bytes in column order: pieces of a product's depth, halves, threads, columns
-    side by side."""
+    """Shape of a chunk's bytes in column order: pieces of an instruction's depth, halves, threads,
+    adjacent columns."""
     each = 2 if activation == "wide" else 4
     return chunk // 2 // (8 * each), 2, 4, each
 
 
 def turned(packed: Tensor, chunk: int, activation: str) -> Tensor:
-    """Data [..., columns / 2] as rounding.pack_int4 packs it, in the order of this file."""
+    """Repack data [..., columns / 2] of rounding.pack_int4."""
     low, high = unpack_int4(packed).unflatten(-1, (-1, 2, chunk // 2)).unbind(-2)
     bytes_ = _coded(low, activation) | _coded(high, activation) << 4
     parts = bytes_.unflatten(-1, _shape(chunk, activation))
@@ -84,7 +84,7 @@ def turned_back(data: Tensor, chunk: int, activation: str) -> Tensor:
 
 
 def turn(weight: Weight) -> None:
-    """In place, and in pieces: a layer's experts may fill most of the memory that is left."""
+    """Repack a weight in place, in pieces: a layer's experts may need most of the free memory."""
     chunk = chunk_of(weight)
     assert chunk
     assert not weight.turned
@@ -97,7 +97,7 @@ def turn(weight: Weight) -> None:
 
 
 def plain(weight: Weight) -> Weight:
-    """The weight as the reference reads it: a copy where it has been turned."""
+    """The weight in the reference's layout: a copy if it was repacked."""
     if not weight.turned:
         return weight
     data = turned_back(weight.data, chunk_of(weight), weight.activation)
@@ -110,20 +110,20 @@ def plain(weight: Weight) -> Weight:
 
 @triton.jit
 def in_order(packed, HALF: tl.constexpr, EACH: tl.constexpr):
-    """A chunk's bytes [n, HALF] in the order of their columns. EACH: columns side by side, 2 of
-    16 bits or 4 of 8. No byte moves between threads."""
+    """A chunk's bytes [n, HALF] in column order. EACH: adjacent columns of a thread, 2 of 16 bits
+    or 4 of 8. No byte moves between threads."""
     parts = tl.reshape(packed, (packed.shape[0], 4, HALF // (8 * EACH), 2, EACH))
     return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), (packed.shape[0], HALF))
 
 
-# what the numbers of `low_half` and `high_half` are multiplied with to be the weights
+# factors from the numbers of `low_half` and `high_half` to weights
 FP8_UNIT = tl.constexpr(512.0)
 INT8_UNIT = tl.constexpr(0.0625)
 
 
 @triton.jit
 def _numbers(half, kind: tl.constexpr):
-    """Half bytes in the low bits, by ordinary arithmetic."""
+    """Half bytes, in the low bits, converted by ordinary arithmetic."""
     wide = half.to(tl.int32)
     if kind == tl.int8:
         return ((wide - 8) * 16).to(tl.int8)
@@ -134,13 +134,14 @@ def _numbers(half, kind: tl.constexpr):
         return (wide - 8).to(tl.float32).to(kind)
 
 
-# One operand and one result: the compiler then reads bytes from shared memory as the tensor cores
-# want them, and moves nothing once they are unpacked. 16-bit types: a number below 16 in the last
-# bits of 128 (fp16: 1024) is 128 and that number; 136 (1032) comes off again.
+# With one operand and one result the compiler loads bytes from shared memory in the layout of the
+# tensor cores, and moves nothing after unpacking. 16-bit types: a number below 16 in the lowest
+# bits of 128 (fp16: 1024) gives 128 plus the number; 136 (1032) is then subtracted.
 
 
 def _to_16_bits(take: str, magic: str, one: str, off: str, pair: str) -> tl.constexpr:
-    """Four bytes' half bytes, which `take` puts into a, as two pairs of numbers."""
+    """Assembly that converts the half bytes of four bytes, extracted by `take` to a, to two pairs
+    of numbers."""
     return tl.constexpr(
         f"""{{
         .reg .b32 a, high, one, off;
@@ -166,7 +167,7 @@ FP16_HIGH = _to_16_bits(_HIGH, "0x64646464", "0x3c003c00", "0xe408e408", "f16x2"
 
 @triton.jit
 def low_half(packed, kind: tl.constexpr):
-    """The low half bytes in `kind`, but for the factor above."""
+    """The low half bytes in `kind`, without the factor above."""
     if ARITHMETIC:
         return _numbers(packed & 15, kind)
     elif kind == tl.bfloat16:
@@ -201,7 +202,7 @@ def low_half(packed, kind: tl.constexpr):
 
 @triton.jit
 def high_half(packed, kind: tl.constexpr):
-    """The high half bytes in `kind`, but for the factor above."""
+    """The high half bytes in `kind`, without the factor above."""
     if ARITHMETIC:
         return _numbers(packed >> 4, kind)
     elif kind == tl.bfloat16:

@@ -1,7 +1,8 @@
-"""y = x W^T with W in int8, int4 or e4m3 with a scale a row, for any number of tokens.
+"""y = x W^T with W in int8, int4 or e4m3 with a scale per row, for any number of tokens.
 
-Few tokens: columns are split over several programs, whose partial sums the last one to finish adds
-up in a fixed order, as in gemm/fp8_gemm.py. Many: int4 weights become 16-bit ones (widened.py).
+Few tokens: columns are split over several programs, and the last one to finish adds their partial
+sums in a fixed order, as in gemm/fp8_gemm.py. Many tokens: int4 weights are dequantized to 16 bits
+(widened.py).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 
 @dataclass(frozen=True)
 class QuantizedLinearPlan:
-    """m tokens and n weight rows a tile; split: at most so many programs share a tile's
-    columns. direct: as int4_direct.py has it, with tiles of m tokens and exactly `split`
-    programs. widened: as widened.py has it, where that takes the weight."""
+    """m tokens and n weight rows per tile; split: most programs that share a tile's columns.
+    direct: use int4_direct.py's kernel, with tiles of m tokens and exactly `split` programs.
+    widened: dequantize the weight to 16 bits first, if widened.py supports it."""
 
     m: int
     n: int = 64
@@ -80,8 +81,8 @@ def _quantized_linear_kernel(
     ZERO: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (tile, share of the columns): share_steps steps of K columns. SHARE: weight rows of
-    a scale. Token tiles of one weight tile follow one another."""
+    """Program (tile, part of the columns): share_steps steps of K columns. SHARE: weight rows of a
+    scale. Token tiles of one weight tile are consecutive."""
     wait_for_inputs(DEPENDENT)
     STEPS: tl.constexpr = COLUMNS // K
     PACK: tl.constexpr = 2 if INT4 else 1
@@ -112,7 +113,7 @@ def _quantized_linear_kernel(
         size = tokens.to(tl.int64) * ROWS
         held = partials + token.to(tl.int64)[:, None] * ROWS + row[None, :]
         tl.store(held + share * size, acc, mask=valid, cache_modifier=".cg")
-        # every thread's part is stored before one of them counts this program in
+        # all threads have stored their part before this program is counted
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
         if done:
@@ -147,8 +148,8 @@ def linear(
     plan: QuantizedLinearPlan | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [T, columns] in bf16, fp16 or fp32, rounded here where the weight wants that, or already
-    rounded; weight [rows, columns]; bias [rows]; [T, rows] in `dtype` (x's)."""
+    """x [T, columns] in bf16, fp16 or fp32, quantized here if the weight needs that, or already
+    quantized; weight [rows, columns]; bias [rows]. Returns [T, rows] in `dtype` (None: x's)."""
     dtype = dtype or (torch.bfloat16 if isinstance(x, RoundedRows) else x.dtype)
     tokens = (x.data if isinstance(x, RoundedRows) else x).shape[0]
     plan = plan or plan_for(weight, tokens)
@@ -213,8 +214,8 @@ def _launch(
 def _split(
     plan: QuantizedLinearPlan, tiles: int, steps: int, k: int, device: torch.device
 ) -> tuple[int, int]:
-    """(steps a program takes, programs a tile): about four programs a multiprocessor, each with
-    enough to do."""
+    """(steps per program, programs per tile): about four programs per multiprocessor, each with
+    enough work."""
     if tiles > COUNTERS:
         return steps, 1
     room = max(1, 4 * multiprocessors(device) // tiles)

@@ -1,9 +1,9 @@
-"""The part that all products of quantized weights share: sums over columns of one tile.
+"""The inner loop of all GEMMs with quantized weights: sums over columns for one tile.
 
-Weights take the M side of the tensor cores and tokens the N side, which may be as narrow as 16.
-Products of int8 are whole numbers; those of e4m3 are promoted to fp32 every step. Where columns
-share scales (groups of int4 weights, blocks of 128x128, rows scaled in groups) each step's sum is
-multiplied with them in fp32; scales of whole rows and tokens come in at the end.
+Weights are on the M side of the tensor cores and tokens on the N side, which may be as narrow as
+16. int8 sums are exact integers; e4m3 sums are promoted to fp32 every step. With scales for groups
+of columns (int4 groups, 128x128 blocks, activations scaled in groups) each step's sum is multiplied
+by them in fp32; scales of whole rows and tokens are applied at the end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rorqual.ops.triton.quantized.int4_order import (
 from rorqual.ops.triton.quantized.rows import RoundedRows
 from rorqual.ops.triton.runtime.launch import takes_fp8
 
-STEP = 128  # columns of a step of 8-bit weights, at most
-LEAST_STEP = 32  # one instruction of the tensor cores
-# a sum of products of int8 stays below 2^31, also with int4 weights times 16
+STEP = 128  # most columns of a step of 8-bit weights
+LEAST_STEP = 32  # one tensor core instruction
+# int8 sums stay below 2^31, also with int4 weights times 16
 MOST_COLUMNS = 2**31 // (128 * 128) - 1
 
 
@@ -42,8 +42,8 @@ def _scales(pointers, group):
 
 @triton.jit
 def _less(numbers, zero):
-    """[N, columns] less [N]: whole numbers to 15, exact in every type."""
-    if ARITHMETIC:  # the interpreter knows no arithmetic of bf16
+    """[N, columns] minus [N]: integers up to 15, exact in every type."""
+    if ARITHMETIC:  # the interpreter has no bf16 arithmetic
         return (numbers.to(tl.float32) - zero.to(tl.float32)[:, None]).to(numbers.dtype)
     else:
         return numbers - zero[:, None]
@@ -74,7 +74,7 @@ def _int4_step(
             acc = tl.dot(low, first, acc, out_dtype=TOTAL)
             return tl.dot(high, second, acc, out_dtype=TOTAL)
     elif W_GROUP == HALF:
-        # one after the other: the sums of one group are alive at a time
+        # sequential: only one group's sums are alive at a time
         acc += tl.dot(low, first).to(tl.float32) * (low_scale[:, None] * x_factor[None, :])
         return acc + tl.dot(high, second).to(tl.float32) * (high_scale[:, None] * x_factor[None, :])
     else:
@@ -121,7 +121,7 @@ def sums(
     factor = tl.full((M,), 1.0, tl.float32)
     PER: tl.constexpr = W_GROUP if W_GROUP > 0 else 1
     X_PER: tl.constexpr = X_GROUP if X_GROUP > 0 else 1
-    # scales are read a step ahead: nothing else would hide how long that takes
+    # load scales one step ahead to hide their latency
     if W_GROUP:
         scale = _scales(w_scale, first * K // PER) * UNIT
         other = _scales(w_scale, (first * K + K // 2) // PER) * UNIT if HALVES else scale
@@ -171,8 +171,8 @@ def sums(
 
 
 def kind_of(weight: Weight) -> str:
-    """As tuning rules call it: the weights' numbers, and the rows' where int4 meets rounded ones;
-    _blocks where rows are scaled in groups of columns."""
+    """The name in tuning rules: the weights' format, plus the activations' for int4 with quantized
+    ones; _blocks if activations are scaled in groups of columns."""
     rows_in, _, share = weight.activation.partition("_")
     kind = "fp8" if weight.data.dtype == FP8 else "int8"
     if weight.is_int4:
@@ -181,13 +181,13 @@ def kind_of(weight: Weight) -> str:
 
 
 def group_of(weight: Weight) -> int:
-    """Columns that share a scale, 0 where all do."""
+    """Columns that share a scale; 0: all."""
     group = weight.block[1]
     return 0 if group >= weight.columns else group
 
 
 def step_of(weight: Weight) -> int:
-    """Columns of a step, 0 where no step divides the columns and lies in one group."""
+    """Columns of a step; 0 if no step divides the columns and is inside one group."""
     if weight.is_int4:
         return int4_order.chunk_of(weight)
     step = min(STEP, weight.columns & -weight.columns)
@@ -198,20 +198,21 @@ def step_of(weight: Weight) -> int:
 
 
 def takes_int4(weight: Weight) -> bool:
-    """Whether int4 weights are to be turned for the kernels here: rows as they are in 16 bits, or
-    rounded to 8 bits where there are no zero points."""
+    """Whether to repack int4 weights for the kernels here: with 16-bit activations, or with 8-bit
+    ones if there are no zero points."""
     if weight.scale is None or not weight.is_int4 or weight.group_index is not None:
         return False
     kind = weight.activation
     rounded = weight.zero is None and rows.supported(kind, weight.columns)
-    # scales are of the model's type: rows of fp32 are exact elsewhere
+    # scales have the model's dtype: fp32 models need the exact kernels elsewhere
     wide = kind == "wide" and weight.scale.dtype in (torch.bfloat16, torch.float16)
     return (wide or rounded) and _fits(weight)
 
 
 def supported(weight: Weight) -> bool:
-    """What the kernels take: int4 that lies as int4_order.py says; int8, with a scale a row or a
-    block, and rows in int8; e4m3 that is not in blocks (fp8_gemm.py), and rows in e4m3."""
+    """Whether the kernels support the weight: int4 repacked by int4_order.py; int8 with a scale per
+    row or block, and int8 activations; e4m3 without blocks (those: fp8_gemm.py), and e4m3
+    activations."""
     if weight.scale is None:
         return False
     if weight.is_int4:
@@ -230,8 +231,8 @@ def _fits(weight: Weight) -> bool:
 
 
 def operand(x: Tensor | RoundedRows, weight: Weight) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """(numbers, scales or None, strides of the scales, columns of a scale): x as the product with
-    `weight` takes it."""
+    """x quantized for a GEMM with `weight`: (data, scales or None, strides of the scales, columns
+    of a scale)."""
     if isinstance(x, Tensor):
         if weight.activation == "wide":
             aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.storage_offset() % 8 == 0
@@ -242,7 +243,7 @@ def operand(x: Tensor | RoundedRows, weight: Weight) -> tuple[Tensor, Tensor | N
 
 
 def constants(weight: Weight, x_group: int, scaled: bool) -> dict[str, Any]:
-    """What a kernel with `sums` is compiled for."""
+    """Compile-time arguments of a kernel that uses `sums`."""
     return {
         "K": step_of(weight), "INT4": weight.is_int4, "SHARE": weight.block[0],
         "W_GROUP": group_of(weight), "X_GROUP": x_group, "X_SCALED": scaled,

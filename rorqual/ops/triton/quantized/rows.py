@@ -1,5 +1,5 @@
-"""Rows of a product rounded to int8 or e4m3, one fp32 scale a token or a token's 128 columns: as
-rorqual.ops.rounding.rounded defines them, byte for byte."""
+"""Quantize a GEMM's input to int8 or e4m3, with one fp32 scale per token or per 128 columns of it.
+Byte for byte as rorqual.ops.rounding.rounded."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from rorqual.ops.rounding import ACTIVATION_BLOCK, FP8
 from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
-# kinds of config.quant.ACTIVATIONS that are rounded here: the number, and columns of a scale (0:
-# a token's)
+# supported config.quant.ACTIVATIONS: (dtype, columns of a scale; 0: all)
 ROUNDED = {
     "int8_token": (torch.int8, 0),
     "int8_group": (torch.int8, ACTIVATION_BLOCK),
     "fp8_token": (FP8, 0),
     "fp8_group": (FP8, ACTIVATION_BLOCK),
 }
-WIDEST = 65536  # columns that one program rounds
+WIDEST = 65536  # most columns of a program
 
 
 @dataclass
 class RoundedRows:
-    """data [T, columns] int8 or e4m3; scale [T, 1], or [T, ceil(columns / 128)] stored column after
-    column; group: columns of a scale, 0: all."""
+    """data [T, columns] int8 or e4m3; scale [T, 1], or [T, ceil(columns / 128)] column-major;
+    group: columns of a scale, 0: all."""
 
     data: Tensor
     scale: Tensor
@@ -37,7 +36,7 @@ class RoundedRows:
 
 @triton.jit
 def _nearest(x):
-    """fp32 below 2^22 to whole numbers, halves to the even one."""
+    """Round fp32 below 2^22 to integers, half to even."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -67,7 +66,7 @@ def _round_kernel(
         up = tl.load(x + row * x_row + columns + offsets, mask=inside, other=0.0).to(tl.float32)
         gate = silu_exp(values).to(kind).to(tl.float32)
         values = (gate * up).to(kind).to(tl.float32)
-    # rows of picks that are elsewhere were never written, and are read by nobody
+    # rows of experts on other ranks are uninitialized, and their results are not read
     values = tl.where(values == values, values, 0.0)
     groups = tl.reshape(values, (SIZE // SHARE, SHARE))
     INT8: tl.constexpr = data.dtype.element_ty == tl.int8
@@ -86,8 +85,8 @@ def supported(activation: str, columns: int) -> bool:
 
 
 def rounded_rows(x: Tensor, activation: str, gated: bool = False) -> RoundedRows:
-    """x [T, columns] in any float dtype, rows x.stride(0) apart; gated: [T, 2 columns], of which
-    silu of the first half times the second is rounded, with the roundings of reference.swiglu."""
+    """Quantize x [T, columns], any float dtype, row stride x.stride(0). gated: x is [T, 2 columns];
+    quantize silu of the first half times the second, rounded as in reference.swiglu."""
     kind, group = ROUNDED[activation]
     tokens = x.shape[0]
     columns = x.shape[1] // (2 if gated else 1)

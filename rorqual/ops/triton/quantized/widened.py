@@ -1,10 +1,9 @@
-"""int4 weights as 16-bit ones, for products of many rows: from some thousand tokens on tensor cores
-take longer for the numbers than memory does for the weights, and the kernels for weights of 16 bits
-are faster by more than writing these takes (2.5 bytes a weight: 0.36 ms for the 604 M of a layer's
-experts of Qwen3-30B-A3B at 4.2 TB/s).
+"""Dequantize int4 weights to 16 bits, for GEMMs with many rows. From some thousand tokens on GEMMs
+are compute-bound, and kernels for 16-bit weights are faster by more than the conversion takes (2.5
+bytes per weight: 0.36 ms for the 604 M of a layer's experts of Qwen3-30B-A3B at 4.2 TB/s).
 
-A number less its zero point times its scale is rounded once, to the rows' type: 2^-9 of a weight in
-bf16 at most, where the other kernels multiply sums of exact numbers with scales.
+(number - zero point) * scale is rounded once, to the activations' dtype: by at most 2^-9 of a
+weight in bf16. The other kernels multiply sums of exact numbers with scales.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from rorqual.ops.triton.quantized.int4_order import high_half, in_order, low_hal
 from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
 
 TILE_ROWS = 32
-TILE_CHUNKS = 4  # all of a program's bytes are on their way before the first become numbers
-# of one matrix: what is widened is beside the cache of a full GPU
+TILE_CHUNKS = 4  # chunks that a program loads before it converts the first
+# most bytes of one dequantized matrix: a full GPU's cache leaves little memory
 MOST_BYTES = 2 << 30
 
 
 @triton.jit
 def _wide(numbers, w_zero, w_scale, at, ZERO: tl.constexpr, kind: tl.constexpr):
-    """Numbers [R, columns] of a group, less its zero point, times its scale [R] at `at`."""
+    """(numbers [R, columns] - zero point) * scale [R] of the group at `at`."""
     value = numbers.to(tl.float32)
     if ZERO:
         value -= tl.load(w_zero + at).to(tl.float32)[:, None] - 8.0
@@ -65,7 +64,7 @@ def _widen_kernel(
     scales = row // SHARE * groups
     packed = ()
     for i in tl.static_range(CHUNKS):
-        chunk = tl.minimum(tl.program_id(1) * CHUNKS + i, LAST)  # the last is stored again
+        chunk = tl.minimum(tl.program_id(1) * CHUNKS + i, LAST)  # may repeat the last chunk
         packed += (tl.load(source + chunk * HALF),)  # type: ignore[assignment]
     for i in tl.static_range(CHUNKS):
         chunk = tl.minimum(tl.program_id(1) * CHUNKS + i, LAST)
@@ -79,14 +78,15 @@ def _widen_kernel(
 
 
 def takes(weight: Weight, dtype: torch.dtype) -> bool:
-    """Turned int4 with rows as they are, in 16 bits, whose wide form is not too large."""
+    """Whether this is repacked int4 with unquantized 16-bit activations, and the dequantized matrix
+    is not too large."""
     wide = weight.is_int4 and weight.turned and weight.activation == "wide"
     fits = weight.data.numel() * 4 <= MOST_BYTES
     return wide and fits and dtype in (torch.bfloat16, torch.float16)
 
 
 def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """[..., rows, columns] in `dtype`, bf16 or fp16, of a turned int4 weight."""
+    """A repacked int4 weight as [..., rows, columns] in `dtype`, bf16 or fp16."""
     *shape, packed = weight.data.shape
     columns = 2 * packed
     out = torch.empty(*shape, columns, dtype=dtype, device=weight.data.device)
@@ -112,6 +112,6 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def wide_experts(w: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """The same experts in `dtype`."""
+    """The experts with weights in `dtype`."""
     both = (Weight(widened(w.gate_up, dtype)), Weight(widened(w.down, dtype)))
     return ExpertWeights(*both, w.num_fused_shared_experts, w.local_fraction)

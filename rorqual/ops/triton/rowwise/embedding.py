@@ -1,5 +1,4 @@
-"""Rows of a table, which may lie in pinned host memory: unified addressing gives it the same
-address on the GPU."""
+"""Rows of a table, which may be in pinned host memory: it has the same address on the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
-COLUMNS = 2048  # of a row a program copies: many small reads in flight hide the bus
+COLUMNS = 2048  # columns per program: many small reads in flight hide the bus's latency
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantized on the way where an
-fp8 product follows."""
+"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with optional quantization of the output for fp8
+GEMMs."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _norm_kernel(
 
 
 def warps_for(size: int) -> int:
-    """Of a program that takes a whole row of so many columns; the order in which their squares
-    are added hangs on it."""
+    """Warps of a program with a whole row of this many columns. The order in which squares are
+    added depends on it."""
     return min(16, max(1, size // 512))
 
 
@@ -121,15 +121,15 @@ def add_norm(
     quantize_output: bool = False,
 ) -> tuple[Activation, Tensor]:
     """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x
-    itself, not a copy. quantize_output: the norm is a NormOutput, quantized on the way; the
-    compiler then lays rows out for stores of bytes, and squares are added in another order."""
+    itself, not a copy. quantize_output: the norm is a NormOutput; the compiler then lays rows out
+    for byte stores, and squares are added in another order."""
     made = Quantized.empty(x.shape[0], x.shape[1], x.device) if quantize_output else None
     out, total = _launch(x, residual, weight, eps, made)
     return output_of(out, made), x if total is None else total
 
 
 def pending(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm:
-    """`add_norm` for a router that may compute it."""
+    """`add_norm` as a PendingNorm, which the router may compute."""
 
     def compute(one: PendingNorm) -> None:
         _launch(one.x, one.residual, one.weight, one.eps, into=(one.out, one.total))
@@ -205,14 +205,14 @@ def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[T, 2 I] holding gate and up side by side to silu(gate) * up, [T, I]."""
+    """[T, 2 I], gate and up concatenated, to silu(gate) * up, [T, I]."""
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     _swiglu(x, out, None)
     return out
 
 
 def swiglu_fp8(x: Tensor) -> Quantized:
-    """The same, in fp8."""
+    """`swiglu` with fp8 output."""
     out = Quantized.empty(x.shape[0], x.shape[1] // 2, x.device)
     _swiglu(x, None, out)
     return out

@@ -1,9 +1,9 @@
-"""Pages of a cache from its planes to rows of bytes, and back: one launch for all planes, where the
-copies of torch would be one for each plane and page.
+"""Copies pages of a cache from its planes to rows of bytes, and back: one launch for all planes,
+instead of one torch copy per plane and page.
 
-A row holds one page, or a part of it: plane after plane, of each its tokens in order. Rows may be
-another GPU's memory that is mapped here: pages are then filled over the link between the two, by
-few programs, which leave the multiprocessors to the steps while they wait for it.
+A row is one page, or a part of it: plane after plane, each with its tokens in order. Rows may be
+mapped memory of another GPU; few programs then copy over the link, leaving the multiprocessors to
+the steps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZE = 2048  # units that a program copies
-FAR_PROGRAMS = 256  # of 16 kB on their way each: 4 MB, twice what the link has within a round trip
+SIZE = 2048  # units per program
+FAR_PROGRAMS = 256  # with 16 kB in flight each: 4 MB, twice the link's bandwidth-delay product
 FAR_WARPS = 4
 FIELDS = 5
 UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
-VECTOR = 16  # bytes that a thread may load at once
+VECTOR = 16  # most bytes that a thread loads at once
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def _copy_piece(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Of page number `place`, plane `number`: the units from piece * SIZE on. Planes are five
-    numbers each (`PlaneTable`). FAR: rows lie on another GPU. ALIGNED: units that all of them, but
-    the address, are multiples of. WHOLE: tokens of a page lie one behind the other in every
-    plane."""
+    """Pointers and mask of the units from piece * SIZE on, of page number `place` in plane
+    `number`. Planes are five numbers each (`PlaneTable`). FAR: rows are on another GPU. ALIGNED:
+    units that all numbers except the address are multiples of. WHOLE: tokens of a page are
+    contiguous in every plane."""
     place = place.to(tl.int64)
     page = tl.load(pages + place)
     plane = planes + number * 5
@@ -55,7 +55,7 @@ def _copy_piece(
     width = tl.multiple_of(tl.load(plane + 3).to(tl.int32), ALIGNED)
     start = tl.multiple_of(tl.load(plane + 4), ALIGNED)
     BYTES: tl.constexpr = UNIT.primitive_bitwidth // 8
-    # what is known of a number is not known of the pointer that it becomes
+    # the compiler forgets an integer's alignment when it becomes a pointer
     own = (address + page * page_units * BYTES).to(tl.pointer_type(UNIT))
     own = tl.multiple_of(own, ALIGNED * BYTES)
     offsets = piece * SIZE + tl.arange(0, SIZE)
@@ -68,7 +68,7 @@ def _copy_piece(
     row = rows + place * tl.multiple_of(row_units, ALIGNED) + start + offsets
     if TO_ROWS:
         tl.store(row, tl.load(own, mask=inside), mask=inside)
-    elif FAR:  # nothing of it is read twice
+    elif FAR:  # no data is read twice
         tl.store(own, tl.load(row, mask=inside, cache_modifier=".cg"), mask=inside)
     else:
         tl.store(own, tl.load(row, mask=inside), mask=inside)
@@ -105,7 +105,7 @@ def _page_bytes_kernel(
     )
 
 
-# one kernel for any number of pages, and wherever among others their numbers begin
+# one kernel for any number of pages and any alignment of their list
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["pages"])
 def _far_rows_kernel(
     pages,
@@ -121,8 +121,8 @@ def _far_rows_kernel(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Fills `count` pages of `plane_count` planes in so many pieces each. Programs take turns, so
-    that what is under way at once lies together."""
+    """Copies `count` pages of `plane_count` planes, in several pieces each. Programs are
+    interleaved, so that concurrent accesses are adjacent."""
     for item in range(tl.program_id(0), count * plane_count * pieces, tl.num_programs(0)):
         row = item // pieces
         _copy_piece(
@@ -145,10 +145,9 @@ def _far_rows_kernel(
 
 @dataclass(frozen=True)
 class PlaneTable:
-    """What the kernel knows of planes that lie on one device. `planes` [planes, 5] int64: the
-    address of page 0's first byte; and in units of `unit` bytes the distance of two pages, that of
-    two tokens, a token's width, and where the plane begins in a row. width: the widest of these.
-    size: bytes of a row."""
+    """The kernel's description of planes on one device. `planes` [planes, 5] int64: address of page
+    0's first byte, then, in units of `unit` bytes, page stride, token stride, a token's width, and
+    the plane's offset in a row. width: the largest width. size: bytes of a row."""
 
     planes: Tensor
     unit: int
@@ -160,8 +159,8 @@ class PlaneTable:
 
     @staticmethod
     def of(planes: Sequence[Tensor]) -> PlaneTable:
-        """planes: [pages, tokens, ...] each, or a part of the heads of one; the entries of one
-        token lie together. They must live as long as the table is used."""
+        """planes: [pages, tokens, ...] each, or some heads of it; the entries of a token must be
+        contiguous. They must live as long as the table is used."""
         tokens = planes[0].shape[1]
         device = planes[0].device
         found: list[tuple[int, ...]] = []
@@ -196,8 +195,8 @@ class PlaneTable:
         self._launch(pages, rows, False, far)
 
     def warm(self, pages: Tensor) -> None:
-        """Launches a `scatter` of no pages from afar: what is done once for a kernel is done, and
-        the next launch finds what it needs in the processor's caches."""
+        """Launch a `scatter` of no pages from another GPU: a kernel's one-time work is then done,
+        and the next launch finds its data in the CPU's caches."""
         rows = pages.view(torch.uint8)[:0]  # any address that is one
         self._launch(pages[:0], rows, False, True)
 

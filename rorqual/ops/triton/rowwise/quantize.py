@@ -1,5 +1,5 @@
-"""fp8 e4m3 activations: one fp32 scale a token and 128 columns, as
-rorqual.ops.reference.quantize_activation defines them."""
+"""fp8 e4m3 activations with one fp32 scale per token and 128 columns:
+rorqual.ops.reference.quantize_activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 def room_for(
     made: Quantized | None,
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """(data, scale, strides of the scale) for a kernel that quantizes what it makes, if asked."""
+    """(data, scale, strides of the scale) for a kernel that may quantize its output; None: not
+    quantized."""
     return (None, None, (0, 0)) if made is None else (made.data, made.scale, made.scale.stride())
 
 
@@ -28,7 +29,7 @@ def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
     if EXACT:
         scale = tl.div_rn(peak, 448.0)
         divisor = tl.broadcast_to(scale[:, None], (BLOCKS, 128))
-        # 0 / x would leave the fast path of a division; a zero keeps its sign
+        # 0 / x would leave the fast path of the division; a zero keeps its sign
         data = tl.where(
             blocks == 0, blocks, tl.div_rn(tl.where(blocks == 0, divisor, blocks), divisor)
         )
@@ -42,7 +43,7 @@ def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
 def store_fp8(
     x, data, scale, row, column, columns, stride, scale_row, scale_block, BLOCK: tl.constexpr
 ):
-    """Quantize x, fp32 [BLOCK] that starts at `column` of `row`, and store both parts."""
+    """Quantize x, fp32 [BLOCK] from `column` of `row` on, and store data and scales."""
     BLOCKS: tl.constexpr = BLOCK // 128
     values, factors = to_fp8(x, BLOCKS)
     offsets = column + tl.arange(0, BLOCK)
@@ -72,7 +73,7 @@ def _quantize_kernel(
 
 
 def quantize(x: Tensor) -> Quantized:
-    """x [T, columns] in any float dtype, rows `x.stride(0)` apart."""
+    """x [T, columns] in any float dtype, row stride `x.stride(0)`."""
     tokens, columns = x.shape
     assert x.stride(1) == 1
     out = Quantized.empty(tokens, columns, x.device)
@@ -93,7 +94,7 @@ def quantize(x: Tensor) -> Quantized:
 
 
 def quantized(x: Activation | Quantized) -> Quantized:
-    """x in fp8, made here unless it comes in fp8."""
+    """x in fp8; quantized here if it is not yet."""
     if isinstance(x, NormOutput):
         return x.quantized
     return x if isinstance(x, Quantized) else quantize(hidden_of(x))

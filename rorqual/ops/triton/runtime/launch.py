@@ -1,8 +1,8 @@
-"""How kernels are launched: programmatic dependent launch, and what the GPU offers.
+"""Kernel launches: programmatic dependent launch, and GPU capabilities.
 
-A kernel launched with `DEPENDENT` may start while the one before it on the stream is finishing;
-`wait_for_inputs` must then be its first memory operation, and stands still until everything
-launched before is complete and visible.
+A kernel launched with `DEPENDENT` may start while the previous one on the stream is finishing;
+`wait_for_inputs` must then be its first memory operation, and blocks until everything launched
+before is complete and visible.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Let the next kernel take its place on the GPU, then wait for the previous one's results."""
+    """Allow the next kernel to start, then wait for the previous one's results."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
 
 
 def keep_compiled() -> None:
-    """Compiled kernels go to our cache folder. Triton files them by source, its own version,
-    ptxas and compute capability, so one folder serves every GPU and version, and a restart
-    compiles nothing."""
+    """Use our cache folder for compiled kernels. Triton keys them by source, its version, ptxas and
+    compute capability, so one folder serves all GPUs and versions, and a restart compiles
+    nothing."""
     folder = triton_cache_folder()
     if folder is not None:
         triton.knobs.cache.dir = str(folder)
@@ -80,11 +80,11 @@ _owners: dict[tuple[torch.device, int], int] = {}
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """int32 zeros that every kernel leaves zero again. One set a stream, since kernels of two
-    streams may run at once.
+    """int32 counters, zero between kernels: every kernel resets them. One set per stream, since
+    kernels of two streams may run concurrently.
 
-    All sets are made at the first call, which must not be under graph capture: a set made there
-    would be zeroed by one graph alone.
+    All sets are created at the first call, which must not be during a graph capture: only that
+    graph would zero a set created there.
     """
     assert count <= COUNTERS, count
     if device not in _counters:

@@ -1,5 +1,5 @@
-"""Kernels compiled side by side before they are needed: left to their first launches, an
-engine's kernels compile one after the other."""
+"""Compile kernels in parallel before they are needed; at their first launches they would compile
+one after the other."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ MOST_THREADS = 16
 
 
 class Blank(TorchFunctionMode):
-    """Fresh storage holds zeros: what a kernel that does not run leaves behind may be used as an
-    index."""
+    """New tensors are zeroed: the output of a kernel that is not run may be used as an index."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -36,9 +35,9 @@ class Blank(TorchFunctionMode):
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Launches by this thread compile, side by side, and run nothing; at the end all are compiled
-    and loaded. Other threads' launches run. A kernel that does not compile is left for its first
-    launch, which says why."""
+    """Inside, launches by this thread compile in parallel and run nothing; on exit all kernels are
+    compiled and loaded. Other threads' launches run. A kernel that fails to compile raises its
+    error at its first launch."""
     run = JITFunction.run
     own = threading.get_ident()
     made: dict[int, Any] = {}
@@ -61,10 +60,10 @@ def compiling() -> Iterator[None]:
 
 
 def _load(made: list[Any], pool: ThreadPoolExecutor) -> None:
-    """What a first launch does besides compiling: a C compiler makes the function that launches
-    kernels of such arguments (a third of a second each, and kept in Triton's cache folder), and the
-    driver takes the kernel. What fails here fails, and says why, at the first launch."""
-    # waited for, or in the cache from the start; one that did not compile is None
+    """What a first launch does besides compiling: a C compiler builds the launcher for the argument
+    types (a third of a second each, kept in Triton's cache folder), and the driver loads the
+    kernel. Errors here are raised at the first launch instead."""
+    # finished, or cached from the start; None if it failed to compile
     every = [one.result(ignore_errors=True) if hasattr(one, "result") else one for one in made]
     fresh = [one for one in every if one is not None and getattr(one, "module", 0) is None]
     active = driver.active

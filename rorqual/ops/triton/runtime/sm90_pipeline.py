@@ -1,6 +1,6 @@
-"""What kernels in Gluon have in common: programmatic dependent launch in its two halves
-(Triton's have launch.wait_for_inputs), the ring of stages that bulk copies fill, and a way to
-keep a loop from computing ahead what its registers have no room for."""
+"""Shared parts of Gluon kernels: the two halves of programmatic dependent launch (Triton kernels
+use launch.wait_for_inputs), the ring of stages for bulk copies, and a way to keep the compiler from
+hoisting address computations out of a loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 
 @cache
 def bulk_layout(bits: int) -> Any:
-    """Of tiles in shared memory, 128 bytes a row of values of so many bits, as bulk copies leave
-    them and products read them. Making one takes the host longer than a descriptor that names it.
-    """
+    """Layout of tiles in shared memory, 128 bytes per row of `bits`-bit values, as bulk copies
+    write and products read them. Cached, since creating one takes longer than creating a
+    descriptor."""
     return gl.NVMMASharedLayout(128, bits, rank=2)
 
 
-# Triton 3.7 gave it another name.
+# renamed in Triton 3.7
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
@@ -46,8 +46,8 @@ def wait_for_inputs(DEPENDENT: gl.constexpr):
 
 @gluon.jit
 def opaque_zero():
-    """0, but the compiler does not know: addresses it is added to are not all computed before
-    the loop and kept in registers."""
+    """0, unknown to the compiler: added to addresses, it keeps them from being computed before the
+    loop and held in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -55,7 +55,7 @@ def opaque_zero():
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """(the stage behind this one, the phase of its barriers), which turns with every round."""
+    """(the next stage, the phase of its barriers); the phase flips with every round."""
     stage = stage + 1
     if stage == STAGES:
         stage = 0

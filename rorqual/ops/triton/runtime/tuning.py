@@ -1,14 +1,12 @@
-"""Which configuration a kernel runs with: rules read from files, found beforehand by `rorqual bench
-kernels --tune`.
+"""Kernel configurations: rules from files, which `rorqual bench kernels --tune` finds.
 
-A rule names the shapes it is for and a configuration. The first rule that fits decides: of the
-user's own file for this GPU and these versions of torch and Triton, then of the set that ships for
-the GPU, else of the H200's. Nothing is timed here, ever: a shape nobody tuned takes the general
-rule of its kernel.
+A rule has a range of shapes and a configuration. The first matching rule is used: from the user's
+file for this GPU and these versions of torch and Triton, then from the shipped set for the GPU,
+else from the H200's. Nothing is timed here: a shape without tuning uses its kernel's general rule.
 
 Files are JSON: {"format": 1, "card", "capability", "torch", "triton", "kernels": {kernel:
 [{"shape", "config", "us"}, ...]}}. A shape maps names to a value that must be equal, or to [least,
-most], in which null is an open end. What a rule does not name, it does not ask for.
+most], where null means no limit. Names that a rule omits are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from rorqual.errors import ConfigError
 FORMAT = 1
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
 DEFAULT_CARD = "NVIDIA H200"
-NEAR = 1.4  # a tuned size stands for sizes up to so much larger or smaller
+NEAR = 1.4  # a tuned size covers sizes larger or smaller by up to this factor
 C = TypeVar("C")
 Rules = dict[str, list["Rule"]]
 log = logging.getLogger("rorqual")
@@ -50,14 +48,14 @@ class TunedDevice:
 
     @property
     def file(self) -> Path:
-        """The user's own set."""
+        """The user's tuning file."""
         words = f"{self.name}-sm{self.capability}-torch{self.torch}-triton{self.triton}"
         return cache_folder() / "tuned" / (re.sub(r"[^a-z0-9.+]+", "-", words.lower()) + ".json")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """See the head of this file. us: what the configuration took where it was found."""
+    """See the top of this file. us: measured time of the configuration when it was tuned."""
 
     shape: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -77,13 +75,13 @@ def _within(value: Any, wanted: Any) -> bool:
 
 
 def near(size: float) -> list[float]:
-    """The range of sizes that a configuration found for `size` stands for."""
+    """The range of sizes that a configuration tuned for `size` covers."""
     return [round(size / NEAR, 3), round(size * NEAR, 3)]
 
 
 @cache
 def card_of(device: torch.device) -> TunedDevice | None:
-    """None where kernels are interpreted, or only compiled."""
+    """None if kernels are interpreted, or only compiled."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -96,8 +94,7 @@ def card_of(device: torch.device) -> TunedDevice | None:
 
 
 def config_for(kernel: str, config: type[C], device: torch.device, /, **shape: Any) -> C:
-    """The configuration, a `config`, for a shape given by name. Found once a shape, then
-    remembered."""
+    """The configuration, of class `config`, for a shape given by name. Cached by shape."""
     key: Any = config  # to mypy a class is not hashable
     found: C = _chosen(kernel, key, device, tuple(shape.items()))
     return found
@@ -122,22 +119,21 @@ def _chosen(
 
 
 class StoredConfig:
-    """A configuration that files hold as something else: a row for several kinds of it."""
+    """A configuration whose format in files differs: one row for several classes."""
 
     @staticmethod
     def from_row(data: Mapping[str, Any]) -> Any:
-        """As `build`. ValueError as well where no kernel takes such a configuration."""
+        """As `build`; also raises ValueError if no kernel supports the configuration."""
         raise NotImplementedError
 
     def row(self) -> Any:
-        """The dataclass that is written."""
+        """The dataclass to write."""
         raise NotImplementedError
 
 
 def build(kind: type[C], data: Mapping[str, Any]) -> C:
-    """A dataclass, with dataclasses in it, from what `asdict` made of one. TypeError where
-    fields or their types are others. What `kind` lists as its FORMER_FIELDS is passed over: files
-    of users still hold it."""
+    """The inverse of `asdict`, for nested dataclasses. Raises TypeError for other fields or types.
+    Ignores the FORMER_FIELDS of `kind`, which users' files may still contain."""
     if issubclass(kind, StoredConfig):
         stored: C = kind.from_row(data)
         return stored
@@ -150,7 +146,7 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
         wanted: Any = hints[name]
-        if get_origin(wanted) is UnionType:  # a dataclass that may be left out
+        if get_origin(wanted) is UnionType:  # an optional dataclass
             wanted = NoneType if value is None else get_args(wanted)[0]
         made[name] = value
         if is_dataclass(wanted):
@@ -165,7 +161,7 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
 
 @cache
 def _own(card: TunedDevice | None) -> Rules:
-    """The user's rules for a GPU; what cannot be read is passed by, with one line in the log."""
+    """The user's rules for a GPU; unreadable files are skipped, with a line in the log."""
     if card is None or not card.file.exists():
         return {}
     try:
@@ -177,7 +173,7 @@ def _own(card: TunedDevice | None) -> Rules:
 
 @cache
 def shipped(name: str) -> Rules:
-    """The rules that ship for a GPU, else those of DEFAULT_CARD."""
+    """The shipped rules for a GPU, else those of DEFAULT_CARD."""
     sets = {json.loads(path.read_text())["card"]: path for path in sorted(SHIPPED.glob("*.json"))}
     return read(sets.get(name, sets[DEFAULT_CARD]))
 
@@ -190,7 +186,7 @@ def read(path: Path) -> Rules:
 
 
 def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The `kernels` of a file. ConfigError where it is none of ours."""
+    """The `kernels` of a file. Raises ConfigError if it is not a tuning file."""
     try:
         data = json.loads(path.read_text())
         kernels: dict[str, list[dict[str, Any]]] = data["kernels"]
@@ -210,8 +206,8 @@ def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any, us: float) -> Path:
-    """Put a rule at the head of the user's file for the GPU, in place of one for the same
-    shape. The file is replaced as a whole, so a reader sees the old or the new one."""
+    """Insert a rule at the top of the user's file for the GPU, replacing one for the same shape.
+    The file is replaced atomically."""
     kernels = _load(card.file) if card.file.exists() else {}
     row = config.row() if isinstance(config, StoredConfig) else config
     rule = {"shape": dict(shape), "config": asdict(row), "us": round(us, 2)}
@@ -231,7 +227,7 @@ def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any,
 
 
 def as_text(data: Mapping[str, Any]) -> str:
-    """JSON with a line a rule."""
+    """JSON with one line per rule."""
     kernels = ",\n".join(
         f"  {json.dumps(kernel)}: [\n"
         + ",\n".join(f"   {json.dumps(rule)}" for rule in rules)

@@ -1,5 +1,5 @@
-"""The best token of each row of logits, `Ops.best`: what greedy decoding draws. torch gives a
-row one program, 38 us at one row of 129,280; here a row is cut into parts that fill the GPU."""
+"""The token with the largest logit of each row: `Ops.argmax`, for greedy decoding. torch uses one
+program per row, 38 us for one row of 129,280; here a row is split into parts that fill the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rorqual.ops.triton.runtime.launch import (
 )
 from rorqual.ops.triton.sampling.sampling import NEVER, _chunk
 
-CHUNK = 2048  # tokens a program reads at a time
+CHUNK = 2048  # tokens that a program reads at a time
 
 
 @triton.jit(do_not_specialize=["chunks", "parts"])
@@ -31,8 +31,8 @@ def _part_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, part): the greatest logit of so many chunks, and the first token that has
-    it. NaN counts as greatest."""
+    """Program (row, part): the largest logit of several chunks, and the first token with it. NaN
+    counts as the largest."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -41,7 +41,7 @@ def _part_kernel(
     for chunk in range(part * chunks, part * chunks + chunks):
         token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
         x = tl.where(x == x, x, float("inf"))
-        # the first of equals; -inf where there is nothing else
+        # the first of equal ones; -inf if there is nothing else
         better = (x > argmax) | ((at == vocab) & (token < vocab))
         argmax = tl.where(better, x, argmax)
         at = tl.where(better, token, at)
@@ -61,8 +61,8 @@ def _whole_kernel(peaks, firsts, out, parts, SIZE: tl.constexpr, DEPENDENT: tl.c
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits [M, V] of any float format, each row dense: [M] int64, the first of a row's
-    greatest."""
+    """logits [M, V] in any float format, contiguous rows: [M] int64, the first of a row's
+    largest."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

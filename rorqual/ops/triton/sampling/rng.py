@@ -1,4 +1,4 @@
-"""rorqual.ops.rng on a GPU, bit for bit: integers wrap alike everywhere, and each float
+"""rorqual.ops.rng on a GPU, bit for bit: integer overflow wraps in the same way, and each float
 operation is rounded once."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from rorqual.ops.rng import FIELDS_DEVIATION
 from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
 
-# of a program of draw_normal
+# per program of draw_normal
 COLUMNS = 1024
 ROWS = 8
 
@@ -91,7 +91,7 @@ def _normal_kernel(
 
 
 def draw_normal(view: Tensor, key: int, std: float, first: int, width: int) -> None:
-    """rorqual.ops.rng.draw_normal, bit for bit; columns of view side by side."""
+    """rorqual.ops.rng.draw_normal, bit for bit; columns of view contiguous."""
     rows, columns = view.shape
     assert view.stride(1) == 1
     if view.numel():

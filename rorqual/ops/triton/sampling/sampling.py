@@ -1,16 +1,15 @@
-"""Sampling: rorqual.ops.reference.distribution, draw, sample_residual and write_probs, and the
-random numbers of rorqual.ops.rng.
+"""Sampling: rorqual.ops.reference.distribution, sample_from, sample_residual and write_probs.
 
-A row of the vocabulary is cut into chunks of CHUNK tokens, each read once by a program of its own,
-so that few rows fill a GPU as well as many. Their sums give peak, mass and the chunk in which a
-draw falls; only that chunk is read again.
+The vocabulary is split into chunks of CHUNK tokens, one program each, so that even few rows fill a
+GPU. The chunks' sums give peak, mass and the chunk of the sampled token; only that chunk is read
+again.
 
-Cuts need a threshold, and no sort finds it. A bound is known before: for top-k the k-th largest of
-the best logits of that many disjoint sets of tokens; for top-p what is so small that all of it
-together could be left out. Tokens above the bound, a few hundred as a rule, are written side by
-side, and one program a row searches among them by bisection over the bit patterns of logits,
-jumping from value to value. A chunk with more than HELD of them is read from the logits again.
-Nothing depends on the order in which programs run.
+Filters (top-k, top-p, min-p) need a threshold, which is found without sorting. First a lower bound:
+for top-k the k-th largest of the maxima of disjoint sets of tokens; for top-p a value below which
+all tokens together may be excluded. Tokens above the bound, usually a few hundred, are stored as
+candidates, and one program per row finds the threshold among them by bisection over the logits' bit
+patterns, jumping from value to value. A chunk with more than HELD candidates is read from the
+logits again. Results do not depend on the order of programs.
 
 Weights are fp32 (base-2 exponentials of differences, the factor in two parts), their sums fp64.
 """
@@ -29,9 +28,9 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 from rorqual.request import GREEDY_TEMPERATURE
 
 CHUNK = 4096
-HELD = 1024  # candidates of a chunk that are written side by side
-SEARCHED = 2048  # candidates that the search looks at together
-SETS = 256  # disjoint sets of tokens whose best logits bound top-k
+HELD = 1024  # most candidates that are stored per chunk
+SEARCHED = 2048  # candidates that the search compares at once
+SETS = 256  # disjoint sets of tokens whose maxima bound top-k
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
@@ -60,7 +59,7 @@ def _chunk(logits, row, chunk, row_stride, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def _key(x):
-    """A finite or infinite fp32 scalar as an integer of the same order."""
+    """A finite or infinite fp32 scalar as an integer with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -88,8 +87,8 @@ def _chunk_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, chunk): its best logit, the first token that has it, the sum of weights
-    against it, and the best of PARTS subsets."""
+    """Program (row, chunk): its largest logit, the first token with it, the sum of weights relative
+    to it, and the maxima of PARTS subsets."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -107,14 +106,14 @@ def _chunk_kernel(
 
 @triton.jit
 def _rounded_up(x):
-    """The least fp32 number that is not below the fp64 scalar x."""
+    """Round the fp64 scalar x up to fp32."""
     near = x.to(tl.float32)
     return tl.where(near.to(tl.float64) < x, _value(_key(near) + 1), near)
 
 
 @triton.jit
 def _kth_best(sets, row, chunks, k, PARTS: tl.constexpr, SETS: tl.constexpr):
-    """The k-th largest of the sets' best logits; -inf where there are not k of them."""
+    """The k-th largest of the sets' maxima; -inf if there are fewer than k."""
     index = tl.arange(0, SETS)
     some = tl.arange(0, 16)
     count = chunks * PARTS
@@ -131,8 +130,7 @@ def _kth_best(sets, row, chunks, k, PARTS: tl.constexpr, SETS: tl.constexpr):
 
 @triton.jit
 def _limits(settings, row, peak, vocab):
-    """(temperature, top_p, least logit by min-p, top_k or 0): settings that cut nothing come as
-    1, -inf and 0."""
+    """(temperature, top_p, least logit by min-p, top_k); disabled filters are 1, -inf and 0."""
     temperature = tl.load(settings + row * 4)
     top_p = tl.load(settings + row * 4 + 1)
     min_p = tl.load(settings + row * 4 + 2)
@@ -165,8 +163,8 @@ def _summary_kernel(
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One row: its summary without cuts, the masses of its chunks, its best token, and the logit
-    that no threshold lies below (inf: nothing is cut). CHUNKS is `chunks` rounded up."""
+    """One row: its summary without filters, the masses of its chunks, its best token, and the lower
+    bound of the threshold (inf: no filters). CHUNKS is `chunks` rounded up."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     index = tl.arange(0, CHUNKS)
@@ -193,7 +191,7 @@ def _summary_kernel(
         bound = by_min
         if top_k > 0:
             by_k = _kth_best(sets, row, chunks, top_k, PARTS, SETS)
-            # top-p counts all that top-k keeps
+            # top-p counts all tokens that top-k keeps
             bound = tl.where(top_p < 1, by_k, tl.maximum(by_k, by_min))
         elif top_p < 1:
             small = peak.to(tl.float64) + warm * tl.log(0.5 * (1 - top_p) * mass / vocab)
@@ -233,8 +231,8 @@ def _gather_kernel(
 
 
 class Candidates(NamedTuple):
-    """The logits of a row that reach its bound: where they are read from, and how. most: no chunk
-    has more candidates."""
+    """The logits of a row that reach its bound, and where they are read from. most: largest number
+    of candidates in a chunk."""
 
     logits: Any
     held: Any
@@ -257,8 +255,7 @@ def _candidates_from(
     CHUNK: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Candidates start .. start + WIDTH of each chunk, [CHUNKS, WIDTH], -inf where there are
-    none."""
+    """Candidates start .. start + WIDTH of each chunk, [CHUNKS, WIDTH], padded with -inf."""
     chunk = tl.arange(0, CHUNKS)
     index = start + tl.arange(0, WIDTH)
     count = tl.load(c.counts + c.row * c.chunks + chunk, mask=chunk < c.chunks, other=0)
@@ -284,8 +281,8 @@ def _threshold(
     CHUNK: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """The largest candidate at which all that are as large amount to `goal`, by weight or by
-    number; `low` if none above it does."""
+    """The largest candidate for which the candidates at least as large sum to `goal`, by weight or
+    by number; `low` if there is none above it."""
     # the answer is at least lower, and below upper
     lower = _key(low)
     upper = _key(c.peak) + 1
@@ -346,7 +343,7 @@ def _cut_kernel(
     HELD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One row: floor and mass of its summary and the masses of its chunks, where it is cut."""
+    """One filtered row: floor and mass of its summary, and the masses of its chunks."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
@@ -389,7 +386,7 @@ def _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK: tl.const
 
 @triton.jit
 def _rest(token, weights, mass, refused, q, q_row, vocab, CERTAIN: tl.constexpr):
-    """What is left of probabilities when those of the draft are taken off, in fp64."""
+    """max(p - q, 0) in fp64: the residual after a rejected draft."""
     p = weights.to(tl.float64) / mass
     if CERTAIN:
         rest = tl.where(token == refused, 0.0, p)
@@ -416,7 +413,7 @@ def _rest_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (draw, chunk): the mass that is left in the chunk."""
+    """Program (draw, chunk): the chunk's residual mass."""
     wait_for_inputs(DEPENDENT)
     at = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -457,14 +454,13 @@ def _draw_kernel(
     wait_for_inputs(DEPENDENT)
     at = tl.program_id(0)
     index = tl.arange(0, CHUNKS)
-    # one of which nothing is wanted has no mass left
+    # a draw that is not requested has no residual mass
     row = tl.maximum(tl.load(rows + at), 0) if REST else at.to(tl.int64)
     masses = tl.load(parts + at * chunks + index, mask=index < chunks, other=0.0)
     passed = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
     goal = tl.load(numbers + at) * total
-    # Sums that are rounded may all stay below the goal: then it is the last chunk, or the last
-    # token, that has any mass.
+    # rounded sums may all stay below the goal: then take the last chunk, or token, with any mass
     hit = tl.min(tl.where((passed > goal) & (masses > 0), index, CHUNKS), 0)
     chunk = tl.where(hit < CHUNKS, hit, tl.maximum(tl.max(tl.where(masses > 0, index, -1), 0), 0))
     goal -= tl.sum(tl.where(index < chunk, masses, 0.0), 0)
@@ -499,8 +495,8 @@ def _probs_kernel(
 
 
 def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
-    """rorqual.ops.reference.distribution. logits [M, V] of any float format, each row dense; two
-    kernels, with cuts four.
+    """rorqual.ops.reference.distribution. logits [M, V] in any float format, contiguous rows; two
+    kernels, with filters four.
 
     Its scratch is [M, chunks] fp64: the masses of each row's chunks.
     """
@@ -554,8 +550,8 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
 
 
 def _cut(given: Distribution, settings: Tensor, peaks: Tensor, bounds: Tensor) -> None:
-    """Floor and masses of each row that is cut, into what `given` holds so far. peaks [M, chunks]
-    and bounds [M] fp32 from _summary_kernel and the one before it."""
+    """Update floor and masses of filtered rows in `given`. peaks [M, chunks] and bounds [M] fp32
+    are from _summary_kernel and the kernel before it."""
     logits = given.logits
     rows, chunks = peaks.shape
     vocab = logits.shape[1]

@@ -1,6 +1,6 @@
-"""How requests move on through a decode step, in one kernel for each of the three parts
-(rorqual.ops.reference): integers alone, a program a request. As torch's operations these are
-some thirty launches a step, which at one request take as long as a layer."""
+"""Request state in decode steps, one kernel for each of the three ops (rorqual.ops.reference), with
+one program per request. As torch operations these are about thirty launches per step, which for one
+request take as long as a layer."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def check(
     for r, length in enumerate(lens):
         entries = cache[tables[r].long()].flatten(0, 1)[:length, None]
         at = slice(r * queries, (r + 1) * queries)
-        # tokens that do not exist see nothing or what is there; nobody reads them
+        # tokens that do not exist see nothing or stale data, which is not read
         if length < queries:
             at = slice((r + 1) * queries - length, (r + 1) * queries)
         expected = attend(torch.cat((q_latent, q_rope), -1)[at], entries, entries[..., :512], scale)
@@ -197,7 +197,7 @@ BROKEN = {
     ),
     "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 3),
     "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 3),
-    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 7),
+    "an unannounced copy": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 7),
     "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 3),
 }
 

@@ -175,7 +175,7 @@ def check(
     out = decode(q_latent, q_rope, cache, tables, lens, scale, workers, config, compiled)
     for r, length in enumerate(lens):
         entries = exact_entries(rows[r])[:, None]
-        # nobody reads tokens that do not exist
+        # tokens that do not exist are not read
         used = slice((r + 1) * queries - min(length, queries), (r + 1) * queries)
         if length == 0:
             assert not out[r * queries : (r + 1) * queries].any()
@@ -366,7 +366,7 @@ BROKEN = {
     "what threads wrote is multiplied without a fence": (r"fence\.proxy\.async[^;]*;", "", 3),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 5),
     "a copy not awaited": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1),
-    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 2),
+    "an unannounced copy": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 2),
     "threads do not meet at all": (r"bar\.sync[^;]*;", "", 1),
 }
 

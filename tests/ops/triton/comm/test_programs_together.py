@@ -215,7 +215,7 @@ def reduce(kernels: list[Kernel], seed: int, two_shot: bool, ptx: list[str] | No
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("joint", [False, True])
-def test_picks_are_sorted(kernels: list[Kernel], seed: int | None, joint: bool) -> None:
+def test_pairs_are_sorted(kernels: list[Kernel], seed: int | None, joint: bool) -> None:
     sort(kernels, seed)
     choose(kernels, seed, joint=joint)
 

@@ -165,7 +165,7 @@ def test_a_row_goes_to_one_of_two_servers_that_hold_the_same() -> None:
         assert pairs.caller.sent.tolist() == [1 << ((row + turn) % 2) for row in range(ROWS)]
 
 
-def test_an_expert_that_nobody_holds_is_reported() -> None:
+def test_an_expert_without_a_server_is_reported() -> None:
     pairs = Pairs([[0, 1, 2, 3]])
     x, ids, weights = given(2, 0, torch.float32)
     pairs.call(x, ids.clamp(max=3), weights, 0, False)
@@ -198,7 +198,7 @@ def test_a_wait_ends_by_the_stop_word_and_counts_go_on() -> None:
     x, ids, weights = given(2, 0, torch.float32)
     pairs.words[0] = 1
     server = pairs.servers[0]
-    kernels.arrive(server, pairs.places[0], 2)  # nobody has sent anything
+    kernels.arrive(server, pairs.places[0], 2)  # nothing was sent
     kernels.send_home(server, torch.zeros(2, HIDDEN, device=DEVICE))
     kernels.dispatch(pairs.caller, pairs.holders, x, ids, weights, 0)
     kernels.combine(pairs.caller, x)

@@ -275,7 +275,7 @@ BROKEN = {
     ),
     "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1),
     "barriers start without a fence": (r"fence\.proxy\.async[^;]*;", "", 1),
-    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
+    "an unannounced copy": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
     "registers without a fence": (r"wgmma\.fence[^;]*;", "", 1),
     "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 1),
     "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1),

@@ -111,7 +111,7 @@ def test_mlp_of_parts() -> None:
 
 
 def draw(tokens: int, top_k: int, slots: int, absent: float = 0.2) -> tuple[Tensor, Tensor]:
-    """Slot 1 is nobody's."""
+    """No token is routed to slot 1."""
     scores = torch.rand(tokens, slots)
     scores[:, 1] = -1
     ids = scores.topk(top_k).indices
@@ -142,7 +142,7 @@ def expert_weights(
 def test_experts(
     tokens: int, top_k: int, sizes: tuple[int, int], group: int, zero: bool, dtype: torch.dtype
 ) -> None:
-    """Both forms, with picks elsewhere, an expert nobody picks, and a base."""
+    """Both forms, with experts on other ranks, an unused expert, and a base."""
     hidden, inner = sizes
     w = expert_weights(6, hidden, inner, group, zero, dtype)
     x = rows(tokens, hidden, dtype=dtype)
@@ -166,8 +166,8 @@ def test_tiles_of_experts(swap: bool) -> None:
 
 
 @pytest.mark.parametrize("top_k", [3, 9])
-def test_few_picks_of_more_tokens(top_k: int) -> None:
-    """The direct form with any number of picks, also in two powers of 2."""
+def test_few_pairs_of_more_tokens(top_k: int) -> None:
+    """The direct form with any number of pairs, also in two powers of 2."""
     w = expert_weights(12, 64, 32, 32, True, torch.bfloat16)
     x = rows(4, 64)
     ids, weights = draw(4, top_k, 12)

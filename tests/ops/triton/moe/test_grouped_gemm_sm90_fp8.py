@@ -22,26 +22,26 @@ from tests.emulation.ptx_memory import TensorMap
 
 pytestmark = pytest.mark.exhaustive
 
-SHIFT = 3  # how far behind its row a pick stands in the order
+SHIFT = 3  # of a row to its pair in the order
 
 
-class Picks:
-    """Experts with so many rows each, in blocks of m; the last rows of the order are nobody's.
-    x, weights and what fp64 makes of them."""
+class SortedRows:
+    """Experts with so many rows each, in blocks of m, followed by unused rows. x, weights, and the
+    result in fp64."""
 
-    def __init__(self, counts: list[int], m: int, rows: int, columns: int, nobodys: int = 5):
+    def __init__(self, counts: list[int], m: int, rows: int, columns: int, unused: int = 5):
         torch.manual_seed(sum(counts))
         total = sum(counts)
         self.m = m
         self.rows = rows
         self.columns = columns
         self.total = total
-        self.picks = total + nobodys
+        self.pairs = total + unused
         made = [operands(8, columns, rows)[2] for _ in counts]
         self.weight = Weight(
             torch.stack([w.data for w in made]), torch.stack([w.scale for w in made])
         )
-        self.x, self.scale, _ = operands(self.picks, columns, rows)
+        self.x, self.scale, _ = operands(self.pairs, columns, rows)
         starts = [sum(counts[:expert]) for expert in range(len(counts))]
         spans = [
             (e, at, start + n)
@@ -54,9 +54,9 @@ class Picks:
             self.blocks[:, index] = torch.tensor([expert, at, end, SHIFT])
         self.count = torch.tensor([len(spans)], dtype=torch.int32)
         self.limit = limit
-        self.places = torch.randperm(self.picks).int()
+        self.places = torch.randperm(self.pairs).int()
         self.order = torch.cat((torch.full((SHIFT,), -(10**6), dtype=torch.int32), self.places))
-        self.exact = torch.full((self.picks, rows), float("nan"), dtype=torch.float64)
+        self.exact = torch.full((self.pairs, rows), float("nan"), dtype=torch.float64)
         for expert, (start, n) in enumerate(zip(starts, counts, strict=True)):
             own = slice(start, start + n)
             self.exact[own] = exact(self.x[own], self.scale[own], made[expert])
@@ -68,7 +68,7 @@ class Picks:
     def check(self, y: Tensor, scatter: bool) -> None:
         found = y[self.places.long()] if scatter else y
         assert error(found[: self.total], self.exact[: self.total]) < 2e-3
-        assert found[self.total :].isnan().all(), "a row that is nobody's was stored"
+        assert found[self.total :].isnan().all(), "an unused row was stored"
 
 
 CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs, scatter
@@ -84,8 +84,8 @@ CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs,
 def test_emulated_result(
     counts: list[int], m: int, rows: int, columns: int, stages: int, programs: int, scatter: bool
 ) -> None:
-    case = Picks(counts, m, rows, columns)
-    y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
+    case = SortedRows(counts, m, rows, columns)
+    y = torch.full((case.pairs, rows), float("nan"), dtype=torch.bfloat16)
     args = [
         Descriptor(case.x, [64, 128]),
         case.scale,
@@ -155,8 +155,8 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
     """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
     is right, and free of races."""
     counts, m, rows, columns, _, programs, scatter = FORMS[form]
-    case = Picks(counts, m, rows, columns)
-    y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
+    case = SortedRows(counts, m, rows, columns)
+    y = torch.full((case.pairs, rows), float("nan"), dtype=torch.bfloat16)
     maps = [TensorMap(case.x, (64, 128), 128), TensorMap(case.flat, (128, 128), 128)]
     strides = [*run_time(case.scale.stride(0)), case.scale.stride(1)]
     arguments = [

@@ -37,8 +37,8 @@ NAN = float("nan")
 def made(
     tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, absent: bool
 ) -> tuple[DeferredMoESum, Tensor, Tensor]:
-    """(what experts gave, residual whose rows lie apart, weight of the norm); rows of absent
-    picks are NaN."""
+    """(what experts gave, residual whose rows lie apart, weight of the norm); rows of
+    experts on other ranks are NaN."""
     torch.manual_seed(tokens + hidden + top_k)
     y = torch.randn(tokens * top_k, hidden).to(dtype)
     ids = None
@@ -64,7 +64,7 @@ def exact(gave: DeferredMoESum) -> Tensor:
     return total if gave.base is None else total + gave.base
 
 
-SHAPES = [(2048, 8), (7168, 9), (4096, 8), (2048, 13), (72, 3), (100, 1)]  # columns and picks
+SHAPES = [(2048, 8), (7168, 9), (4096, 8), (2048, 13), (72, 3), (100, 1)]  # columns and top_k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -118,8 +118,8 @@ def test_the_definition_is_a_norm_of_the_sum() -> None:
 
 
 def test_rows_in_registers() -> None:
-    """All picks of a token of the real models at once; of wide fp32 rows as many as fit; none
-    where not even one does."""
+    """All rows of a token of the real models at once; of wide fp32 rows as many as fit; none
+    if not even one does."""
     assert [combine.rows_at_once(k, s, 2) for k, s in ((8, 2048), (9, 8192), (10, 4096))] == [
         8,
         9,
@@ -226,7 +226,7 @@ def test_steps_of_many_tokens_are_summed_at_once(
     assert torch.equal(summed(found), TritonOps().routed_experts(x, router, w))
 
 
-def test_a_token_whose_picks_take_the_direct_kernels_is_summed_there() -> None:
+def test_direct_kernels_do_the_sum_themselves() -> None:
     x = torch.randn(1, 64, device=DEVICE)
     router = RouterWeights(torch.randn(8, 64, device=DEVICE), None, MoEConfig(8, 2, 32))
     w = ExpertWeights(
@@ -237,8 +237,8 @@ def test_a_token_whose_picks_take_the_direct_kernels_is_summed_there() -> None:
 
 
 @pytest.mark.parametrize("sorts", [True, False])
-def test_whoever_sorts_the_picks(sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum stays with the norm where sorting is a kernel of its own."""
+def test_the_norm_does_the_sum_with_any_sort(sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if sorting is a separate kernel."""
     monkeypatch.setattr(grouped_gemm, "SORTS_WHILE_ROUTING", sorts)
     x = torch.randn(4, 64, device=DEVICE)
     router = RouterWeights(torch.randn(8, 64, device=DEVICE), None, MoEConfig(8, 2, 32))

@@ -128,10 +128,10 @@ def test_experts(kind: str, tokens: int, top_k: int) -> None:
     ("kind", "tokens", "top_k", "shared"),
     [("bf16", 1, 8, 1), ("fp8", 1, 8, 1), ("fp32", 9, 3, 2), ("fp8", 9, 3, 2)],
 )
-def test_experts_that_every_token_picks(
+def test_fused_shared_experts(
     kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among the others, and as layers of their own beside them."""
+    """Fused with the routed experts, and as dense layers."""
     hidden = SIZES[kind][0]
     inner = SIZES[kind][1]
     slots = 9
@@ -144,10 +144,10 @@ def test_experts_that_every_token_picks(
         assert difference(TritonOps().experts(x, ids, weights, w), expected) < LIMITS[kind]
 
 
-def test_every_tokens_picks_do_not_change_the_configuration(
+def test_fused_shared_experts_do_not_change_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """V2-Lite at 64 requests: six rows a routed expert, whatever the shared ones have."""
+    """V2-Lite at 64 requests: six rows per routed expert, independent of the shared ones."""
     asked = []
     monkeypatch.setattr(
         experts.tuning,
@@ -164,7 +164,7 @@ def test_every_tokens_picks_do_not_change_the_configuration(
     ("top_k", "widths"),
     [(1, (1, 0)), (2, (2, 0)), (6, (8, 0)), (8, (8, 0)), (9, (8, 1)), (10, (8, 2)), (12, (16, 0))],
 )
-def test_widths_of_a_tokens_picks(top_k: int, widths: tuple[int, int]) -> None:
+def test_widths_of_top_k(top_k: int, widths: tuple[int, int]) -> None:
     assert small_batch.split_picks(top_k) == widths
 
 
@@ -189,7 +189,7 @@ def test_expert_tiles(kind: str, swap: bool) -> None:
 
 @pytest.mark.longest
 @pytest.mark.exhaustive
-def test_direct_form_takes_any_number_of_picks() -> None:
+def test_direct_form_takes_any_number_of_pairs() -> None:
     for kind in ("bf16", "fp8"):
         hidden, inner, slots = SIZES[kind]
         w = expert_weights(kind, slots, hidden, inner)
@@ -225,7 +225,7 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
         assert torch.equal(got, experts.experts(x, ids, weights, w))
 
 
-def test_all_picks_elsewhere() -> None:
+def test_all_experts_on_other_ranks() -> None:
     w = expert_weights("bf16", 4, 32, 32)
     for tokens in (2, 40):
         ids = torch.full((tokens, 3), -1, device=DEVICE)
@@ -269,7 +269,7 @@ def test_sorting(
     assert sorted(found) == [pick for pick, slot in enumerate(flat) if slot >= 0]
     assert taken == list(range(len(found))), "rows lie expert after expert"
     assert (out.places is None) == ("BUCKET_PICKS" in way)
-    if out.places is not None:  # picks are in the order they came in: no shift
+    if out.places is not None:  # pairs keep their order: no shift
         rows_of = dict(zip(found, taken, strict=True))
         assert out.places.tolist() == [rows_of.get(pick, -1) for pick in range(len(flat))]
 
@@ -411,7 +411,7 @@ def test_router_computes_the_norm_before_it(tokens: int, hidden: int) -> None:
 
 
 def test_a_layer_leaves_a_pending_norm_to_its_router() -> None:
-    """Whoever asks for the rows before the router has the norm's kernel launched."""
+    """Reading the rows before the router launches the norm's kernel."""
     w = expert_weights("bf16", 8, 96, 32)
     router = RouterWeights(random(8, 96).bfloat16(), None, MoEConfig(8, 2, 32))
     x, residual = (random(1, 96, dtype=torch.bfloat16) for _ in range(2))
@@ -432,7 +432,7 @@ def test_a_layer_leaves_a_pending_norm_to_its_router() -> None:
     assert torch.equal(summed(found), ops.routed_experts(rows, router, w))
 
 
-def test_a_pending_norm_is_computed_for_whoever_asks_first() -> None:
+def test_a_pending_norm_is_computed_at_its_first_use() -> None:
     x, residual = (random(2, 96, dtype=torch.bfloat16) for _ in range(2))
     weight = random(96, dtype=torch.bfloat16)
     ops = TritonOps()
@@ -533,7 +533,7 @@ def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
     [(ROUTERS[0], 0), (ROUTERS[1], 2), (ROUTERS[2], 1)],
     ids=["softmax", "two", "one"],
 )
-def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared: int) -> None:
+def test_the_router_sorts_pairs(tokens: int, moe: MoEConfig, shared: int) -> None:
     """The kernel for few tokens and the choice behind a product; again and again, as the
     counters come back zero."""
     slots = moe.num_experts + shared
@@ -561,7 +561,7 @@ def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared
 def test_router_and_experts_in_one(
     kind: str, tokens: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of the router followed by the experts, however the picks are sorted."""
+    """Bit-identical to the router followed by the experts, for every way of sorting."""
     moe = replace(ROUTERS[0], top_k=3)
     (hidden, inner, _) = SIZES[kind]
     slots = moe.num_experts + shared
@@ -586,8 +586,8 @@ def test_router_and_experts_in_one(
 
 
 @pytest.mark.parametrize("shared", [1, 2])
-def test_picks_that_every_token_makes(shared: int) -> None:
-    """Behind the others, neither scaled nor normalized with them nor rounded."""
+def test_ids_of_fused_shared_experts(shared: int) -> None:
+    """Last, and neither scaled nor normalized with the others nor rounded."""
     moe = ROUTERS[1]
     x = random(3, 72, dtype=torch.bfloat16)
     gate = random(moe.num_experts, 72) * 0.3
@@ -955,5 +955,5 @@ def test_rows_in_the_order_of_their_experts(
             seen += 1
     assert seen == here
     for behind in (found, joined):
-        assert (behind.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's"
+        assert (behind.data[here:].view(torch.uint8) == 127).all(), "unused rows"
         assert behind.scale[here:].isnan().all()

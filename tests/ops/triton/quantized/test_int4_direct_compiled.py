@@ -1,6 +1,6 @@
 """int4 products whose weights go straight to registers, as compiled for Hopper, in the interpreter
 of PTX: that each lane finds its columns, rows that hold no token, shares that are added up, and
-that nothing but weights and what sorted the picks is read before the kernel before has ended."""
+that only weights and the sorted order are read before the previous kernel has ended."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def sorted_blocks(
 
 @pytest.mark.parametrize(("parts", "tiles"), [(1, 1), (2, 2)])
 def test_experts(parts: int, tiles: int, tmp_path: Path) -> None:
-    """Both products, one after the other: weights and what sorted the picks may be read early, by
+    """Both products, one after the other: weights and the sorted order may be read early, by
     the first kernel once it has waited, by the second at once."""
     slots, hidden, inner, tokens, top_k = 3, 256, 256, 9, 2
     torch.manual_seed(1)

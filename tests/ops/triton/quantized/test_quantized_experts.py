@@ -53,7 +53,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(tokens: int, top_k: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Slot 1 is nobody's, and a fifth of the picks are elsewhere."""
+    """No token is routed to slot 1, and a fifth of the experts are on other ranks."""
     scores = torch.rand(tokens, slots)
     scores[:, 1] = -1
     ids = scores.topk(top_k).indices
@@ -101,7 +101,7 @@ def test_both_forms_give_the_same() -> None:
 
 
 def test_router_and_shared_experts() -> None:
-    """The sum left to the norm, with the picks sorted by the router's kernel; shared experts among
+    """The sum deferred to the norm, with pairs sorted by the router's kernel; shared experts among
     the routed ones or, for many tokens, as layers of their own."""
     moe = MoEConfig(4, 2, 64)
     w = stacks("int4", "wide", (128, 64), {"group": 64})

@@ -101,7 +101,7 @@ def test_rope(kernels: dict[str, tuple[Kernel, Kernel]], way: str) -> None:
 
 
 class Sorted:
-    """Picks of random experts or of none, as sorting leaves them."""
+    """Pairs with random experts or none, sorted."""
 
     def __init__(self) -> None:
         ids = torch.randint(-1, 5, (PICKS,))

@@ -288,7 +288,7 @@ def test_a_configuration_of_another_version_is_passed_by(
 
 
 def test_a_field_that_is_gone_is_read_and_means_nothing(on_card: Callable[..., None]) -> None:
-    """Whoever tuned experts earlier has `waves` in every tile."""
+    """Users' tuning files of earlier versions have `waves` in every tile."""
     down = Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16))
     tile = grouped_gemm.Tile(32, 32, 4, 2)
     plan = grouped_gemm.GroupedGemmPlan(16, tile, tile)

@@ -1,4 +1,4 @@
-"""Experts that tokens get for a benchmark: evenly, or as a file's counts say."""
+"""Simulated routing: uniform, or following the counts of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.engine.balance.initial import with_rank_in_front
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
-from rorqual.layers.picks import EvenPicks, SampledPicks, sampled
+from rorqual.layers.routing_simulator import SampledRouting, UniformRouting, sampled
 from rorqual.parallel.eplb.placement import place, rank_loads
 from rorqual.serve.config import ServeConfig
 
@@ -39,12 +39,12 @@ PROMPTS = [[5, 9, 11, 2], [7, 3, 1, 8], [20, 21, 22, 23], [40, 41, 42, 43]]
 
 
 @pytest.mark.parametrize("moe", [V3, MoEConfig(16, 4, 32), MoEConfig(64, 6, 32)])
-def test_even_picks(moe: MoEConfig) -> None:
+def test_uniform_routing(moe: MoEConfig) -> None:
     """Different experts for each token, of no more groups than the rules allow; all experts alike
     over many rows, and all ranks of experts soon."""
-    picks = EvenPicks(moe, CPU)
+    routing = UniformRouting(moe, CPU)
     ids = torch.zeros(moe.num_experts, moe.top_k, dtype=torch.int64)
-    found = picks(ids, 0)
+    found = routing(ids, 0)
     assert all(len(set(row)) == moe.top_k for row in found.tolist())
     assert (
         found.flatten().bincount(minlength=moe.num_experts).tolist()
@@ -53,24 +53,24 @@ def test_even_picks(moe: MoEConfig) -> None:
     if moe.method != "greedy":
         groups = found // (moe.num_experts // moe.n_group)
         assert max(len(set(row)) for row in groups.tolist()) == moe.topk_group
-    few = torch.cat([picks(ids[:2], rank) for rank in range(4)])
+    few = torch.cat([routing(ids[:2], rank) for rank in range(4)])
     assert torch.equal(few, found[:8]), "rows of several ranks follow one another"
 
 
-def test_sampled_picks_are_as_often_as_counted() -> None:
+def test_sampled_routing_follows_the_counts() -> None:
     counts = np.random.default_rng(0).lognormal(0, 1, 256)
     found = sampled(counts, 8, 4000, 1)
     assert all(len(set(row)) == 8 for row in found.tolist())
     often = np.bincount(found.ravel(), minlength=256) / 4000
     assert np.abs(often - 8 * counts / counts.sum()).max() < 0.03
     hot = counts.copy()
-    hot[3] = counts.sum()  # half of all picks: every token has it, and none twice
+    hot[3] = counts.sum()  # half of all counts: every token has it, and none twice
     often = np.bincount(sampled(hot, 8, 500, 1).ravel(), minlength=256)
     assert often[3] == 500
-    picks = SampledPicks(counts, 8, 0, CPU)
+    routing = SampledRouting(counts, 8, 0, CPU)
     none = torch.zeros(15, 8, dtype=torch.int64)
-    assert torch.equal(picks(none[:5], 2), picks(none, 0)[10:])
-    assert not torch.equal(picks(none + 1, 0), picks(none, 0)), "another step"
+    assert torch.equal(routing(none[:5], 2), routing(none, 0)[10:])
+    assert not torch.equal(routing(none + 1, 0), routing(none, 0)), "another step"
 
 
 def test_the_rank_that_is_timed() -> None:
@@ -118,7 +118,7 @@ def test_one_rank_with_the_loads_of_a_file(tmp_path: Path) -> None:
     share = found / found.sum(1, keepdims=True)
     assert np.abs(share - counts[1:] / counts[1:].sum(1, keepdims=True)).max() < 0.05
     llm = LLM(**OPTIONS, **alone)
-    held = [list(layer.slots.logical[:8]) for layer in llm.engine.model.moe_layers()]
+    held = [list(layer.slots.physical_to_logical[:8]) for layer in llm.engine.model.moe_layers()]
     assert held == [list(range(8, 16))] * 2, "the second rank has the hotter half"
     planned = LLM(**OPTIONS, **alone, redundant_experts=2, init_expert_load=str(path))
     assert all(layer.slots.num_slots == 18 for layer in planned.engine.model.moe_layers())

@@ -1,8 +1,8 @@
-"""Experts that tokens get for a benchmark, in place of those that the router chose. What is
-computed is as much as it would be; tokens mean nothing.
+"""Simulated routing for benchmarks: replaces the expert ids that the router chose. The amount of
+work stays the same; the generated tokens are meaningless.
 
-Rows of a step are counted from the first data-parallel rank's on, as if all had as many, and from
-another number in each step and layer: what the router chose for the first row."""
+Rows are numbered across data-parallel ranks, as if all had equally many. The first number differs
+by step and layer: it is derived from the router's choice for the first row."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 
 SAMPLES = 4096
-STRIDE = 37  # few steps begin where others do
+STRIDE = 37  # so that few steps start at the same row number
 
 
-class Picks(Protocol):
+class SimulatedRouting(Protocol):
     def __call__(self, ids: Tensor, rank: int) -> Tensor:
-        """Other experts in place of ids [T, K]; `rank`: whose rows they are."""
+        """Expert ids to use in place of ids [T, K], rows of data-parallel rank `rank`."""
         ...
 
 
 def global_rows(ids: Tensor, rank: int) -> Tensor:
-    """[T, 1]: numbers of the rows."""
+    """[T, 1]: the row numbers."""
     start = rank * ids.shape[0]
     rows = torch.arange(start, start + ids.shape[0], device=ids.device)[:, None]
     return rows + STRIDE * ids[:1].sum()
 
 
-class EvenPicks:
-    """Every expert as often as any other, of as many groups a token as the router's rules let it
-    use."""
+class UniformRouting:
+    """Every expert equally often; each token uses as many expert groups as the router allows."""
 
     def __init__(self, moe: MoEConfig, device: torch.device):
         limited = moe.method != "greedy" and moe.n_group > 1
@@ -51,8 +50,9 @@ class EvenPicks:
         return (group * self.size + inside).to(ids.dtype)
 
 
-class SampledPicks:
-    """As often as `counts` [experts] say: drawn beforehand for SAMPLES rows, taken in turn."""
+class SampledRouting:
+    """Experts in proportion to `counts` [experts], sampled once for SAMPLES rows and reused in
+    turn."""
 
     def __init__(self, counts: Any, top_k: int, seed: int, device: torch.device):
         self.table = torch.from_numpy(sampled(counts, top_k, SAMPLES, seed)).to(device)
@@ -63,12 +63,13 @@ class SampledPicks:
 
 
 def sampled(counts: Any, top_k: int, rows: int, seed: int) -> Any:
-    """[rows, top_k] different experts, each expected as often as its share of the counts: points
-    at equal distances along the shares, which lie in another order for each row."""
+    """[rows, top_k] distinct experts, each with an expected frequency proportional to its count.
+    Systematic sampling: equidistant points along the cumulative shares, in a random expert order
+    for each row."""
     generator = np.random.default_rng(seed)
     share = np.asarray(counts, np.float64)
     share = share / share.sum() * top_k
-    while share.max() > 1 + 1e-9:  # no token picks an expert twice: others get what is over
+    while share.max() > 1 + 1e-9:  # a token has an expert once: the excess goes to the others
         full = share >= 1
         rest = share[~full].sum()
         share = np.where(full, 1.0, share * ((top_k - full.sum()) / rest if rest else 1.0))
