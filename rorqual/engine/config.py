@@ -172,10 +172,10 @@ class EngineConfig:
     )
     exe_mode: str = _execution(
         "auto",
-        "eager, graph (also acl_graph, reduce-overhead: decode steps are recorded and replayed), "
+        "eager, graph (also acl_graph, reduce-overhead: decode steps are captured and replayed), "
         "compile (also ge_graph, max-autotune: decode steps go through torch.compile, with a cache "
-        "that survives restarts, and are recorded where the device has graphs), or auto: graph "
-        "where the device has it.",
+        "that survives restarts, and are captured where the device has graphs), or auto: graph "
+        "where the device has it, and on a CPU the forward pass captured as compiled calls.",
         choices=tuple(EXE_MODES),
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _execution(
