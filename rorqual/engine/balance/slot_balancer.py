@@ -1,12 +1,11 @@
-"""Experts of other processes follow the load: an attention engine tells expert servers which to
-hold.
+"""Expert load balancing over expert servers: an attention engine orders which server holds which
+experts.
 
-A thread of its own looks at what servers hold. Where an expert has no holder, or a window's
-balancedness over servers is under the threshold, it makes a plan (parallel/eplb/servers.py) and
-gives orders that bring the servers nearer to it, one to a server at a time, and the next when all
-have told what they hold after. Steps never wait for it: rows go by what is held at the moment.
-What servers tell is all that it goes by, so whoever ends, stops or comes back in between only means
-another plan.
+A thread checks what the servers hold. Where an expert has no holder, or a window's balancedness
+over servers is below the threshold, it makes a plan (parallel/eplb/servers.py) and sends orders
+towards it, one per server at a time, the next when all servers have reported what they hold. Steps
+never wait for it: rows are routed by the present holdings. It relies only on what servers report,
+so a server that ends, hangs or reconnects in between only leads to another plan.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ log = logging.getLogger("rorqual.engine")
 LOOK_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
 MOST_LOADS = 16  # of one order
-AGAIN_SECONDS = 5.0  # after an order was given up, or another process gives orders
-HOMELESS_SECONDS = 0.5  # for a link to be made anew, before others load what was there
+AGAIN_SECONDS = 5.0  # after an order failed, or while another process gives orders
+HOMELESS_SECONDS = 0.5  # for a server to reconnect, before others load its experts
 
 
 @dataclass
 class SlotsHeld:
-    """Who holds what: held [layers, servers, experts], room [layers, servers]. holdings: of each
-    of `links`, as they were then."""
+    """The current holdings: held [layers, servers, experts], room [layers, servers]. holdings: the
+    reports of `links` that these come from."""
 
     links: tuple[ServerLink, ...]
     holdings: tuple[Holdings, ...]
@@ -54,7 +53,7 @@ class SlotsHeld:
 
 @dataclass
 class SlotGoal:
-    """Who should hold what, of these links."""
+    """The wanted holdings of these servers."""
 
     links: tuple[ServerLink, ...]
     wanted: Bools
@@ -75,7 +74,7 @@ class SlotBalancer:
         self.threshold = threshold
         self.stats = BalanceStats()
         self.load: tuple[Floats, Floats] | None = None  # over some windows, and of the newest
-        self.fresh = False  # load has not been judged yet
+        self.fresh = False  # load has not been evaluated yet
         self.seen: tuple[ServerLink, ...] = ()
         self.goal: SlotGoal | None = None
         self.number = secrets.randbits(48)
@@ -84,14 +83,14 @@ class SlotBalancer:
         self.not_before = 0.0
         self.told = ""
         self.homeless_since: float | None = None
-        self.pause = 1  # windows until another plan, after one that was not worth it
-        self.windows = 0  # still to be left out
+        self.pause = 1  # windows until another plan, after one with too little gain
+        self.windows = 0  # still to be skipped
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="slot balancer", daemon=True)
         self.thread.start()
 
     def observe(self, load: Floats, newest: Floats) -> None:
-        """Counts of picks [layers, experts], over some windows and of the newest. Any thread."""
+        """Add counts [layers, experts]: over some windows, and of the newest. Any thread."""
         self.load = (load, newest)
         self.windows = max(0, self.windows - 1)
         self.fresh = not self.windows
@@ -108,7 +107,7 @@ class SlotBalancer:
                 self._later()
 
     def _later(self) -> None:
-        """Two processes that both want to give orders must not try in step."""
+        """Wait a random time: two processes that compete to give orders must not retry in step."""
         self.goal = None
         self.not_before = time.monotonic() + random.uniform(1, 2) * AGAIN_SECONDS
 
@@ -126,8 +125,8 @@ class SlotBalancer:
             self._approach(self.goal, present)
 
     def _may_order(self, links: tuple[ServerLink, ...]) -> bool:
-        """One process alone orders what servers hold; a server forgets whose it is with its link.
-        Who is refused by one of them leaves the others too."""
+        """Claim all servers: only one process may give orders. A server drops a claim with its
+        connection. When one server refuses, release the others too."""
         self.claimed &= set(links)
         self.given = {link: number for link, number in self.given.items() if link in links}
         for link in sorted(set(links) - self.claimed, key=lambda link: link.address):
@@ -159,7 +158,7 @@ class SlotBalancer:
         return SlotsHeld(links, holdings, held, room)
 
     def _under_way(self, present: SlotsHeld) -> bool:
-        """Whether a server still carries out an order; takes note of those that have."""
+        """Whether a server still carries out an order; records the finished ones."""
         found = dict(zip(present.links, present.holdings, strict=True))
         for link, number in list(self.given.items()):
             if found[link].finished != number:
@@ -178,7 +177,8 @@ class SlotBalancer:
     # ---- plans
 
     def _plan(self, present: SlotsHeld) -> SlotGoal | None:
-        """Where an expert has no holder, where servers came or went, or there is a new count."""
+        """A plan where an expert has no holder, servers connected or failed, or there are new
+        counts."""
         homeless = self._homeless(present)
         if not (homeless or self.fresh or present.links != self.seen):
             return None
@@ -195,7 +195,7 @@ class SlotBalancer:
         return self._goal(present, load, newest, homeless)
 
     def _homeless(self, present: SlotsHeld) -> bool:
-        """Whether some expert has had no holder for a while."""
+        """Whether some expert has had no holder for UNHELD_SECONDS."""
         now = time.monotonic()
         if present.held.any(1).all():
             self.homeless_since = None
@@ -258,7 +258,8 @@ class SlotBalancer:
             self.stats.slots += sum(len(change.load) for change in layers.values())
 
     def _changes(self, goal: SlotGoal, present: SlotsHeld) -> dict[int, dict[int, SlotChange]]:
-        """By server and layer, what can be done now: of some layers, where it is much."""
+        """The changes that can be made now, by server and layer; limited to some layers where there
+        are many."""
         found: dict[int, dict[int, SlotChange]] = {}
         counts = np.zeros(len(present.links), np.int64)
         for row, layer in enumerate(self.layers):

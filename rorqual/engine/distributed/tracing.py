@@ -1,5 +1,5 @@
-"""Traces of an engine of several ranks: rank 0 says what to record, every rank records its own
-steps into a file of its own and says what came of it."""
+"""Traces of an engine of several ranks: rank 0 starts them, every rank records its own steps into
+its own file and reports the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
 
 
 class RankTrace:
-    """The side of a rank other than 0. answer: sends rank 0 what came of it."""
+    """The side of a rank other than 0. send: sends rank 0 the result."""
 
     def __init__(self, worker: Worker, answer: Callable[[bytes], None]):
         self.worker = worker
@@ -22,7 +22,7 @@ class RankTrace:
         self.trace: StepTrace | None = None
 
     def take(self, question: bytes) -> None:
-        """Begin, or end the one that is under way."""
+        """Start a trace, or stop the running one."""
         asked = json.loads(question)
         if asked:
             path = Path(asked["paths"][self.worker.mesh.rank])
@@ -39,7 +39,7 @@ class RankTrace:
 
 
 class GroupTrace:
-    """Rank 0's side. send: tells every other rank."""
+    """Rank 0's side. send: broadcasts to every other rank."""
 
     def __init__(self, members: list[WorkerHandle], send: Callable[[bytes], None]):
         self.members = members
@@ -60,7 +60,7 @@ class GroupTrace:
             self.own.end()
 
     def results(self) -> list[TraceFile] | None:
-        """Of all ranks, told once: when all have answered."""
+        """Of all ranks, returned once, when all have reported; else None."""
         answers = [member.trace for member in self.members if member.trace is not None]
         if self.own is None or self.own.result is None or len(answers) < len(self.members):
             return None

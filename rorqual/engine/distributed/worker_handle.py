@@ -1,5 +1,5 @@
-"""Another rank as rank 0 sees it, wherever it runs and whoever started it: its link, what it
-sent, and whether it lives. No torch."""
+"""Rank 0's view of another rank: its connection, its messages, and whether it is alive. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from typing import Any
 
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 
-LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status must be known
+LAST_WORDS_SECONDS = 1.0  # from a child's disconnect until its exit status must be known
 
 
 @dataclass(frozen=True)
 class JoinedWorker:
     """A rank that has been started and connected. process: where this process started it; host:
-    empty on this one. device_index: which of its host's devices it takes, None where it decides
-    itself."""
+    empty on this one. device_index: of its host's devices, None where the rank decides itself."""
 
     channel: Channel
     pid: int
@@ -32,7 +31,7 @@ class JoinedWorker:
 
 
 class WorkerHandle:
-    """`listen` fills `results` and the signs of life, on a thread of its own."""
+    """`listen` runs on its own thread and fills `results`, heartbeats and the other fields."""
 
     def __init__(self, number: int, name: str, joined: JoinedWorker):
         self.number = number
@@ -42,10 +41,10 @@ class WorkerHandle:
         self.process = joined.process
         self.pid = joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
-        self.load: bytes | None = None  # the newest answer
+        self.load: bytes | None = None  # the newest response
         self.moved: bytes | None = None  # likewise
-        self.trace: bytes | None = None  # what came of the newest trace
-        self.hear: Callable[[bytes], None] | None = None  # what its service tells
+        self.trace: bytes | None = None  # result of the newest trace
+        self.hear: Callable[[bytes], None] | None = None  # receives its service's messages
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.heard = time.monotonic()
@@ -53,12 +52,12 @@ class WorkerHandle:
         self.killed = False  # by this process
 
     def send_config(self, hello: dict[str, Any]) -> None:
-        """Tell it what to be. It starts loading."""
+        """Send its configuration; the rank starts loading."""
         told = {**hello, "rank": self.number, "device_index": self.joined.device_index}
         self.channel.send(FrameKind.HELLO, json.dumps(told).encode())
 
     def listen(self) -> None:
-        """Until the link ends."""
+        """Receive until the connection ends."""
         try:
             while (frame := self.channel.receive()) is not None:
                 self._take(*frame)
@@ -85,8 +84,8 @@ class WorkerHandle:
             self.failure = data.decode(errors="replace")
 
     def gone(self, most_silent: float) -> str | None:
-        """That this rank has died, or hangs, or None. `most_silent`: seconds without a word. One
-        that reported a failure has said more than its end does."""
+        """A message if this rank has died or hangs, else None. max_silence: seconds without a
+        frame. None for a rank that reported a failure, which says more than its exit."""
         if self.failure:
             return None
         silent = time.monotonic() - self.heard
@@ -103,19 +102,19 @@ class WorkerHandle:
         return None
 
     def failed(self) -> str | None:
-        """That this rank says it failed, or None."""
+        """A message if this rank reported a failure, else None."""
         return f"{self.name} failed: {self.failure}" if self.failure else None
 
     def end(self) -> None:
-        """At once: a child is killed; a process elsewhere ends itself because its link does."""
+        """Kill a child at once; a process elsewhere ends itself as its connection closes."""
         if self.process is not None and self.process.poll() is None:
             self.killed = True
             self.process.kill()
         self.channel.shut()
 
     def leave(self, deadline: float) -> str | None:
-        """It was asked to stop: wait until it has, or end it. Returns what a child's end had of a
-        failure, in words, or None; how a process ends that another one started is not known."""
+        """After STOP: wait until it has ended, or kill it. Returns a message if a child ended with
+        a failure, else None; the exit of a process started elsewhere is not known."""
         if not self.ended.wait(max(0.1, deadline - time.monotonic())):
             self.end()
         if self.process is not None:
@@ -136,7 +135,7 @@ class WorkerHandle:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL, say; a real-time signal has no name of its own."""
+    """Such as SIGKILL; real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

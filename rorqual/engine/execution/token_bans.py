@@ -1,4 +1,4 @@
-"""Tokens that a request never draws, and those that it does not draw behind certain others."""
+"""Banned tokens of a request: always, or after certain other tokens (bad words)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rorqual.platforms.base import Platform
 from rorqual.request import LONGEST_BAD_WORD, SamplingParams
 
 NEVER = float("-inf")
-REMEMBERED = LONGEST_BAD_WORD - 1  # tokens of an answer that say what may follow
+REMEMBERED = LONGEST_BAD_WORD - 1  # latest output tokens that decide what may follow
 
 
 @dataclass
 class TokenBans:
-    """Of one request. forbidden [vocabulary]: never drawn; None where any token may be. last [B]:
-    not drawn where the answer ends with before [B, W], in which -1 is any token or none."""
+    """Of one request. forbidden [vocabulary]: always banned; None for no token. last [B]: banned
+    where the output ends with before [B, W], in which -1 matches any token or none."""
 
     forbidden: Tensor | None = None
     last: Tensor | None = None
@@ -40,8 +40,8 @@ class TokenBans:
         return found
 
     def apply(self, logits: Tensor, said: Tensor) -> None:
-        """In place on one row of logits; said [at least W]: the answer before it, -1 where it has
-        not begun."""
+        """In place on one row of logits; output [at least W]: the output before it, -1 before its
+        start."""
         if self.forbidden is not None:
             logits.masked_fill_(self.forbidden, NEVER)
         if self.last is None or self.before is None:
@@ -54,7 +54,7 @@ class TokenBans:
 
 
 class RecentTokens:
-    """tokens [slots, REMEMBERED]: what each request said last, -1 before its first."""
+    """tokens [slots, REMEMBERED]: each request's latest output tokens, -1 before its first."""
 
     def __init__(self, slots: int, platform: Platform):
         self.platform = platform
@@ -68,7 +68,7 @@ class RecentTokens:
         self.tokens[row.slot] = self.platform.to_device(torch.tensor(padded, dtype=torch.int64))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
-        """tokens [N, width] of the rows `slots` [N]: new ones, then -1."""
+        """Append tokens [N, width] of the rows `slots` [N]: new ones, then -1."""
         both = torch.cat((self.tokens[slots], tokens), 1)
         new = (tokens >= 0).sum(1, keepdim=True)
         self.tokens[slots] = both.gather(1, new + self.places)

@@ -1,15 +1,15 @@
-"""Into how many parts a step is cut: fixed, or as measured times say. Pure functions of what all
-ranks know. No torch.
+"""How many parts (micro-batches) a step is split into: fixed, or chosen by measured times. Pure
+functions of what all ranks know. No torch.
 
-The model of a step in parts has two resources: what computes, and the wire. Parts take turns at the
-hand-overs of a sparse layer, in the order of parallel/overlap.py. A stage begins when its part's
-rows have come and the part before it has handed over; what it sends travels when the wire is free.
-Stages of smaller parts cost what was measured at that size: where weights are read once for each
-part, that shows there. Two more things come from measured passes: `rest`, what a pass costs beside
-its sparse layers, and what a hand-over costs: the difference between a pass in parts as measured
-and as the two resources alone would have it, by hand-over. It is negative where messages under way
-together take less than one after the other. No pass is predicted below what its parts compute,
-which was measured apart: two measurements must agree before a step is cut.
+The model of a split step has two resources: compute and the wire. Parts alternate at the hand-overs
+of an MoE layer, in the order of parallel/overlap.py. A stage starts when its part's rows have
+arrived and the previous part has handed over; its messages are sent when the wire is free. Stages
+of smaller parts cost what was measured at that size, which includes reading weights once per part.
+Two more terms come from measured passes: `rest`, the cost of a pass outside its MoE layers, and the
+cost of a hand-over: the measured time of a split pass minus the time by the two resources alone,
+per hand-over. It is negative where concurrent messages take less time than sequential ones. A pass
+is never predicted below the computing time of its parts, measured separately: two measurements must
+agree before a step is split.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from rorqual.engine.micro_batches.step_times import (
 )
 from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, cut, cut_together
 
-MARGIN = 0.02  # a step is cut, or cut further, only for a predicted gain above this
-PLAYED = (2, 4)  # layers that are played; every further one adds as much as these do
-KNOWN_STEPS = 4096  # decisions that are kept
+MARGIN = 0.02  # a step is split, or split further, only for a predicted gain above this
+PLAYED = (2, 4)  # layers that are simulated; further ones are extrapolated from these
+KNOWN_STEPS = 4096  # cached decisions
 
-Part = tuple[int, int]  # tokens that decode, tokens of prompts
+Part = tuple[int, int]  # decode tokens, prompt tokens
 Lengths = tuple[tuple[int, ...], ...]
 Stages = tuple[StageSeconds, ...]
 
 
 class MicroBatchPolicy(Protocol):
     def parts(self, outputs: Sequence[SchedulerOutput]) -> int:
-        """Parts that are wanted of a step; `outputs`: of each data-parallel rank."""
+        """Parts requested for a step; `outputs`: of each data-parallel rank."""
         ...
 
     def decode_parts(self, requests: int, width: int, ranks: int) -> int:
-        """The same where on each of so many ranks so many requests decode `width` tokens each."""
+        """The same for a decode step: on each of `ranks` ranks, `requests` requests of `width`
+        tokens each."""
         ...
 
 
@@ -60,7 +61,7 @@ class FixedParts:
 
 
 class MeasuredParts:
-    """For each step the number of parts that is predicted to be fastest."""
+    """For each step the number of parts predicted to be fastest."""
 
     def __init__(self, times: StepTimes):
         self.times = times
@@ -77,7 +78,7 @@ class MeasuredParts:
 
 def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) -> int:
     """lengths: tokens of each request of each rank, in packing order; decoding: how many of a
-    rank's tokens, its first ones, are of requests that decode."""
+    rank's tokens, its first ones, are decode tokens."""
     totals = tuple(sum(rank) for rank in lengths)
     decodes = totals == decoding
     phase = times.decode if decodes else times.prompts
@@ -97,7 +98,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
 
 
 def shapes(parts: Sequence[Sequence[int]], decoding: Sequence[int]) -> tuple[Part, ...]:
-    """Of each part the tokens of the rank that has most: all wait for it."""
+    """For each part the tokens of the rank with most: all wait for it."""
     found = []
     starts = [0] * len(decoding)
     for part in parts:
@@ -114,7 +115,7 @@ def shapes(parts: Sequence[Sequence[int]], decoding: Sequence[int]) -> tuple[Par
 
 
 def predicted(times: StepTimes, decodes: bool, parts: Sequence[Part]) -> float | None:
-    """Seconds of a pass in these parts; None where no measured size has so many."""
+    """Predicted seconds of a pass in these parts; None where no measured size has that many."""
     phase = times.decode if decodes else times.prompts
     tokens = sum(map(sum, parts))
     extra = beside_at(times.layers, phase, tokens, len(parts))
@@ -123,7 +124,7 @@ def predicted(times: StepTimes, decodes: bool, parts: Sequence[Part]) -> float |
     layers = [layer_of(times, decodes, part) for part in parts]
     hand_overs = sum(len(stages) - 1 for stages in layers) * times.layers
     found = played(layers, times.layers) + hand_overs * extra.hand_over
-    # however much of the wire is hidden; servers' time is not told apart from it
+    # even with communication fully hidden; with expert servers their time counts as communication
     alone = sum(stage.compute for stages in layers for stage in stages) * times.layers
     return extra.rest + (found if phase.sizes[0].exchange == REMOTE else max(found, alone))
 
@@ -141,7 +142,7 @@ def layer_of(times: StepTimes, decodes: bool, part: Part) -> Stages:
 
 
 def played(parts: Sequence[Stages], layers: int) -> float:
-    """Seconds of so many layers in parts that take turns."""
+    """Simulated seconds of `layers` layers with alternating parts."""
     if layers <= PLAYED[1]:
         return _played([_chain(stages, layers) for stages in parts])
     less, more = (_played([_chain(stages, count) for stages in parts]) for count in PLAYED)
@@ -149,7 +150,8 @@ def played(parts: Sequence[Stages], layers: int) -> float:
 
 
 def _chain(stages: Stages, layers: int) -> list[StageSeconds]:
-    """The turns of a part: a layer's last stage and the next layer's first are one."""
+    """A part's stages over all layers: a layer's last stage and the next layer's first are
+    merged."""
     if len(stages) == 1:
         return [stages[0]] * layers
     first, *middle, last = stages
@@ -176,8 +178,8 @@ def _played(chains: Sequence[Sequence[StageSeconds]]) -> float:
 
 @dataclass(frozen=True)
 class Between:
-    """`share` of the way from one measured size to another, above 1 beyond it; both `scale` times
-    as long."""
+    """Linear interpolation between two measured sizes at `share` (above 1: extrapolation), times
+    `scale`."""
 
     low: MeasuredSize
     high: MeasuredSize
@@ -191,8 +193,8 @@ class Between:
 
 
 def between(sizes: Sequence[MeasuredSize], tokens: int) -> Between:
-    """Below the smallest size nothing gets shorter; above the largest all grows as between the last
-    two. Where tokens take another way at the next size, all is as at the nearer one, by token."""
+    """Below the smallest size times are constant; above the largest they are extrapolated from the
+    last two. Between sizes with different exchanges the nearer one is scaled by tokens."""
     place = bisect_left(sizes, tokens, key=lambda size: size.tokens)
     if place == 0:
         return Between(sizes[0], sizes[0])
@@ -223,7 +225,8 @@ def stages_at(phase: PhaseTimes, tokens: int) -> Stages:
 
 
 def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
-    """Of whole passes and of those in so many parts, of the sizes beside."""
+    """The largest noise of whole passes and of passes in `parts` parts, over the neighbouring
+    sizes."""
     here = between(phase.sizes, tokens)
     sizes = (here.low, here.high)
     return max(
@@ -234,15 +237,14 @@ def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
 
 @dataclass(frozen=True)
 class Beside:
-    """Seconds that measured passes show beside layers of two resources: of a pass, and of a
-    hand-over."""
+    """Seconds beyond the two-resource model, from measured passes: per pass, and per hand-over."""
 
     rest: float
     hand_over: float
 
 
 def beside_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Beside | None:
-    """Between those measured sizes that have so many parts."""
+    """Interpolated between the measured sizes that have `parts` parts."""
     sizes = [size for size in phase.sizes if len(size.passes) >= parts]
     if not sizes:
         return None

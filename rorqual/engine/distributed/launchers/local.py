@@ -1,5 +1,5 @@
-"""The ranks of one host, as child processes over inherited socket pairs: nobody else can reach
-these."""
+"""The ranks of one host, as child processes over inherited socket pairs, which no other process can
+reach."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rorqual.engine.distributed.worker_handle import JoinedWorker
 
 
 class LocalLauncher(Launcher):
-    """GPUs are taken in order from `first_device` on. Process groups meet through a file that
-    only this user can read."""
+    """GPUs are assigned in order from `first_device` on. Process groups rendezvous through a file
+    that only this user can read."""
 
     interface = "lo"
 
