@@ -128,7 +128,7 @@ class KVTransfers:
         self.wake()
 
     def _tell(self, message: ToRank) -> None:
-        self.engine.executor.tell_service(encode(message))
+        self.engine.executor.send_to_service(encode(message))
 
     def _wait_for_ranks(self, world: int) -> None:
         """Until all say where they serve. None fails without the group's end."""

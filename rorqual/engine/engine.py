@@ -34,7 +34,7 @@ from rorqual.request import FinishReason, Request
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompileStats
 
-EXPERT_PAUSE = 0.02  # seconds between two checks for experts that no server holds
+EXPERT_POLL_SECONDS = 0.02  # seconds between two checks for experts that no server holds
 
 
 @dataclass
@@ -101,8 +101,8 @@ class Engine:
         self.on_launch: Callable[[DataParallelInFlight], None] = lambda step: None
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
-        self._whole = True
-        self._next_count = 0
+        self._consistent = True
+        self._next_balancer_step = 0
 
     def _slot_balancer(self) -> SlotBalancer | None:
         worker = self.worker
@@ -270,11 +270,11 @@ class Engine:
         interrupt it at any point, Ctrl-C between any two instructions: entering sets a flag that
         only a normal exit clears, and while it is set the next entry restores a consistent state
         first."""
-        if not self._whole:
+        if not self._consistent:
             self._restore()
-        self._whole = False
+        self._consistent = False
         yield
-        self._whole = True
+        self._consistent = True
 
     def _restore(self) -> None:
         """Abandon the steps in flight: their sampled tokens are dropped, and requests continue from
@@ -285,7 +285,7 @@ class Engine:
         self.in_flight.clear()
         self.scheduler.restart()
         self.on_restart()
-        self._whole = True
+        self._consistent = True
 
     def step(self) -> list[TokenOut]:
         """Launch until `depth` steps are in flight, then collect the oldest. Raises EngineError
@@ -308,15 +308,15 @@ class Engine:
         self.missing = None
         self.stats.all2all_backend = self.worker.all2all_backend  # a lost group changes it
         if self.slot_balancer is not None:
-            self._tell_balancer(self.slot_balancer)
+            self._update_balancer(self.slot_balancer)
         return outs
 
-    def _tell_balancer(self, balancer: SlotBalancer) -> None:
+    def _update_balancer(self, balancer: SlotBalancer) -> None:
         """Runs a few times a window: with several ranks, counts come one request late."""
         window = self.expert_window
-        if self.stats.steps < self._next_count:
+        if self.stats.steps < self._next_balancer_step:
             return
-        self._next_count = self.stats.steps + max(1, window.steps // 4)
+        self._next_balancer_step = self.stats.steps + max(1, window.steps // 4)
         before = window.newest
         self.expert_load()
         if window.newest is not before and window.newest is not None and window.load is not None:
@@ -342,7 +342,7 @@ class Engine:
         if now - self.missing_since >= self.config.expert_wait:
             self.missing = None
             raise error
-        time.sleep(EXPERT_PAUSE)
+        time.sleep(EXPERT_POLL_SECONDS)
 
     def expert_load(self) -> Counts:
         """See Executor; empty where it is not recorded."""

@@ -19,7 +19,7 @@ from rorqual.engine.distributed.worker_process import rank_device
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
@@ -83,12 +83,12 @@ class Executor(Protocol):
         """Raises EngineError when a rank has died or hangs."""
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
         """Make a service (rank_service.py) on every rank, once; returns this rank's. A message from
         rank i calls on_message(i, message), on any thread."""
 
-    def tell_service(self, message: bytes) -> None:
+    def send_to_service(self, message: bytes) -> None:
         """Broadcast a message to the service on all ranks, which handle it before any step launched
         later."""
 
@@ -161,14 +161,16 @@ class LocalExecutor:
         """There are no other ranks."""
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
-        self.service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        self.service = make_service(
+            name, ServiceContext(self.worker, None, partial(on_message, 0)), config
+        )
         return self.service
 
-    def tell_service(self, message: bytes) -> None:
+    def send_to_service(self, message: bytes) -> None:
         assert self.service is not None
-        done = self.service.take(message)
+        done = self.service.handle(message)
         if done is not None:
             done()
 

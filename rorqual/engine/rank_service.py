@@ -19,17 +19,17 @@ PACKAGE = "rorqual."
 
 
 @dataclass(frozen=True)
-class ServicePlace:
+class ServiceContext:
     """What a service is made with. address: this rank's on its connection to rank 0; None on rank
     0's host. send: sends rank 0 a message, from any thread; raises OSError where rank 0 is gone."""
 
     worker: Worker
     address: str | None
-    tell: Callable[[bytes], None]
+    send: Callable[[bytes], None]
 
 
 class RankService(Protocol):
-    def take(self, message: bytes) -> Callable[[], None] | None:
+    def handle(self, message: bytes) -> Callable[[], None] | None:
         """Handle a message from rank 0, on the thread that launches steps: after the steps that
         rank 0 had launched when it sent this, before later ones. Must not wait for other ranks.
 
@@ -40,9 +40,9 @@ class RankService(Protocol):
         """Called after the last message."""
 
 
-def make_service(name: str, place: ServicePlace, config: bytes) -> RankService:
+def make_service(name: str, context: ServiceContext, config: bytes) -> RankService:
     """name: "module:class" of this package; the class is called with `context` and `config`."""
     module, _, wanted = name.partition(":")
     assert module.startswith(PACKAGE), "services are parts of this package"
-    made: RankService = getattr(import_module(module), wanted)(place, config)
+    made: RankService = getattr(import_module(module), wanted)(context, config)
     return made

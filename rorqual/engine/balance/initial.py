@@ -30,7 +30,7 @@ def initial_maps(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[in
     rows = _rows(config, model, layers)
     if simulated is not None:
         loads = loads_by_layer(read_expert_load(simulated), layers, experts, simulated)
-        rows = with_rank_in_front(rows, loads, sizes.ep, config.simulated_rank)
+        rows = with_rank_0_as(rows, loads, sizes.ep, config.simulated_rank)
     return {layer: tuple(row) for layer, row in zip(layers, rows.tolist(), strict=True)}
 
 
@@ -48,7 +48,7 @@ def _rows(config: EngineConfig, model: ModelConfig, layers: list[int]) -> Ints:
     return place(loads, slots, sizes.ep)
 
 
-def with_rank_in_front(placement: Ints, loads: Any, ranks: int, which: str) -> Ints:
+def with_rank_0_as(placement: Ints, loads: Any, ranks: int, which: str) -> Ints:
     """In each layer swap rank 0's experts with those of the rank with the highest load (`hottest`)
     or the load nearest the mean (`mean`)."""
     found = placement.copy()

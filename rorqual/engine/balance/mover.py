@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.engine.balance.moves import Answer, Move, changed_slots
+from rorqual.engine.balance.moves import Move, MoveResult, changed_slots
 from rorqual.layers.moe import MoE
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.mesh import WeightsGroup
@@ -62,7 +62,7 @@ class Transfer:
 
 
 @dataclass
-class Staged:
+class StagedMove:
     """A received move: this rank's incoming transfers, and the new tables of its layers."""
 
     move: Move
@@ -82,22 +82,22 @@ class ExpertMover:
         self.most = most
         self.maps = {number: layer.slots for number, layer in layers.items()}
         width = max((bytes_of(layer.slot_parts()) for layer in layers.values()), default=0)
-        self.aside = torch.empty(most, width, dtype=torch.uint8, device=platform.device)
+        self.staging = torch.empty(most, width, dtype=torch.uint8, device=platform.device)
         self.received = platform.host_empty((most, width), torch.uint8)
         self.sent = platform.host_empty((most, width), torch.uint8)
-        self.staged: Staged | None = None
+        self.staged: StagedMove | None = None
         self.switched: Callable[[], None] = lambda: None
         self.broken = ""
-        self.work: queue.SimpleQueue[tuple[Move, Callable[[Answer], None]] | None]
+        self.work: queue.SimpleQueue[tuple[Move, Callable[[MoveResult], None]] | None]
         self.work = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
     # ---- the first phase
 
-    def begin(self, move: Move, answer: Callable[[Answer], None]) -> None:
+    def begin(self, move: Move, report: Callable[[MoveResult], None]) -> None:
         """Returns at once; `report` is called from the thread."""
-        self.work.put((move, answer))
+        self.work.put((move, report))
 
     def close(self) -> None:
         """Wait for a move in progress, at most LEAVE_SECONDS."""
@@ -106,26 +106,26 @@ class ExpertMover:
 
     def _serve(self) -> None:
         while (item := self.work.get()) is not None:
-            move, answer = item
+            move, report = item
             start = time.perf_counter()
-            found: Answer
+            found: MoveResult
             try:
                 self.staged = None
                 self.staged = self._stage(move)
                 seconds = time.perf_counter() - start
-                found = Answer(move.number, len(self.staged.incoming), seconds)
+                found = MoveResult(move.number, len(self.staged.incoming), seconds)
             except MoveRefusedError as error:
-                found = Answer(move.number, error=str(error))
+                found = MoveResult(move.number, error=str(error))
             except Exception as error:  # rank 0 decides how to react
                 self.broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                found = Answer(move.number, error=self.broken, broken=True)
+                found = MoveResult(move.number, error=self.broken, broken=True)
             try:
-                answer(found)
+                report(found)
             except OSError:
                 return  # rank 0 is gone, and this process ends
 
     @torch.inference_mode()
-    def _stage(self, move: Move) -> Staged:
+    def _stage(self, move: Move) -> StagedMove:
         transfers, rows = self._agreed(move)
         me = self.group.rank
         incoming = [found for found in transfers if self._rank(found.layer, found.slot) == me]
@@ -143,14 +143,14 @@ class ExpertMover:
         with self.platform.background() as wait:
             self.switched()
             for _, width, found in messages:
-                self.aside[found.row, :width].copy_(
+                self.staging[found.row, :width].copy_(
                     self.received[found.row, :width], non_blocking=True
                 )
             for found in incoming:
                 if self._rank(found.layer, found.source) == me:
-                    self._pack(found, self.aside[found.row])
+                    self._pack(found, self.staging[found.row])
             wait()
-        return Staged(move, incoming, rows)
+        return StagedMove(move, incoming, rows)
 
     def _agreed(self, move: Move) -> tuple[list[Transfer], dict[int, Tensor]]:
         """The transfers, identical on all ranks, and the new tables. Raises MoveRefusedError on
@@ -261,7 +261,7 @@ class ExpertMover:
         assert staged is not None, f"move {number} was never begun"
         assert staged.move.number == number, f"move {number}, but {staged.move.number} came"
         for transfer in staged.incoming:
-            row = self.aside[transfer.row]
+            row = self.staging[transfer.row]
             for view, held in self._pieces(transfer.layer, transfer.slot, row):
                 view.copy_(held)
         for layer, slots in staged.move.layers:

@@ -26,7 +26,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MoveResult:
     """One rank's result of a move: its incoming experts are staged, or `error` says why not. slots:
     number of incoming experts. broken: the process group for experts is unusable."""
 
@@ -41,8 +41,8 @@ class Answer:
         return json.dumps(values).encode()
 
     @staticmethod
-    def decode(data: bytes) -> Answer:
-        return Answer(*json.loads(data))
+    def decode(data: bytes) -> MoveResult:
+        return MoveResult(*json.loads(data))
 
 
 def changed_slots(old: Sequence[int], new: Sequence[int], ranks: int) -> list[int]:

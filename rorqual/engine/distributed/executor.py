@@ -43,13 +43,13 @@ from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
 from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
 from rorqual.engine.distributed.tracing import GroupTrace
-from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from rorqual.engine.distributed.worker_handle import ConnectedWorker, WorkerHandle
 from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
 from rorqual.engine.execution.grammar import Grammars, SharedGrammars
 from rorqual.engine.execution.grammar_matcher import GrammarSender
 from rorqual.engine.execution.worker import Worker, read_model
 from rorqual.engine.executor import LaunchedStep
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
@@ -61,12 +61,12 @@ from rorqual.platforms import make_platform
 log = logging.getLogger("rorqual.engine")
 
 CLOSE_SECONDS = 5.0
-BLAME_SECONDS = 1.0
+FIRST_FAILURE_SECONDS = 1.0
 SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # of silence, when another rank's collective has failed
 # until SIGALRM ends a process whose groups were aborted, after its exit handlers
-LAST_SECONDS = 20
+EXIT_SECONDS = 20
 # a collective fails at once when a peer dies; which peer it was is known a little later
-VERDICT_SECONDS = 3.0
+FIND_FAILURE_SECONDS = 3.0
 
 
 class DistributedExecutor:
@@ -83,7 +83,7 @@ class DistributedExecutor:
         self.mesh: Mesh | None = None
         self.closed = False
         self.launched = 0  # the number of the newest step
-        self.alone = False  # inside a collective operation, or interrupted in one
+        self.in_collective = False  # inside a collective operation, or interrupted in one
         self.doing = "starting"
         self._grammars: SharedGrammars | None = None
         self.service: RankService | None = None
@@ -101,8 +101,8 @@ class DistributedExecutor:
         self._start()
 
     def _start_ranks(self) -> None:
-        for number, joined in enumerate(self.launcher.start(), 1):
-            self.handles.append(self._handle_of(number, joined))
+        for number, worker in enumerate(self.launcher.start(), 1):
+            self.handles.append(self._handle_of(number, worker))
         threading.Thread(
             target=send_heartbeats,
             args=([handle.channel for handle in self.handles], self.stopped),
@@ -124,10 +124,10 @@ class DistributedExecutor:
         self._grammars = cast("SharedGrammars | None", grammars)
         self.worker.runner.rows.grammars = grammars
 
-    def _handle_of(self, number: int, joined: JoinedWorker) -> WorkerHandle:
+    def _handle_of(self, number: int, worker: ConnectedWorker) -> WorkerHandle:
         stage, place = divmod(number, self.sizes.stage)
         dp, tp = divmod(place, self.sizes.tp)
-        handle = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
+        handle = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", worker)
         threading.Thread(target=handle.listen, daemon=True).start()
         return handle
 
@@ -208,7 +208,7 @@ class DistributedExecutor:
             output = replace(output, switch=self.balancer.ready())
         data = encode_output(output)
         metadata = output.metadata()
-        with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
+        with uninterrupted(), self._collective(f"launching step {self.launched + 1}"):
             self.launched += 1
             if self._grammars is not None:
                 self.sender.send_missing(self._grammars, output.structures)
@@ -224,23 +224,23 @@ class DistributedExecutor:
         self.load.ask(lambda data: self._send(FrameKind.LOAD, data), self.worker.fetch_load(), step)
 
     @contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
+    def _collective(self, doing: str) -> Iterator[None]:
         """Wraps what all ranks must do or none. Any exception inside ends the group: at once or, if
         that is interrupted too, with the next call."""
         self.doing = doing
-        self.alone = True
+        self.in_collective = True
         try:
             yield
         except (RuntimeError, OSError) as error:
             self._fail(error)
         except BaseException as error:
-            self._end(self._left_alone(error))
+            self._abort(self._interrupted_reason(error))
             if isinstance(error, Exception):
                 raise EngineError(self.failed) from error
             raise
-        self.alone = False
+        self.in_collective = False
 
-    def _left_alone(self, error: BaseException | None = None) -> str:
+    def _interrupted_reason(self, error: BaseException | None = None) -> str:
         found = [type(error).__name__, *str(error).split()] if error else ["interrupted"]
         reason = f"rank 0 failed while {self.doing}: {' '.join(found)}"
         return f"{reason}; the other ranks may have gone on without it and were ended"
@@ -281,7 +281,7 @@ class DistributedExecutor:
         self._check()
         self.load.read()
         if self.load.own is None:
-            with uninterrupted(), self._together("asking for the load of experts"):
+            with uninterrupted(), self._collective("asking for the load of experts"):
                 self._ask_for_load(self.launched)
         return self.load.newest
 
@@ -289,12 +289,12 @@ class DistributedExecutor:
 
     def start_trace(self, prefix: str, steps: int) -> None:
         self._check()
-        with uninterrupted(), self._together("starting a trace"):
+        with uninterrupted(), self._collective("starting a trace"):
             self.trace.start(self.worker, prefix, steps)
 
     def stop_trace(self) -> None:
         self._check()
-        with uninterrupted(), self._together("ending a trace"):
+        with uninterrupted(), self._collective("ending a trace"):
             self.trace.stop()
 
     def traced(self) -> list[TraceFile] | None:
@@ -304,24 +304,26 @@ class DistributedExecutor:
     # ---- services
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
         self._check()
         # rank 0 first: a failure to construct it does not reach the others
-        service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        service = make_service(
+            name, ServiceContext(self.worker, None, partial(on_message, 0)), config
+        )
         self.service = service
         for handle in self.handles:
-            handle.hear = partial(hear, handle.number)
-        with uninterrupted(), self._together(f"starting {name}"):
+            handle.on_message = partial(on_message, handle.number)
+        with uninterrupted(), self._collective(f"starting {name}"):
             self._send(FrameKind.SERVICE_START, name.encode() + b"\n" + config)
         return service
 
-    def tell_service(self, message: bytes) -> None:
+    def send_to_service(self, message: bytes) -> None:
         self._check()
         assert self.service is not None
-        with uninterrupted(), self._together("telling all ranks what lies beside the steps"):
+        with uninterrupted(), self._collective("telling all ranks what lies beside the steps"):
             self._send(FrameKind.SERVICE, message)
-            done = self.service.take(message)
+            done = self.service.handle(message)
             if done is not None:
                 done()  # rank 0's device has finished every step whose result it has
 
@@ -331,19 +333,19 @@ class DistributedExecutor:
         self._check()
 
     def _check(self) -> None:
-        if self.alone and not self.failed:
-            self._end(self._left_alone())
+        if self.in_collective and not self.failed:
+            self._abort(self._interrupted_reason())
         if self.failed:
             raise EngineError(self.failed)
 
     def _fail(self, error: Exception) -> NoReturn:
         """A call failed: raise EngineError that names the failed rank, if that becomes known, and
         the current activity."""
-        deadline = time.monotonic() + VERDICT_SECONDS
+        deadline = time.monotonic() + FIND_FAILURE_SECONDS
         while not self.failed and time.monotonic() < deadline:
             time.sleep(0.05)
         reason = " ".join(str(error).split())
-        self._end(
+        self._abort(
             f"{self.failed}: {reason}"
             if self.failed
             else f"rank 0 failed while {self.doing}: {reason}"
@@ -352,36 +354,40 @@ class DistributedExecutor:
 
     def _watch(self) -> None:
         while not self.closed and not self.failed:
-            verdict = self._verdict()
-            if verdict and not self.closed and not self.failed:
-                self._end(f"{verdict}; rank 0 was {self.doing}")
+            failure = self._find_failure()
+            if failure and not self.closed and not self.failed:
+                self._abort(f"{failure}; rank 0 was {self.doing}")
                 # log it now: rank 0 itself may be stuck in a collective for a while
                 log.error("%s", self.failed)
                 return
             time.sleep(0.1)
 
-    def _verdict(self) -> str | None:
+    def _find_failure(self) -> str | None:
         """Which rank failed first. A rank that reported a failure may only have waited for one that
         died or hangs, so allow a moment to detect that one, and name it first."""
-        gone = first(handle.gone(self._most_silent(handle)) for handle in self.handles)
-        failed = first(handle.failed() for handle in self.handles)
-        deadline = time.monotonic() + BLAME_SECONDS
-        while failed and not gone and time.monotonic() < deadline and not self.closed:
+        dead = first_error(
+            handle.liveness_error(self._max_silence(handle)) for handle in self.handles
+        )
+        failed = first_error(handle.reported_failure() for handle in self.handles)
+        deadline = time.monotonic() + FIRST_FAILURE_SECONDS
+        while failed and not dead and time.monotonic() < deadline and not self.closed:
             time.sleep(0.05)
-            gone = first(
-                handle.gone(SUSPECT_SECONDS) for handle in self.handles if handle.ready.is_set()
+            dead = first_error(
+                handle.liveness_error(SUSPECT_SECONDS)
+                for handle in self.handles
+                if handle.ready.is_set()
             )
-        return f"{gone}; {failed}" if gone and failed else gone or failed
+        return f"{dead}; {failed}" if dead and failed else dead or failed
 
-    def _most_silent(self, handle: WorkerHandle) -> float:
+    def _max_silence(self, handle: WorkerHandle) -> float:
         return self.config.watchdog_seconds if handle.ready.is_set() else START_SECONDS
 
-    def _end(self, verdict: str) -> None:
+    def _abort(self, failure: str) -> None:
         """Set `failed` before aborting collectives, so that no caller takes what they return for a
         result."""
-        self.failed = verdict
+        self.failed = failure
         for handle in self.handles:
-            handle.end()
+            handle.kill()
         if self.mesh is not None:
             self.mesh.abort()
 
@@ -398,13 +404,13 @@ class DistributedExecutor:
             try:
                 handle.channel.send(FrameKind.STOP)
             except OSError:
-                handle.end()
+                handle.kill()
         deadline = time.monotonic() + CLOSE_SECONDS
         for handle in self.handles:
-            bad_end = handle.leave(deadline)
+            exit_error = handle.wait_stopped(deadline)
             # not after a failure, which was reported and killed the ranks
-            if bad_end and handle.ready.is_set() and not self.failed:
-                log.warning("%s", bad_end)
+            if exit_error and handle.ready.is_set() and not self.failed:
+                log.warning("%s", exit_error)
         if self.mesh is not None:
             self.mesh.release_kernels()
         if hasattr(self, "trace"):
@@ -413,13 +419,13 @@ class DistributedExecutor:
             self.balancer.mover.close()
         if hasattr(self, "worker"):
             # NCCL cannot destroy a group while a captured graph holds its calls
-            self.worker.runner.forget()
+            self.worker.runner.drop_captured()
             self.worker.close()
         if self.mesh is not None and not self.mesh.wait_aborted(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():
             if self.failed and dist.get_backend() == "nccl":
-                leave_behind()
+                skip_group_teardown()
             else:
                 dist.destroy_process_group()
         self.launcher.close()
@@ -449,7 +455,7 @@ def uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def leave_behind() -> None:
+def skip_group_teardown() -> None:
     """Keep aborted process groups from being destroyed at interpreter exit, where they could wait
     forever for dead ranks: leak a reference to each, and exit without the libraries' clean-up."""
     for group in dist.distributed_c10d._world.pg_map:
@@ -459,8 +465,8 @@ def leave_behind() -> None:
     if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)
     # in case something else hangs: an unhandled signal ends the process
-    atexit.register(signal.alarm, LAST_SECONDS)
+    atexit.register(signal.alarm, EXIT_SECONDS)
 
 
-def first(found: Iterable[str | None]) -> str | None:
+def first_error(found: Iterable[str | None]) -> str | None:
     return next((text for text in found if text), None)

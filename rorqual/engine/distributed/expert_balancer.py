@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rorqual.engine.balance.mover import ExpertMover
-from rorqual.engine.balance.moves import Answer, Move, changed_slots
+from rorqual.engine.balance.moves import Move, MoveResult, changed_slots
 from rorqual.engine.balance.policy import BalanceStats, Plan, RebalancePolicy
 from rorqual.engine.distributed.expert_load import ExpertLoad
 from rorqual.engine.distributed.worker_handle import WorkerHandle
@@ -45,7 +45,7 @@ class ExpertBalancer:
         self.off = ""  # why balancing was disabled
         self.pending: deque[Move] = deque()
         self.moving: Move | None = None
-        self.own: Answer | None = None
+        self.own: MoveResult | None = None
         self.planning: threading.Thread | None = None
         self.plan: Plan | None = None
 
@@ -56,18 +56,20 @@ class ExpertBalancer:
     def ready(self) -> int:
         """The number of the move that all ranks should apply before the next step; 0 for none. Has
         no side effects."""
-        answers = self._answers()
-        able = len(answers) == 1 + len(self.workers) and not any(found.error for found in answers)
+        results = self._results()
+        able = len(results) == 1 + len(self.workers) and not any(found.error for found in results)
         return self.moving.number if able and self.moving is not None else 0
 
-    def _answers(self) -> list[Answer]:
+    def _results(self) -> list[MoveResult]:
         """Results of the move in progress, from the ranks that have reported."""
         if self.moving is None:
             return []
-        told = [Answer.decode(data) for worker in self.workers if (data := worker.moved)]
-        found = [self.own, *told]
+        reported = [
+            MoveResult.decode(data) for worker in self.workers if (data := worker.move_result)
+        ]
+        found = [self.own, *reported]
         number = self.moving.number
-        return [answer for answer in found if answer is not None and answer.number == number]
+        return [result for result in found if result is not None and result.number == number]
 
     def after_step(
         self, switched: int, send: Callable[[bytes], None], ask: Callable[[int], None]
@@ -99,7 +101,7 @@ class ExpertBalancer:
     def _applied(self) -> None:
         """Record the move that all ranks apply from this step on."""
         move = self.moving
-        answers = self._answers()
+        results = self._results()
         assert move is not None
         self.moving = None
         ranks = self.policy.ranks
@@ -107,14 +109,14 @@ class ExpertBalancer:
             sum(changed_slots(self.policy.placement[row].tolist(), new, ranks))
             for row, new in move.layers
         )
-        slowest = max(answers, key=lambda found: found.seconds)
+        slowest = max(results, key=lambda found: found.seconds)
         self.policy.applied(move, slots, slowest.slots, slowest.seconds)
         if not self.pending:
             self.stats.rebalances += 1
 
     def _check(self) -> None:
         """Cancel the move in progress if a rank has failed it."""
-        failed = next((found for found in self._answers() if found.error), None)
+        failed = next((found for found in self._results() if found.error), None)
         if failed is None:
             return
         self.moving = None
@@ -130,10 +132,10 @@ class ExpertBalancer:
         self.own = None
         told = self.policy.numbered(move)
         send(told.encode())
-        self.mover.begin(told, self._take)
+        self.mover.begin(told, self._on_result)
 
-    def _take(self, answer: Answer) -> None:
-        self.own = answer
+    def _on_result(self, result: MoveResult) -> None:
+        self.own = result
 
     def _watch(self, ask: Callable[[int], None]) -> None:
         self.load.read()

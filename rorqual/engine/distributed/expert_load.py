@@ -40,24 +40,24 @@ class ExpertLoad:
         self.newest: Counts = []
         self.newest_step = 0  # the last step that they count
         self.asked_step = 0
-        self.question = 0
+        self.request = 0
         self.own: Callable[[], Tensor] | None = None  # until all ranks have responded
 
     def ask(self, send: Callable[[bytes], None], own: Callable[[], Tensor], step: int) -> None:
         """Request the counts of all ranks. own: fetches rank 0's; step: the newest launched
         step."""
-        self.question += 1
+        self.request += 1
         self.asked_step = step
-        send(numbered(self.question, b""))
+        send(numbered(self.request, b""))
         self.own = own
 
     def read(self) -> None:
         """Process the responses, once all ranks have sent theirs."""
-        answers = [number_of(member.load) for member in self.workers if member.load is not None]
-        missing = len(answers) < len(self.workers)
-        if self.own is None or missing or any(number != self.question for number, _ in answers):
+        responses = [number_of(member.load) for member in self.workers if member.load is not None]
+        missing = len(responses) < len(self.workers)
+        if self.own is None or missing or any(number != self.request for number, _ in responses):
             return
-        loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]
+        loads = [self.own(), *(decode_load(data, self.experts) for _, data in responses)]
         self.newest = self._summed(loads)
         self.newest_step = self.asked_step
         self.own = None

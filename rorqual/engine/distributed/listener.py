@@ -24,7 +24,7 @@ log = logging.getLogger("rorqual.engine")
 
 # unauthenticated connections; further ones are closed at once
 MOST_PENDING = 64
-MOST_TOLD = 10  # refused connections that are logged
+MAX_LOGGED = 10  # refused connections that are logged
 JOIN_SECONDS = 300.0  # for all ranks to connect
 RETRY_SECONDS = 0.5
 
@@ -57,7 +57,7 @@ class Listener:
                 connection, peer = self.socket.accept()
             except TimeoutError:
                 continue
-            self._take(connection, peer[0])
+            self._accept(connection, peer[0])
         return self.joined
 
     def _missing(self) -> str:
@@ -68,7 +68,7 @@ class Listener:
             f"ranks {shown}; connections refused: {self.refused}"
         )
 
-    def _take(self, connection: socket.socket, peer: str) -> None:
+    def _accept(self, connection: socket.socket, peer: str) -> None:
         with self.lock:
             if self.pending >= MOST_PENDING:
                 connection.close()
@@ -94,7 +94,7 @@ class Listener:
             TypeError,
         ) as error:
             channel.close()
-            self._tell(peer, error)
+            self._log_refused(peer, error)
         finally:
             with self.lock:
                 self.pending -= 1
@@ -113,10 +113,10 @@ class Listener:
                 f"rank {identity.rank} is there already, from {self.joined[identity.rank][1].host}",
             )
 
-    def _tell(self, peer: str, error: Exception) -> None:
+    def _log_refused(self, peer: str, error: Exception) -> None:
         with self.lock:
             self.refused += 1
-            if self.refused <= MOST_TOLD:
+            if self.refused <= MAX_LOGGED:
                 log.warning("a connection from %s was refused: %s", peer, error)
 
     def close(self) -> None:

@@ -16,22 +16,22 @@ from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
 class RankTrace:
     """The side of a rank other than 0. send: sends rank 0 the result."""
 
-    def __init__(self, worker: Worker, answer: Callable[[bytes], None]):
+    def __init__(self, worker: Worker, send: Callable[[bytes], None]):
         self.worker = worker
-        self.answer = answer
+        self.send = send
         self.trace: StepTrace | None = None
 
-    def take(self, question: bytes) -> None:
+    def take(self, request: bytes) -> None:
         """Start a trace, or stop the running one."""
-        asked = json.loads(question)
-        if asked:
-            path = Path(asked["paths"][self.worker.mesh.rank])
-            self.trace = StepTrace(self.worker, path, asked["steps"], self._tell)
+        wanted = json.loads(request)
+        if wanted:
+            path = Path(wanted["paths"][self.worker.mesh.rank])
+            self.trace = StepTrace(self.worker, path, wanted["steps"], self._report)
         elif self.trace is not None:
             self.trace.end()
 
-    def _tell(self, result: TraceFile) -> None:
-        self.answer(json.dumps(asdict(result)).encode())
+    def _report(self, result: TraceFile) -> None:
+        self.send(json.dumps(asdict(result)).encode())
 
     def drop(self) -> None:
         if self.trace is not None:
@@ -50,7 +50,7 @@ class GroupTrace:
         world = len(self.members) + 1
         paths = [trace_path(prefix, rank, world) for rank in range(world)]
         for member in self.members:
-            member.trace = None
+            member.trace_result = None
         self.send(json.dumps({"paths": list(map(str, paths)), "steps": steps}).encode())
         self.own = StepTrace(worker, paths[0], steps)
 
@@ -61,10 +61,12 @@ class GroupTrace:
 
     def results(self) -> list[TraceFile] | None:
         """Of all ranks, returned once, when all have reported; else None."""
-        answers = [member.trace for member in self.members if member.trace is not None]
-        if self.own is None or self.own.result is None or len(answers) < len(self.members):
+        results = [
+            member.trace_result for member in self.members if member.trace_result is not None
+        ]
+        if self.own is None or self.own.result is None or len(results) < len(self.members):
             return None
-        found = [self.own.result, *(TraceFile(**json.loads(answer)) for answer in answers)]
+        found = [self.own.result, *(TraceFile(**json.loads(result)) for result in results)]
         self.own = None
         return found
 

@@ -38,7 +38,7 @@ from rorqual.engine.distributed.tracing import RankTrace
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.errors import EngineError, ExpertsMissing, RorqualError
 from rorqual.models.hub import model_folder
@@ -103,7 +103,7 @@ class WorkerProcess:
         self.worker = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.worker.mesh
         # it sends its data-parallel rank's results
-        self.leads = mesh.last_stage and mesh.tp_rank == 0
+        self.sends_results = mesh.last_stage and mesh.tp_rank == 0
         self.pending: deque[Callable[[], None]] = deque()  # wait for the device, then respond
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
@@ -128,13 +128,13 @@ class WorkerProcess:
             elif kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
-                self._bring(partial(self._send_load, data, self.worker.fetch_load()))
+                self._enqueue_response(partial(self._send_load, data, self.worker.fetch_load()))
             elif kind is FrameKind.MOVE:
                 self._move(Move.decode(data))
             elif kind is FrameKind.SERVICE_START:
                 self._start_service(data)
             elif kind is FrameKind.SERVICE:
-                self._tell_service(data)
+                self._handle_service_message(data)
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
@@ -148,11 +148,11 @@ class WorkerProcess:
         part = output.parts[self.worker.mesh.dp_rank]
         pending = self.worker.runner.launch(part, output.metadata())
         self.grammars.used(output.structures)
-        self._bring(partial(self._send_result, number, pending))
+        self._enqueue_response(partial(self._send_result, number, pending))
 
-    def _bring(self, answer: Callable[[], None]) -> None:
+    def _enqueue_response(self, send: Callable[[], None]) -> None:
         """Responses are sent in the order of requests."""
-        self.pending.append(answer)
+        self.pending.append(send)
         if not self.worker.platform.asynchronous:
             self._collect()  # else rank 0 would also wait for the next step
 
@@ -164,29 +164,29 @@ class WorkerProcess:
             result = self.worker.runner.collect(pending)
         except ExpertsMissing:  # rank 0 knows too, and waits for no result
             return
-        if self.leads:
+        if self.sends_results:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
     def _move(self, move: Move) -> None:
         """Receive experts on a separate thread, while steps go on."""
         mover = self.worker.mover
         assert mover is not None, "experts move where enable_eplb is on"
-        mover.begin(move, lambda answer: self.channel.send(FrameKind.MOVE, answer.encode()))
+        mover.begin(move, lambda result: self.channel.send(FrameKind.MOVE, result.encode()))
 
     def _start_service(self, data: bytes) -> None:
         name, _, config = data.partition(b"\n")
-        tell = partial(self.channel.send, FrameKind.SERVICE)
-        place = ServicePlace(self.worker, self.channel.network_address, tell)
-        self.service = make_service(name.decode(), place, config)
+        send = partial(self.channel.send, FrameKind.SERVICE)
+        context = ServiceContext(self.worker, self.channel.network_address, send)
+        self.service = make_service(name.decode(), context, config)
 
-    def _tell_service(self, message: bytes) -> None:
+    def _handle_service_message(self, message: bytes) -> None:
         assert self.service is not None, "it was started first"
-        done = self.service.take(message)
+        done = self.service.handle(message)
         if done is not None:
-            self._bring(done)
+            self._enqueue_response(done)
 
-    def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
-        self.channel.send(FrameKind.LOAD, question + encode_load(load()))
+    def _send_load(self, request: bytes, load: Callable[[], torch.Tensor]) -> None:
+        self.channel.send(FrameKind.LOAD, request + encode_load(load()))
 
 
 def send_heartbeats(links: list[Channel], stopped: threading.Event) -> None:
@@ -227,7 +227,7 @@ def serve(
         process.run()
         if process.worker.mover is not None:
             process.worker.mover.close()
-        process.worker.runner.forget()
+        process.worker.runner.drop_captured()
         dist.destroy_process_group()
         return 0
     except Exception as error:  # rank 0 reports any error to the users

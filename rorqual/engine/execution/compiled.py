@@ -123,7 +123,7 @@ class TracedForwardBatch(ForwardBatch):
         return [(self.decode, slice(0, self.num_tokens))]
 
 
-def one_count(sizes: ParallelConfig, moe: MoEConfig) -> bool:
+def same_rows_on_all_ranks(sizes: ParallelConfig, moe: MoEConfig) -> bool:
     """Whether all ranks hold the same rows in every decode step."""
     return sizes.dp == 1 and not shards_tokens(sizes, chosen_exchange(sizes, moe, 1, decode=True))
 
@@ -140,7 +140,7 @@ class CompiledForward:
         self.stats = CompileStats()
         # Whether each number of tokens has its own variant, and steps are padded to these: where
         # ranks hold different rows, their number is part of the code.
-        self.fixed_shapes = not one_count(model.mesh.sizes, model.config.moe)
+        self.fixed_shapes = not same_rows_on_all_ranks(model.mesh.sizes, model.config.moe)
         self.sized: dict[int, CompiledVariant] = {}
         self.one: CompiledVariant | None = None
         self.many: CompiledVariant | None = None

@@ -150,7 +150,7 @@ class _ChunkColumns:
         self.slots = [chunk.slot for chunk in chunks]
         self.stops = [chunk.stop for chunk in chunks]
         self.logit_rows: list[int] = []
-        self.drawn: list[int] = []  # slots
+        self.sampled_slots: list[int] = []  # slots
         self.scored: list[int] = []
         self.ends: list[int] = []
         self.after: list[int] = []
@@ -165,7 +165,7 @@ class _ChunkColumns:
             self.slots,
             self.stops,
             self.logit_rows,
-            self.drawn,
+            self.sampled_slots,
             self.scored,
             self.ends,
             self.after,
@@ -185,7 +185,7 @@ class _ChunkColumns:
             self.after += (*chunk.following, *chunk.following[-1:] * modules)[:modules]
         if chunk.sample:
             self.logit_rows.append(last)
-            self.drawn.append(chunk.slot)
+            self.sampled_slots.append(chunk.slot)
         if chunk.num_scored:
             shift = start - chunk.start
             self.scored += range(chunk.score_start + shift, chunk.score_stop + shift)

@@ -41,7 +41,7 @@ class XMatcher:
         return bool(self.matcher.is_terminated())
 
 
-class Latest(OrderedDict[StructuredOutput, Any]):
+class LRUGrammars(OrderedDict[StructuredOutput, Any]):
     """LRU cache of grammars. All ranks see the same steps, so they evict the same entries without
     communication."""
 
@@ -60,7 +60,7 @@ class GrammarSender:
 
     def __init__(self, send: Callable[[bytes], None]):
         self.send = send
-        self.sent = Latest()
+        self.sent = LRUGrammars()
         self.told_vocabulary = False
 
     def send_missing(
@@ -85,7 +85,7 @@ class ReceivedGrammars:
     """Another rank's side: see engine.grammar.Grammars. Nothing is compiled here."""
 
     def __init__(self) -> None:
-        self.latest = Latest()
+        self.latest = LRUGrammars()
         self.info: Any = None
 
     def receive(self, data: bytes) -> None:

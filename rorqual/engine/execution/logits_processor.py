@@ -58,8 +58,8 @@ def _edit_row(
     bans = rows.bans.get(place.slot)
     if bans is not None:
         assert rows.recent is not None
-        said = rows.recent.tokens[place.slot]
-        bans.apply(logits, said if place.ahead is None else torch.cat((said, place.ahead)))
+        recent = rows.recent.tokens[place.slot]
+        bans.apply(logits, recent if place.ahead is None else torch.cat((recent, place.ahead)))
     if row.stop_ids and row.params.min_tokens:
         banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
         early = position - row.prompt_len < row.params.min_tokens
@@ -131,7 +131,7 @@ class HostSampling:
     def __init__(self, output: SchedulerOutput, rows: RequestState):
         self.output = output
         self.rows = rows
-        self.params = rows.asked(output.sampled_slots)
+        self.params = rows.sampling_params(output.sampled_slots)
         self.logit_rows = self._logit_rows()
         matchers = rows.matchers
         self.matchers: dict[int, Matcher] = {
@@ -160,10 +160,10 @@ class HostSampling:
         if not self.matchers:
             return logits
         logits = apply_bitmask(logits, self.rows.platform.to_device(self._bitmask()))
-        self._leave_the_end(logits)
+        self._allow_eos(logits)
         return logits
 
-    def _leave_the_end(self, logits: Tensor) -> None:
+    def _allow_eos(self, logits: Tensor) -> None:
         """Where a grammar and the request's bans allow no token, allow end of sequence."""
         width = self.output.num_speculative_tokens + 1
         for row in self.matchers:
@@ -207,13 +207,13 @@ class HostSampling:
         slots = torch.tensor([row.slot for row in self.logit_rows])
         self.rows.count(platform.to_device(slots), tokens)
         if self.rows.recent is not None:
-            self._remember(self.rows.recent, tokens)
+            self._add_recent(self.rows.recent, tokens)
         most = max((p.logprobs for p in self.params if p.logprobs is not None), default=None)
         if most is not None:
             found = Logprobs.of(raw, tokens.clamp(min=0), most)
             self.logprobs = [platform.fetch(tensor) for tensor in found.tensors()]
 
-    def _remember(self, recent: RecentTokens, tokens: Tensor) -> None:
+    def _add_recent(self, recent: RecentTokens, tokens: Tensor) -> None:
         output = self.output
         decoding = len(output.decode_slots)
         slots = self.rows.platform.to_device(torch.tensor(output.sampled_slots))

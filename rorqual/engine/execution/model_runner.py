@@ -181,7 +181,7 @@ class ModelRunner:
         if reads and set(variants) != {SamplingVariant.GREEDY}:
             self.rows.keep_probs()
 
-    def forget(self) -> None:
+    def drop_captured(self) -> None:
         """Release captured steps."""
         if self.captured:
             self.captured.forget()
@@ -235,7 +235,7 @@ class ModelRunner:
             if self.host is not None:
                 self.host.settle()
             if self.agree is not None:
-                pending.given_up = self.agree()
+                pending.drop_reason = self.agree()
             elif self.calls is not None:
                 pending.epoch = epoch
                 if pending.begun is None:  # else at its end
@@ -421,8 +421,8 @@ class ModelRunner:
         if self.turns is not None and pending.begun is not None:
             with torch.inference_mode(), self.platform.stream():
                 self.turns.finish(pending.begun)
-        if pending.given_up is not None:
-            reason = pending.given_up()
+        if pending.drop_reason is not None:
+            reason = pending.drop_reason()
             if self.calls is not None:
                 self.calls.ended()
             if reason:

@@ -56,7 +56,9 @@ class PromptScorer:
         """`hidden` [T, hidden] of all rows of the step. Collective: every rank takes part in each
         product with the head, with or without rows of its own."""
         chunks = [chunk for chunk in output.chunks if chunk.num_scored]
-        counts = [self.rows.asked([chunk.slot])[0].prompt_logprobs or 0 for chunk in chunks]
+        counts = [
+            self.rows.sampling_params([chunk.slot])[0].prompt_logprobs or 0 for chunk in chunks
+        ]
         rows, targets = self._rows(batch)
         parts = []
         for start in range(0, max(metadata.scored), self.most_rows):

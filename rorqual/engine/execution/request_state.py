@@ -70,7 +70,7 @@ class RequestState:
         self.bans: dict[int, TokenBans] = {}
         self.recent: RecentTokens | None = None
 
-    def asked(self, slots: Sequence[int]) -> list[SamplingParams]:
+    def sampling_params(self, slots: Sequence[int]) -> list[SamplingParams]:
         """The sampling parameters of these slots, in order."""
         return [row.params for slot in slots if (row := self.params[slot]) is not None]
 

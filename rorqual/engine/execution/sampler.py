@@ -34,7 +34,7 @@ from rorqual.parallel.remote.steps_in_turns import BegunStep
 class PendingStep:
     """A launched step. tokens: waits for its sampled tokens, as `Sampler` packs them; None on
     pipeline stages that do not sample, and where no request of this rank samples. host: their
-    processing on the host. scores: log probabilities of prompts. given_up: waits for the device,
+    processing on the host. scores: log probabilities of prompts. drop_reason: waits for the device,
     and returns why all ranks drop the step, empty where they do not; the tokens of a dropped step
     are meaningless. begun: the rest of a step that ends during the next one. epoch: of calls to
     expert servers in which it was launched; computed: waits until the device has finished it, where
@@ -43,7 +43,7 @@ class PendingStep:
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
     scores: PromptScores | None = None
-    given_up: Callable[[], str] | None = None
+    drop_reason: Callable[[], str] | None = None
     begun: BegunStep | None = None
     epoch: int = 0
     computed: Callable[[], Tensor] | None = None
@@ -114,7 +114,7 @@ class Sampler:
         scores = self.scorer.score(output, batch, hidden, metadata) if metadata.scores else None
         logits = raw = self._logits(batch, hidden, metadata) if any(metadata.logit_rows) else hidden
         host = None
-        if any(params.needs_host for params in self.rows.asked(output.sampled_slots)):
+        if any(params.needs_host for params in self.rows.sampling_params(output.sampled_slots)):
             host = HostSampling(output, self.rows)
             positions = batch.step.positions.index_select(0, batch.step.logit_rows) + 1
             logits = host.process(raw, positions)

@@ -39,7 +39,7 @@ class TokenBans:
             found.before = platform.to_device(torch.tensor(before, dtype=torch.int64))
         return found
 
-    def apply(self, logits: Tensor, said: Tensor) -> None:
+    def apply(self, logits: Tensor, output: Tensor) -> None:
         """In place on one row of logits; output [at least W]: the output before it, -1 before its
         start."""
         if self.forbidden is not None:
@@ -47,7 +47,7 @@ class TokenBans:
         if self.last is None or self.before is None:
             return
         before = self.before
-        tail = said[said.shape[0] - before.shape[1] :]
+        tail = output[output.shape[0] - before.shape[1] :]
         meant = ((before < 0) | (before == tail)).all(1)
         # added up: several words may end with the same token
         logits.index_add_(0, self.last, torch.where(meant, NEVER, 0.0).to(logits.dtype))
@@ -63,8 +63,8 @@ class RecentTokens:
         self.places = torch.arange(REMEMBERED, device=platform.device)
 
     def set_up(self, row: NewRequest) -> None:
-        said = list(row.tokens[row.prompt_len :])[-REMEMBERED:]
-        padded = [-1] * (REMEMBERED - len(said)) + said
+        output = list(row.tokens[row.prompt_len :])[-REMEMBERED:]
+        padded = [-1] * (REMEMBERED - len(output)) + output
         self.tokens[row.slot] = self.platform.to_device(torch.tensor(padded, dtype=torch.int64))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:

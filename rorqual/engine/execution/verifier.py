@@ -78,7 +78,9 @@ class Verifier:
             given = distribution(logits, variant, each, rows)
             tokens = sample_from(given, each, positions, rows).view(-1, width)
         if self.rates is not None:
-            taken = self._by_lot(slots, positions.view(-1, width)[:, :num_speculative_tokens])
+            taken = self._accept_at_random(
+                slots, positions.view(-1, width)[:, :num_speculative_tokens]
+            )
         elif given is not None:
             taken = self._accepted(
                 given,
@@ -151,6 +153,6 @@ class Verifier:
         last = torch.where(other < 0, tokens.gather(1, num_accepted[:, None]).squeeze(1), other)
         return stand.scatter(1, num_accepted[:, None], last[:, None])
 
-    def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
+    def _accept_at_random(self, slots: Tensor, positions: Tensor) -> Tensor:
         assert self.rates is not None
         return self._numbers(slots, positions, SIMULATE) < self.rates[: positions.shape[1]]

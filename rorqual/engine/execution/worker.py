@@ -47,7 +47,7 @@ from rorqual.engine.kernels_ahead import (
     layers_of_all_kinds,
 )
 from rorqual.engine.micro_batches.kept import KeptTimes
-from rorqual.engine.micro_batches.measure import Limits, measure, off
+from rorqual.engine.micro_batches.measure import Limits, deviation, measure
 from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
@@ -224,7 +224,7 @@ class Worker:
         if self.remote is not None:
             self.runner.calls = self.remote.calls
             if self.remote.group is not None:
-                self.remote.group.left = self._left_group
+                self.remote.group.left = self._on_group_lost
             if self.remote.misses is not None:
                 # whether a step is dropped: requested after it; the reply waits for the device
                 self.runner.agree = self.remote.agree_on_misses
@@ -276,7 +276,7 @@ class Worker:
         if not self.config.keep_step_times:
             return again()
         kept = KeptTimes(self.config, self.model_config, self.mesh, self.platform)
-        return kept.times(again, partial(off, self.runner, limits))
+        return kept.times(again, partial(deviation, self.runner, limits))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -352,10 +352,10 @@ class Worker:
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
-        from rorqual.engine.execution.compiled import one_count
+        from rorqual.engine.execution.compiled import same_rows_on_all_ranks
 
         npu = self.platform.name == "npu"
-        return npu or not one_count(self.config.parallel, self.model_config.moe)
+        return npu or not same_rows_on_all_ranks(self.config.parallel, self.model_config.moe)
 
     def _piecewise_tokens(self, weights: int) -> int:
         """Tokens up to which steps with prompts are captured; 0 for several ranks, whose steps are
@@ -460,11 +460,11 @@ class Worker:
         """Most rows of a decode step."""
         return self.config.max_num_seqs * (self.config.num_speculative_tokens + 1)
 
-    def _left_group(self) -> None:
+    def _on_group_lost(self) -> None:
         """A server is lost, and with it the process group: captured steps cannot be replayed any
         more."""
         assert self.remote is not None
-        self.runner.forget()
+        self.runner.drop_captured()
         self.runner.graphs = None
         self.runner.pieces = None
         self.all2all_backend = self.remote.describe_tcp()
@@ -480,7 +480,7 @@ class Worker:
         if self.remote is None:
             return
         if self.remote.group is not None:
-            self.runner.forget()  # captured steps keep their communicators alive
+            self.runner.drop_captured()  # captured steps keep their communicators alive
         self.remote.servers.close()
 
     def _build(self, device: torch.device) -> Build:

@@ -43,24 +43,24 @@ class KeptTimes:
         self.path = cache_folder() / "step-times" / f"{digest(given):016x}.json"
 
     def times(
-        self, measure: Callable[[], StepTimes], off: Callable[[StepTimes], float]
+        self, measure: Callable[[], StepTimes], deviation: Callable[[StepTimes], float]
     ) -> StepTimes:
         """The kept times, where two re-timed sizes agree; else new ones, measured and kept.
         deviation: of the kept times from re-timed ones, relative; the same on every rank."""
         found = self._found()
         if found is not None:
-            wrong = off(found)
+            wrong = deviation(found)
             agree = wrong <= AGREES
             told = "used: they agree" if agree else "measured again: they differ"
-            self._say(f"{told} by up to {wrong:.0%} with what is timed now")
+            self._log(f"{told} by up to {wrong:.0%} with what is timed now")
             if agree:
                 return found
         found = measure()
         if self.mesh.rank == 0 and not write(self.path, found.as_json()):
-            self._say("not kept: the file cannot be written")
+            self._log("not kept: the file cannot be written")
         return found
 
-    def _say(self, told: str) -> None:
+    def _log(self, told: str) -> None:
         if self.mesh.rank == 0:
             log.info("micro-batches: times of an earlier start (%s) %s", self.path, told)
 

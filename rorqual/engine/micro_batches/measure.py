@@ -78,9 +78,9 @@ def measure(runner: ModelRunner, limits: Limits, seconds: float = SECONDS) -> St
     return PartsTimer(runner, limits, seconds).measure()
 
 
-def off(runner: ModelRunner, limits: Limits, times: StepTimes) -> float:
+def deviation(runner: ModelRunner, limits: Limits, times: StepTimes) -> float:
     """Collective: how far times of an earlier start deviate from two re-timed sizes, relative."""
-    return PartsTimer(runner, limits, SECONDS).off(times)
+    return PartsTimer(runner, limits, SECONDS).deviation(times)
 
 
 def why_whole(runner: ModelRunner, decode: bool) -> str:
@@ -136,7 +136,7 @@ class PartsTimer:
             self._layers(), decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
         )
 
-    def off(self, times: StepTimes) -> float:
+    def deviation(self, times: StepTimes) -> float:
         """How far one re-timed size of each phase deviates from `times`, relative, beyond the noise
         of either; the same on all ranks. Infinite where `times` cannot be this engine's."""
         layers, reasons = self._layers(), [why_whole(self.runner, kind) for kind in (True, False)]
@@ -322,7 +322,7 @@ class PartsTimer:
         return shortest, noise
 
     def _timed(self, once: Pass) -> float:
-        self._meet()
+        self._barrier()
         start = time.perf_counter()
         once()
         self.platform.synchronize()
@@ -341,7 +341,9 @@ class PartsTimer:
         try:
             self._stages(self.layer, step)  # compiles where needed
             start = time.perf_counter()
-            while len(runs) < least or (len(runs) < most and self._early(start, STAGE_SECONDS)):
+            while len(runs) < least or (
+                len(runs) < most and self._all_within(start, STAGE_SECONDS)
+            ):
                 runs.append(self._stages(self.layer, step))
         finally:
             for axis in self._axes():
@@ -354,7 +356,7 @@ class PartsTimer:
             StageSeconds(compute, max(0.0, arrived - compute)) for compute, arrived in pairs
         )
 
-    def _early(self, start: float, seconds: float) -> bool:
+    def _all_within(self, start: float, seconds: float) -> bool:
         """Whether no rank has spent `seconds` since `start`."""
         return self._slowest([time.perf_counter() - start])[0] < seconds
 
@@ -367,14 +369,14 @@ class PartsTimer:
         x, residual = (torch.randn(shape, device=step.token_ids.device) for _ in range(2))
         dtype = self.model.dtype
         self._settle()
-        self._meet()
+        self._barrier()
         start = time.perf_counter()
         value, _ = layer.attend(x.to(dtype), residual.to(dtype), step)
         self._computed()
         found = [time.perf_counter() - start]
         for stage in layer.mlp.stages(layout):
             self._settle()
-            self._meet()
+            self._barrier()
             start = time.perf_counter()
             value = stage(value)
             self._computed()
@@ -397,7 +399,7 @@ class PartsTimer:
 
     # ---- all ranks
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._slowest([0.0])
 
     def _slowest(self, values: list[float]) -> list[float]:

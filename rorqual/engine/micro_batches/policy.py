@@ -27,10 +27,14 @@ from rorqual.engine.micro_batches.step_times import (
     StageSeconds,
     StepTimes,
 )
-from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, cut, cut_together
+from rorqual.engine.scheduling.scheduler_output import (
+    SchedulerOutput,
+    split_lengths,
+    split_lengths_of_ranks,
+)
 
 MARGIN = 0.02  # a step is split, or split further, only for a predicted gain above this
-PLAYED = (2, 4)  # layers that are simulated; further ones are extrapolated from these
+SIMULATED_LAYERS = (2, 4)  # layers that are simulated; further ones are extrapolated from these
 KNOWN_STEPS = 4096  # cached decisions
 
 Part = tuple[int, int]  # decode tokens, prompt tokens
@@ -87,7 +91,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
     found, fastest = 1, predicted(times, decodes, shapes((totals,), decoding))
     assert fastest is not None, "every size was measured whole"
     for count in range(2, MOST_AUTO_PARTS + 1):
-        parts = cut_together(lengths, count)
+        parts = split_lengths_of_ranks(lengths, count)
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
         if seconds is None:
             continue
@@ -118,12 +122,12 @@ def predicted(times: StepTimes, decodes: bool, parts: Sequence[Part]) -> float |
     """Predicted seconds of a pass in these parts; None where no measured size has that many."""
     phase = times.decode if decodes else times.prompts
     tokens = sum(map(sum, parts))
-    extra = beside_at(times.layers, phase, tokens, len(parts))
+    extra = overheads_at(times.layers, phase, tokens, len(parts))
     if extra is None:
         return None
     layers = [layer_of(times, decodes, part) for part in parts]
     hand_overs = sum(len(stages) - 1 for stages in layers) * times.layers
-    found = played(layers, times.layers) + hand_overs * extra.hand_over
+    found = simulated_seconds(layers, times.layers) + hand_overs * extra.hand_over
     # even with communication fully hidden; with expert servers their time counts as communication
     alone = sum(stage.compute for stages in layers for stage in stages) * times.layers
     return extra.rest + (found if phase.sizes[0].exchange == REMOTE else max(found, alone))
@@ -141,12 +145,16 @@ def layer_of(times: StepTimes, decodes: bool, part: Part) -> Stages:
     return StageSeconds(first.compute + attention, first.wire), *rest
 
 
-def played(parts: Sequence[Stages], layers: int) -> float:
+def simulated_seconds(parts: Sequence[Stages], layers: int) -> float:
     """Simulated seconds of `layers` layers with alternating parts."""
-    if layers <= PLAYED[1]:
-        return _played([_chain(stages, layers) for stages in parts])
-    less, more = (_played([_chain(stages, count) for stages in parts]) for count in PLAYED)
-    return more + (layers - PLAYED[1]) * (more - less) / (PLAYED[1] - PLAYED[0])
+    if layers <= SIMULATED_LAYERS[1]:
+        return _simulate([_chain(stages, layers) for stages in parts])
+    less, more = (
+        _simulate([_chain(stages, count) for stages in parts]) for count in SIMULATED_LAYERS
+    )
+    return more + (layers - SIMULATED_LAYERS[1]) * (more - less) / (
+        SIMULATED_LAYERS[1] - SIMULATED_LAYERS[0]
+    )
 
 
 def _chain(stages: Stages, layers: int) -> list[StageSeconds]:
@@ -159,7 +167,7 @@ def _chain(stages: Stages, layers: int) -> list[StageSeconds]:
     return [first, *middle, *[joined, *middle] * (layers - 1), last]
 
 
-def _played(chains: Sequence[Sequence[StageSeconds]]) -> float:
+def _simulate(chains: Sequence[Sequence[StageSeconds]]) -> float:
     computed = wire = 0.0
     come = [0.0] * len(chains)
     for turn in range(max(map(len, chains))):
@@ -177,7 +185,7 @@ def _played(chains: Sequence[Sequence[StageSeconds]]) -> float:
 
 
 @dataclass(frozen=True)
-class Between:
+class Interpolation:
     """Linear interpolation between two measured sizes at `share` (above 1: extrapolation), times
     `scale`."""
 
@@ -192,29 +200,29 @@ class Between:
         return self.scale * (found if self.share <= 1 else max(found, high))
 
 
-def between(sizes: Sequence[MeasuredSize], tokens: int) -> Between:
+def interpolation_at(sizes: Sequence[MeasuredSize], tokens: int) -> Interpolation:
     """Below the smallest size times are constant; above the largest they are extrapolated from the
     last two. Between sizes with different exchanges the nearer one is scaled by tokens."""
     place = bisect_left(sizes, tokens, key=lambda size: size.tokens)
     if place == 0:
-        return Between(sizes[0], sizes[0])
+        return Interpolation(sizes[0], sizes[0])
     if place < len(sizes) and sizes[place].tokens == tokens:
-        return Between(sizes[place], sizes[place])
+        return Interpolation(sizes[place], sizes[place])
     if len(sizes) == 1:
-        return Between(sizes[0], sizes[0], 0.0, tokens / sizes[0].tokens)
+        return Interpolation(sizes[0], sizes[0], 0.0, tokens / sizes[0].tokens)
     low, high = sizes[max(0, min(place, len(sizes) - 1) - 1)], sizes[min(place, len(sizes) - 1)]
     if low.exchange != high.exchange:
         near = min(low, high, key=lambda size: abs(size.tokens - tokens))
-        return Between(near, near, 0.0, tokens / near.tokens)
-    return Between(low, high, (tokens - low.tokens) / (high.tokens - low.tokens))
+        return Interpolation(near, near, 0.0, tokens / near.tokens)
+    return Interpolation(low, high, (tokens - low.tokens) / (high.tokens - low.tokens))
 
 
 def attention_at(phase: PhaseTimes, tokens: int) -> float:
-    return between(phase.sizes, tokens).of(lambda size: size.attention) if tokens else 0.0
+    return interpolation_at(phase.sizes, tokens).of(lambda size: size.attention) if tokens else 0.0
 
 
 def stages_at(phase: PhaseTimes, tokens: int) -> Stages:
-    here = between(phase.sizes, tokens)
+    here = interpolation_at(phase.sizes, tokens)
     return tuple(
         StageSeconds(
             here.of(lambda size, i=i: size.stages[i].compute),  # type: ignore[misc]
@@ -227,7 +235,7 @@ def stages_at(phase: PhaseTimes, tokens: int) -> Stages:
 def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
     """The largest noise of whole passes and of passes in `parts` parts, over the neighbouring
     sizes."""
-    here = between(phase.sizes, tokens)
+    here = interpolation_at(phase.sizes, tokens)
     sizes = (here.low, here.high)
     return max(
         (one for size in sizes for one in (*size.noise[:1], *size.noise[parts - 1 : parts])),
@@ -236,20 +244,20 @@ def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Overheads:
     """Seconds beyond the two-resource model, from measured passes: per pass, and per hand-over."""
 
     rest: float
     hand_over: float
 
 
-def beside_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Beside | None:
+def overheads_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Overheads | None:
     """Interpolated between the measured sizes that have `parts` parts."""
     sizes = [size for size in phase.sizes if len(size.passes) >= parts]
     if not sizes:
         return None
-    here = between(sizes, tokens)
-    return Beside(
+    here = interpolation_at(sizes, tokens)
+    return Overheads(
         here.of(lambda size: rest_of(layers, phase, size)),
         # a hand-over does not grow beyond what was measured
         replace(here, share=min(here.share, 1.0), scale=1.0).of(
@@ -259,16 +267,16 @@ def beside_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Beside
 
 
 def rest_of(layers: int, phase: PhaseTimes, size: MeasuredSize) -> float:
-    return size.passes[0] - played([_layer_at(phase, size.tokens)], layers)
+    return size.passes[0] - simulated_seconds([_layer_at(phase, size.tokens)], layers)
 
 
 def hand_over_of(layers: int, phase: PhaseTimes, size: MeasuredSize, parts: int) -> float:
     if parts == 1:
         return 0.0
-    found = [_layer_at(phase, tokens) for tokens in cut(size.lengths, parts)]
+    found = [_layer_at(phase, tokens) for tokens in split_lengths(size.lengths, parts)]
     hand_overs = sum(len(stages) - 1 for stages in found) * layers
     measured = size.passes[parts - 1] - rest_of(layers, phase, size)
-    return (measured - played(found, layers)) / hand_overs
+    return (measured - simulated_seconds(found, layers)) / hand_overs
 
 
 def _layer_at(phase: PhaseTimes, tokens: int) -> Stages:

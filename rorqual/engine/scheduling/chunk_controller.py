@@ -47,7 +47,7 @@ class ChunkController:
         self.most = most
         self.target = target
         self.decode: dict[int, MeanSeconds] = {}  # by bucket of decoding requests
-        self.alone: dict[int, MeanSeconds] = {}  # seconds a token, by bucket of prompt tokens
+        self.prompt_only: dict[int, MeanSeconds] = {}  # seconds a token, by bucket of prompt tokens
         self.added: dict[int, MeanSeconds] = {}  # likewise, beside decoding requests
         self.sizes = _sizes(most)
 
@@ -57,7 +57,7 @@ class ChunkController:
             self.decode.setdefault(_bucket(decoding), MeanSeconds()).add(seconds)
             return
         if not decoding:
-            costs = self.alone
+            costs = self.prompt_only
         else:
             costs = self.added
             seconds = max(0.0, seconds - self._decode_seconds(decoding))
@@ -72,7 +72,7 @@ class ChunkController:
         if self.target is None and load.prompts > decoding:
             return self.most  # more requests wait for their first token than for their next one
         base = self._decode_seconds(decoding)
-        if not base or not (self.alone or self.added):
+        if not base or not (self.prompt_only or self.added):
             return min(self.most, UNKNOWN)
         target = self.target or GAP * base
         wanted = LEAST
@@ -94,7 +94,7 @@ class ChunkController:
         """The fewest tokens a step with which `waiting` tokens stay within their allowed delay."""
         longest = 1 + (DELAY - 1) * min(1.0, self.most / (4 * waiting))
         waiting = min(waiting, self.most)
-        usual = _seconds((self.alone,), waiting) or self._added_seconds(waiting)
+        usual = _seconds((self.prompt_only,), waiting) or self._added_seconds(waiting)
         tried = max(self.added, default=0)
         for size in self.sizes:
             if (base + self._added_seconds(size)) / size <= longest * usual / waiting:
@@ -114,7 +114,7 @@ class ChunkController:
 
     def _added_seconds(self, tokens: int) -> float:
         """What prompt tokens add to a step; a prompt-only step costs at least as much."""
-        return _seconds((self.added, self.alone), tokens)
+        return _seconds((self.added, self.prompt_only), tokens)
 
 
 def _seconds(tables: tuple[dict[int, MeanSeconds], ...], tokens: int) -> float:

@@ -117,7 +117,7 @@ class HostLoads:
         while load.keys and host.in_left:
             key = load.keys[0]
             if key not in host.slots:  # evicted as the oldest; the rest is computed
-                self._give_up(load)
+                self._cancel(load)
                 break
             page = load.pages[load.next]
             host.bring(key, page)
@@ -129,14 +129,14 @@ class HostLoads:
             load.keys.popleft()
         return len(self.notes) - before
 
-    def _give_up(self, load: Load) -> None:
+    def _cancel(self, load: Load) -> None:
         self.coming.difference_update(load.keys)
         load.keys.clear()
 
     def drop(self, sequence: Sequence) -> None:
         """Stop loading for it. Not after copies of the step being scheduled were noted."""
         load = self.loads.pop(sequence.request.id)
-        self._give_up(load)
+        self._cancel(load)
         self.prefix.release(load.pages)
 
     def drop_all(self) -> list[Sequence]:

@@ -43,8 +43,8 @@ from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
 
 COUNTED_STEPS = 8
-FIRST_USUAL_OUTPUT = 256.0  # output tokens assumed before any request has finished
-NEWEST_SHARE = 0.05  # weight of the newest request in the running mean
+INITIAL_OUTPUT_LEN = 256.0  # output tokens assumed before any request has finished
+OUTPUT_LEN_WEIGHT = 0.05  # weight of the newest request in the running mean
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Scheduler:
         self.accepted = [0] * config.num_speculative_tokens
         self.waiting = WaitingQueue()
         self.rows: dict[str, int] = {}  # running requests of each client
-        self.usual_output = FIRST_USUAL_OUTPUT  # mean output tokens of a request
+        self.mean_output_len = INITIAL_OUTPUT_LEN  # mean output tokens of a request
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
@@ -210,18 +210,18 @@ class Scheduler:
         sequence.finish = reason
         del self.sequences[sequence.request.id]
         self.live_tokens -= sequence.known
-        said = len(sequence.tokens) - sequence.prompt_len
-        if said:
-            self.usual_output += (said - self.usual_output) * NEWEST_SHARE
+        num_outputs = len(sequence.tokens) - sequence.prompt_len
+        if num_outputs:
+            self.mean_output_len += (num_outputs - self.mean_output_len) * OUTPUT_LEN_WEIGHT
         if sequence in self.loads:
             self.loads.drop(sequence)
         elif sequence.slot < 0:
             self.waiting.remove(sequence)
         elif reason is not FinishReason.ABORT and sequence.request.goes_on_elsewhere:
-            self._keep_tail(sequence)
-        self._leave(sequence)
+            self._cache_tail(sequence)
+        self._release(sequence)
 
-    def _keep_tail(self, sequence: Sequence) -> None:
+    def _cache_tail(self, sequence: Sequence) -> None:
         """Cache the prompt's partial last page, for the engine that decodes."""
         prompt = sequence.tokens[: sequence.prompt_len]
         prefix = self.prefix
@@ -231,7 +231,7 @@ class Scheduler:
             if key is not None:
                 prefix.insert_tail(key, sequence.pages[full])
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Release slot and pages. Steps in flight may still write there; they run before any step
         that reuses the pages."""
         self.prefilling.pop(sequence.request.id, None)
@@ -308,7 +308,7 @@ class Scheduler:
                 budget -= self._schedule_first_token(output, admitted, sampled)
             else:
                 budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-        self._plan_copies(output)
+        self._schedule_copies(output)
         if not output.decode_slots and not output.chunks and not output.copies:
             return None
         step = InFlight(output, sampled, computed)
@@ -323,7 +323,7 @@ class Scheduler:
         for sequence in reversed(found):
             self.waiting.append_left(sequence)
 
-    def _plan_copies(self, output: SchedulerOutput) -> None:
+    def _schedule_copies(self, output: SchedulerOutput) -> None:
         host = self.prefix.host
         if host is not None:
             if output.decode_slots or output.chunks:
@@ -338,13 +338,13 @@ class Scheduler:
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
         num_speculative_tokens = output.num_speculative_tokens
-        for sequence in self._turn():
+        for sequence in self._decode_turn():
             length = sequence.num_computed_tokens + 1
             if length >= sequence.max_total_len:
                 continue  # its last token is in flight
             if sequence.pending and sequence.request.params.structured:
                 continue  # its grammar needs the last token first
-            if self._reach(sequence, num_speculative_tokens) > sequence.capacity:
+            if self._writable_len(sequence, num_speculative_tokens) > sequence.capacity:
                 needy.append(sequence)
             sampled.append(sequence)
         if needy:
@@ -374,7 +374,7 @@ class Scheduler:
         charge(sequence, 1)
         return output.num_speculative_tokens + 1
 
-    def _turn(self) -> Iterable[Sequence]:
+    def _decode_turn(self) -> Iterable[Sequence]:
         """The decoding requests of this step. With pipeline_turns: an equal share, those that have
         waited longest, and none whose last token is sampled by a step still in flight, for which
         the first pipeline stage would have to wait."""
@@ -390,7 +390,7 @@ class Scheduler:
             self.decoding[sequence.request.id] = self.decoding.pop(sequence.request.id)
         return chosen
 
-    def _reach(self, sequence: Sequence, num_speculative_tokens: int) -> int:
+    def _writable_len(self, sequence: Sequence, num_speculative_tokens: int) -> int:
         """Cache entries that the next step may write and a later one may read: its tokens, its
         drafts, and the new drafts. Entries at or past the target length are never read, and go to
         the null page."""
@@ -409,7 +409,7 @@ class Scheduler:
         for sequence in needy:
             while (
                 sequence.slot >= 0
-                and self._reach(sequence, num_speculative_tokens) > sequence.capacity
+                and self._writable_len(sequence, num_speculative_tokens) > sequence.capacity
             ):
                 if self.prefix.available:
                     output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
@@ -439,7 +439,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         """A running request gives up its pages; its output so far is later recomputed with its
         prompt."""
-        self._leave(victim)
+        self._release(victim)
         victim.preemptions += 1
         self.num_preemptions += 1
         self.waiting.append_left(victim)
@@ -572,7 +572,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         self._count_row(sequence, 1)
         reserve(
-            sequence, min(int(self.usual_output), sequence.max_total_len - len(sequence.tokens))
+            sequence, min(int(self.mean_output_len), sequence.max_total_len - len(sequence.tokens))
         )
         running = self.decoding if found.decodes else self.prefilling
         running[sequence.request.id] = sequence
@@ -644,7 +644,7 @@ class Scheduler:
                     sequence.collected, min(stop, sequence.num_computed_tokens)
                 )
                 if sequence.collected >= sequence.next_hash:
-                    self._offer(sequence)
+                    self._cache_full_pages(sequence)
         step.scored_before = [len(sequence.prompt_logprobs) for sequence in step.scored]
         for sequence, found in zip(step.scored, result.prompt_logprobs, strict=True):
             sequence.prompt_logprobs += found
@@ -736,7 +736,7 @@ class Scheduler:
             # All tokens but the newest have cache entries.
             sequence.collected = length - 1
             if length > sequence.next_hash:
-                self._offer(sequence)
+                self._cache_full_pages(sequence)
         reason = None
         if token in sequence.stop_ids and length > sequence.min_len:
             reason = FinishReason.STOP
@@ -747,7 +747,7 @@ class Scheduler:
             self.finish(sequence, reason)
         return TokenOut(sequence, token, logprobs, reason)
 
-    def _offer(self, sequence: Sequence) -> None:
+    def _cache_full_pages(self, sequence: Sequence) -> None:
         """Add full pages whose entries are written and whose tokens are known to the prefix
         cache."""
         size = self.config.page_size

@@ -109,7 +109,7 @@ class SchedulerOutput:
         return decoding * self.num_speculative_tokens + sampled
 
 
-def cut(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
+def split_lengths(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
     """Split consecutive requests into `parts` runs as even as whole requests allow; returns the
     tokens of each run. Fewer runs where there are fewer requests."""
     total = sum(lengths)
@@ -125,12 +125,14 @@ def cut(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise((*cuts, total)))
 
 
-def cut_together(ranks: ReadOnly[ReadOnly[int]], parts: int) -> tuple[tuple[int, ...], ...]:
+def split_lengths_of_ranks(
+    ranks: ReadOnly[ReadOnly[int]], parts: int
+) -> tuple[tuple[int, ...], ...]:
     """For each part, the tokens of each rank, from the lengths of each rank's requests; empty where
     some rank has too few requests, since all ranks need the same number of parts."""
     if parts < 2:
         return ()
-    found = [cut(lengths, parts) for lengths in ranks]
+    found = [split_lengths(lengths, parts) for lengths in ranks]
     return tuple(zip(*found, strict=True)) if all(len(one) == parts for one in found) else ()
 
 
@@ -207,7 +209,7 @@ class StepMetadata:
             host=host,
             scored=tuple(part.num_scored for part in parts),
             switch=switch,
-            micro_batches=cut_together([part.lengths for part in parts], micro_batches),
+            micro_batches=split_lengths_of_ranks([part.lengths for part in parts], micro_batches),
         )
 
     @staticmethod
@@ -233,13 +235,15 @@ class StepMetadata:
             sampling,
             host,
             scored,
-            micro_batches=cut_together([(width,) * size] * ranks, micro_batches),
+            micro_batches=split_lengths_of_ranks([(width,) * size] * ranks, micro_batches),
         )
 
     @property
     def row_micro_batches(self) -> tuple[tuple[int, ...], ...]:
         """`micro_batches` for one row of each request that samples."""
-        return cut_together([(1,) * count for count in self.sampled], len(self.micro_batches))
+        return split_lengths_of_ranks(
+            [(1,) * count for count in self.sampled], len(self.micro_batches)
+        )
 
     @property
     def scores(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.rendezvous import Rendezvous
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 
 Check = Callable[[], None]
 
@@ -22,7 +22,7 @@ class Launcher:
         self.config = config
         self.world = config.parallel.world
 
-    def start(self) -> list[JoinedWorker]:
+    def start(self) -> list[ConnectedWorker]:
         """Ranks 1 to world - 1, connected. Raises EngineError when they fail to connect,
         ConfigError for what the user can fix."""
         raise AssertionError("launchers say how ranks are started")

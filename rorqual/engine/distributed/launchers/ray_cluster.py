@@ -16,7 +16,7 @@ from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.launchers.placement import assign
 from rorqual.engine.distributed.launchers.ray_actor import Starter
 from rorqual.engine.distributed.launchers.remote import RemoteLauncher
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 from rorqual.errors import ConfigError, EngineError
 from rorqual.platforms import device_of
 
@@ -68,9 +68,9 @@ class RayLauncher(RemoteLauncher):
         self.group, nodes = self._reserve()
         places = assign(nodes, self.config.tp)
         self.actors = [self._actor(place) for place in places]
-        told = None if secret is None else secret.decode()
+        given = None if secret is None else secret.decode()
         starts = [
-            actor.start.remote(self.address, port, rank, self.world, told, self.config.secret_file)
+            actor.start.remote(self.address, port, rank, self.world, given, self.config.secret_file)
             for rank, actor in enumerate(self.actors)
             if rank
         ]
@@ -132,8 +132,8 @@ class RayLauncher(RemoteLauncher):
                     f"{self.address}"
                 )
 
-    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
-        return JoinedWorker(
+    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> ConnectedWorker:
+        return ConnectedWorker(
             channel, identity.pid, host=f"{identity.host} ({channel.peer})", device_index=0
         )  # Ray makes only its own GPU visible to a process
 

@@ -13,7 +13,7 @@ from rorqual.engine.distributed.launchers.base import Launcher
 from rorqual.engine.distributed.listener import Listener
 from rorqual.engine.distributed.network import interface_of, is_public, named_address, route_to
 from rorqual.engine.distributed.rendezvous import RendezvousStore
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 from rorqual.errors import ConfigError
 
 
@@ -26,12 +26,12 @@ class RemoteLauncher(Launcher):
         self.address = own_address(config.interface, self._peer)
         self.interface = interface_to(config.interface, self.address)
 
-    def start(self) -> list[JoinedWorker]:
+    def start(self) -> list[ConnectedWorker]:
         secret = self.shared or secrets.token_hex(32).encode()
         listener = Listener(self.address, self.world, secret)
         try:
-            self.house = RendezvousStore(self.address, self.world)
-            self.rendezvous = self.house.rendezvous
+            self.rendezvous_store = RendezvousStore(self.address, self.world)
+            self.rendezvous = self.rendezvous_store.rendezvous
             self._announce(listener.port, None if self.shared else secret)
             found = listener.gather(self._check)
         except BaseException:
@@ -42,8 +42,8 @@ class RemoteLauncher(Launcher):
             listener.close()
         return [self._joined(rank, *found[rank]) for rank in range(1, self.world)]
 
-    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
-        return JoinedWorker(channel, identity.pid, host=f"{identity.host} ({channel.peer})")
+    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> ConnectedWorker:
+        return ConnectedWorker(channel, identity.pid, host=f"{identity.host} ({channel.peer})")
 
     @property
     def _peer(self) -> str:
