@@ -1,7 +1,7 @@
-"""One rank's share of pages that travel: it serves its part of pages that are leased, fetches its
-part of prompts computed elsewhere, and writes it where rank 0 says.
+"""One rank's side of page transfers: it serves its part of leased pages, fetches its part of
+remotely computed prompts, and writes it to the pages that rank 0 names.
 
-A service of the engine's ranks (engine/rank_service.py): rank 0 has one as the others have.
+A service of the engine's ranks (engine/rank_service.py), on rank 0 too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
 from rorqual.cache.written_layers import Mark, WrittenLayers
-from rorqual.disagg.handed_reader import fetched_pages
-from rorqual.disagg.handed_server import offered_pages
+from rorqual.disagg.handle_reader import fetched_pages
+from rorqual.disagg.handle_server import offered_pages
 from rorqual.disagg.leases import LeaseTable
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
@@ -51,7 +51,7 @@ SERVICE = f"{__name__}:RankPages"
 
 
 class RankPages:
-    """config: TransferConfig as JSON, its secret that of this engine's own links."""
+    """config: TransferConfig as JSON, with this engine's own secret."""
 
     def __init__(self, context: ServiceContext, config: bytes):
         self.worker = worker = context.worker
@@ -84,7 +84,7 @@ class RankPages:
     def _send(self, message: FromRank) -> None:
         self.send(encode(message))
 
-    # ---- what the page server says, on its threads
+    # ---- called by the page server, on its threads
 
     def reading(self, lease: bytes, pages: int, size: int) -> None:
         self._send(LeaseRead(lease, pages, size))
@@ -92,7 +92,7 @@ class RankPages:
     def done(self, lease: bytes) -> None:
         self._send(LeaseDone(lease))
 
-    # ---- what rank 0 says
+    # ---- messages from rank 0
 
     def handle(self, data: bytes) -> Callable[[], None] | None:
         message = decode(data)
@@ -123,7 +123,7 @@ class RankPages:
         return self.leases.open(message.lease, pages, message.complete, message.by_layer)
 
     def _write(self, message: LeaseWritten) -> None:
-        """Whatever several leases are message of one step is one step's."""
+        """Messages for several leases about the same step share its WrittenLayers."""
         if message.dp_rank != self.mesh.dp_rank:
             return
         runner = self.worker.runner
@@ -141,7 +141,7 @@ class RankPages:
         mark = None
         if message.pages:
             with self.worker.platform.stream():
-                mark = self.worker.platform.mark()  # steps under way may read what was there
+                mark = self.worker.platform.mark()  # steps in flight may read the old contents
         fetch = RankFetch(self.reader, message, place, self._send, mark)
         self.fetches[message.number] = fetch
         fetch.start()
@@ -163,8 +163,8 @@ class RankPages:
 
 
 class RankFetch:
-    """This rank's part of a prompt, from all who have something of it at once: it has come as far
-    as the slowest."""
+    """Fetches this rank's part of a prompt from all ranks that hold some of it, concurrently: its
+    progress is that of the slowest."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class RankFetch:
     def _done(self, part: PageFetch) -> None:
         """On a thread of the reader."""
         if part.error:
-            self.cancel()  # nobody needs more than this one has
+            self.cancel()  # the prompt ends at the pages this part has
         with self.lock:
             self.left -= 1
             last = not self.left
@@ -216,7 +216,7 @@ class RankFetch:
             part.cancelled.set()
 
     def over(self, memory: PageMemory) -> None:
-        """Nothing more is placed; what was is read by the device yet."""
+        """Nothing more is placed; the device may still read what was."""
         self.cancel()
         with memory.platform.stream():
             self.reader.end_placing(self.parts)
@@ -248,8 +248,8 @@ def rank_memory(worker: Worker) -> PageMemory:
 
 
 def fingerprint(worker: Worker) -> Fingerprint:
-    """All that must be equal for one engine's pages to be another's, however each is cut into ranks
-    and pages."""
+    """Everything that must be equal for two engines to exchange pages, whatever their ranks and
+    page sizes."""
     config = worker.config
     spec = worker.whole_spec
     planes = [[dataclasses.asdict(plane) for plane in layer] for layer in spec.layers]

@@ -120,7 +120,7 @@ class HostLoads:
                 self._cancel(load)
                 break
             page = load.pages[load.next]
-            host.bring(key, page)
+            host.copy_in(key, page)
             host.hits += prefix.page_size
             tokens = list(prefix.covered(load.sequence.tokens, load.next))
             self.notes.append((load.previous, tokens, page))

@@ -693,7 +693,7 @@ class Scheduler:
         self.prefix.hits = counts.hits
         self.prefix.events = counts.events
         if counts.host is not None:
-            self.prefix.host = counts.host.anew()
+            self.prefix.host = counts.host.emptied()
         self.loads = HostLoads(self.prefix)
         if counts.events is not None:
             counts.events.cleared()
