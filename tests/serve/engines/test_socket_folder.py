@@ -118,7 +118,7 @@ def test_the_end_of_an_engine_is_logged_by_one(
         pool.stopping = engine.deaths == 1
         return 9
 
-    monkeypatch.setattr(pool, "_live", live)
+    monkeypatch.setattr(pool, "_run_process", live)
     monkeypatch.setattr("rorqual.serve.engines.pool.BACKOFF", (0.0,))
     with caplog.at_level(logging.INFO, "rorqual.serve"):
         try:
