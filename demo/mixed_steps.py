@@ -97,7 +97,7 @@ class Engine:
 
     def close(self) -> None:
         self.llm.engine.close()
-        self.llm.engine.worker.runner.forget()
+        self.llm.engine.worker.runner.drop_captured()
         del self.llm
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back: plain data, validated at construction, no torch."""
+"""Requests, sampling parameters and outputs: plain data, validated at construction, no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def _number(name: str, value: object) -> float:
 
 
 def check_object(name: str, value: object, characters: int, depth: int, largest: int) -> None:
-    """A JSON object of a caller's: so many characters as JSON, so deep, no larger numbers."""
+    """Check a caller's JSON object: at most `characters` as JSON, nesting of `depth`, numbers up to
+    `largest`."""
     _check(isinstance(value, Mapping), name, value, "an object")
     waiting: list[tuple[Any, int]] = [(value, 1)]
     while waiting:
@@ -73,7 +74,7 @@ def check_object(name: str, value: object, characters: int, depth: int, largest:
 
 
 def check_transfer(given: object) -> None:
-    # numbers: as large as messages between processes hold
+    # numbers: as large as messages between processes allow
     check_object("kv_transfer_params", given, MAX_TRANSFER, DEEPEST_TRANSFER, 2**63 - 1)
 
 
@@ -82,9 +83,9 @@ STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar", "struc
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the text must look like. `value`: nothing for json_object, the schema as JSON text,
-    the regular expression, the choices as a JSON list of strings, a grammar in EBNF, or an
-    xgrammar structural tag as JSON text."""
+    """The structure required of the text. `value`: empty for json_object, the schema as JSON text,
+    the regular expression, the choices as a JSON list of strings, a grammar in EBNF, or an xgrammar
+    structural tag as JSON text."""
 
     kind: str
     value: str = ""
@@ -101,9 +102,9 @@ class SamplingParams:
     """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and
     natural-log probabilities.
 
-    seed None takes a fresh one. The random number of a token depends on (seed, position) alone, so
-    a seeded request repeats itself whatever else is in the batch. max_tokens None: as many as the
-    context, and the cache if it is smaller, have room for.
+    seed None: a random one. The random number of a token depends only on (seed, position), so a
+    seeded request is reproducible whatever else is in the batch. max_tokens None: as many as fit
+    into the context, and into the cache if that is smaller.
     """
 
     n: int = 1
@@ -127,17 +128,17 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # so many likely tokens for each token of the prompt
+    prompt_logprobs: int | None = None  # number of likely tokens listed for each prompt token
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
-    allowed_token_ids: Sequence[int] | None = None  # no other token is drawn
-    # What is not written: words as text, and as the sequences of tokens that they become
-    # (with_bad_words of text/bad_words.py). The last token of a sequence is not drawn where the
-    # answer ends with those before it.
+    allowed_token_ids: Sequence[int] | None = None  # no other token is sampled
+    # Banned words, as text, and as the token sequences they become (with_bad_words of
+    # text/bad_words.py). The last token of a sequence is banned where the output ends with those
+    # before it.
     bad_words: Sequence[str] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
-    truncate_prompt_tokens: int | None = None  # the last so many; -1: as leave room for max_tokens
+    truncate_prompt_tokens: int | None = None  # the last N; -1: leave room for max_tokens
     speculate: bool = True  # False: this request opts out of speculative decoding
 
     def __post_init__(self) -> None:
@@ -287,7 +288,7 @@ class SamplingParams:
         )
 
     def kept_prompt(self, prompt_tokens: int, context: int) -> int:
-        """How many of a prompt's tokens are computed, the last ones; context: of the model."""
+        """How many of a prompt's last tokens are kept after truncation; context: of the model."""
         kept = self.truncate_prompt_tokens
         if kept is None:
             return prompt_tokens
@@ -296,8 +297,8 @@ class SamplingParams:
         return min(prompt_tokens, kept)
 
     def _check_structured(self) -> None:
-        """A grammar allows the end where its text ends and nothing behind it: what forbids the end
-        there, or goes on after it, leaves no token to draw."""
+        """A grammar allows only end of sequence where its text ends: parameters that forbid it
+        there, or continue after it, would leave no token to sample."""
         given = self.structured
         if given is not None:
             only = "with structured output, which ends by itself"
@@ -310,7 +311,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """True where the distribution is cut: the sampler must find a threshold."""
+        """True with top-k, top-p or min-p: the sampler must find a threshold."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -328,18 +329,18 @@ class SamplingParams:
 
     @property
     def bans(self) -> bool:
-        """True where some token is never drawn, or not behind some others."""
+        """True where some token is banned, always or after certain others."""
         return self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
 
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a
-    monotonic clock. `client` and `user` within it: in whose name it waits, and is charged for
+    monotonic clock. `client`, and `user` within it: the accounts for fair scheduling
     (engine/scheduling/waiting_queue.py). `priority`: lower numbers come first.
-    `kv_transfer_params`: where the cache of a prompt comes from or goes to; kept, and without
-    effect. `outputs`: the answer's first tokens, where it was begun elsewhere; it goes on behind
-    them as if they had been drawn here."""
+    `kv_transfer_params`: where a prompt's pages are fetched from or offered; stored here without
+    effect. `outputs`: the first output tokens, where generation started elsewhere; it continues
+    after them as if they had been sampled here."""
 
     id: str
     prompt: tuple[int, ...]
@@ -365,18 +366,18 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that are known before the first is drawn."""
+        """All tokens known before the first is sampled."""
         return self.prompt + self.outputs if self.outputs else self.prompt
 
     @cached_property
     def token_array(self) -> array[int]:
-        """`tokens` as 64-bit integers, made once and not to be changed: whoever reads thousands of
-        them converts none. Raises OverflowError where one does not fit."""
+        """`tokens` as int64, made once to avoid conversions; must not be modified. Raises
+        OverflowError where one does not fit."""
         return array("q", self.tokens)
 
     @property
     def goes_on_elsewhere(self) -> bool:
-        """Another engine will ask for the prompt's cache."""
+        """Whether another engine will fetch the prompt's pages."""
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
 
     @property
@@ -397,7 +398,7 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """drafted and accepted count speculative tokens by their place in the draft; empty without
+    """drafted and accepted count speculative tokens by position in the draft; empty without
     speculation."""
 
     index: int
@@ -412,7 +413,7 @@ class CompletionOutput:
 
     @property
     def accepted_length(self) -> float | None:
-        """Tokens a step brought on average, where there were drafts to verify."""
+        """Mean tokens per step with drafts to verify."""
         return 1 + sum(self.accepted) / self.drafted[0] if self.drafted else None
 
     @property

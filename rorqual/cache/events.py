@@ -1,7 +1,7 @@
-"""What a prefix cache began to hold and holds no more, for whoever routes requests to it from
-outside. No torch.
+"""Events of pages stored in and removed from a prefix cache, for external cache-aware routers. No
+torch.
 
-Pages of prompts with a salt are left out: that a tenant's text is cached is nobody else's business.
+Pages of prompts with a salt are left out: they would reveal what a tenant has cached.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PageStored:
-    """On the device. key: of the page; previous: of the page before it, None where it is a prompt's
-    first. tokens: those of the page alone."""
+    """The device holds a page. key: of the page; previous: of the page before it, None for a
+    prompt's first. tokens: of this page only."""
 
     key: bytes
     previous: bytes | None
@@ -27,7 +27,7 @@ class PageRemoved:
 
 @dataclass(frozen=True)
 class HostPageStored:
-    """Host memory holds a page that the device held when it was copied. page_size: its tokens."""
+    """Host memory holds a copy of a page. page_size: its tokens."""
 
     key: bytes
     page_size: int
@@ -40,14 +40,14 @@ class HostPageRemoved:
 
 @dataclass(frozen=True)
 class CacheCleared:
-    """Nothing is held any more, neither on the device nor in host memory."""
+    """All pages were removed, on the device and in host memory."""
 
 
 CacheEvent = PageStored | PageRemoved | HostPageStored | HostPageRemoved | CacheCleared
 
 
 class CacheEvents:
-    """Collected until `drain`. root: the key before a prompt's first page, without a salt."""
+    """Collects events until `drain`. root: the key before a prompt's first page, without a salt."""
 
     def __init__(self, root: bytes, page_size: int):
         self.root = root
@@ -57,7 +57,7 @@ class CacheEvents:
         self.found: list[CacheEvent] = []
 
     def stored(self, previous: bytes, key: bytes, tokens: Sequence[int]) -> None:
-        """tokens: what the key covers; a prediction module's look ahead is no part of the page."""
+        """tokens: those the key covers; a prediction module's lookahead is not part of the page."""
         first = previous == self.root
         if first or previous in self.told:
             self.told.add(key)
@@ -70,7 +70,7 @@ class CacheEvents:
             self.found.append(PageRemoved(key))
 
     def host_stored(self, key: bytes) -> None:
-        """Of a page that the device holds as well."""
+        """Host memory holds a copy of a page that is also on the device."""
         if key in self.told:
             self.told_host.add(key)
             self.found.append(HostPageStored(key, self.page_size))

@@ -1,4 +1,4 @@
-"""Host memory for pages that the device's cache gives up. Each rank has its part of each page."""
+"""Host memory for pages evicted from the device's cache. Each rank has its part of each page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rorqual.cache.pool import KVPool
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.platforms.base import Platform
 
-BLOCK_BYTES = 2**30  # pinned at once: libraries round what they pin up to a power of two
+BLOCK_BYTES = 2**30  # pinned at a time: libraries round pinned sizes up to a power of two
 
 
 class HostMemory:
-    """`slots` pages as bytes: layer after layer, of each its planes in order. Pages go through one
-    piece of device memory, so that a page is one copy between device and host. Raises ConfigError
-    where the host has not so much memory."""
+    """`slots` pages as bytes: layer after layer, of each its planes in order. Pages are staged in
+    one piece of device memory, so that a page is one copy between device and host. Raises
+    ConfigError where the host's memory does not suffice."""
 
     def __init__(self, pool: KVPool, platform: Platform, slots: int):
         self.platform = platform
@@ -37,16 +37,17 @@ class HostMemory:
             dtype=torch.uint8,
             device=platform.device,
         )
-        self.open = False  # copies were started that the steps do not wait for yet
+        self.open = False  # copies were started that no step waits for yet
 
     def start(self, copies: Sequence[PageCopy]) -> None:
-        """In their order, behind all that was launched by now and beside what is launched next."""
+        """Start copies, in order: after everything launched so far, concurrently with what is
+        launched next."""
         if copies:
             self.open = True
             self.platform.beside(lambda: self._copy(copies))
 
     def settle(self) -> None:
-        """What is launched next waits for them."""
+        """Make later launches wait for the copies."""
         if self.open:
             self.platform.after_beside()
             self.open = False
@@ -73,7 +74,7 @@ class HostMemory:
             flat.index_copy_(0, pages, staged)
 
     def _parts(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each plane: its pages as bytes, and its columns of what is staged."""
+        """Of each plane: its pages as bytes, and its columns of the staging memory."""
         start = 0
         for plane in self.planes:
             flat = plane.view(plane.shape[0], -1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Pages of a prefix cache in host memory: which keys are there, and what is copied. No torch.
 
-The least recently used goes first. The tier only decides, while a step is planned: copies are noted
-in the order in which every rank has to do them, and the step carries them.
+Eviction is LRU. The tier only decides, while a step is being scheduled: it records copies in the
+order in which every rank must do them, and the scheduler output carries them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rorqual.cache.events import CacheEvents
 
 
 class PageCopy(NamedTuple):
-    """Between a page of the device and a slot of host memory."""
+    """A copy between a device page and a slot of host memory."""
 
     page: int
     slot: int
@@ -21,21 +21,21 @@ class PageCopy(NamedTuple):
 
 
 class HostTier:
-    """capacity: pages that host memory holds. step_pages: most that one step copies each way; out
-    go as many more as its prompts fill.
+    """capacity: pages that host memory holds. step_pages: most that one step copies each way;
+    outwards, plus as many as its prompts fill.
 
-    Copies of one step are done in their order, and all of them after the steps before it. The step
-    itself runs beside them, unless `first`: then one of its requests was given a page that is
-    copied out. What is noted in a step may be read and overwritten from the next one on."""
+    Copies of a step are done in order, after all earlier steps. The step itself runs concurrently
+    with them, unless `first`: then one of its requests was given a page that is being copied out.
+    Pages and slots recorded in a step may be read and overwritten from the next step on."""
 
     def __init__(self, capacity: int, step_pages: int):
         self.capacity = capacity
         self.step_pages = step_pages
         self.slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
-        self.unused = 0  # slots from this one on have never been filled
+        self.unused = 0  # slots from this one on were never filled
         self.planning = False
         self.copies: list[PageCopy] = []
-        self.leaving: set[int] = set()  # pages that are copied out
+        self.copying_out: set[int] = set()  # pages being copied out
         self.first = False
         self.out_left = self.in_left = 0
         # tokens looked for here and found, pages copied out and in
@@ -43,10 +43,10 @@ class HostTier:
         self.events: CacheEvents | None = None
 
     def begin(self) -> None:
-        """A step is planned."""
+        """Scheduling of a step starts."""
         self.planning = True
         self.copies = []
-        self.leaving = set()
+        self.copying_out = set()
         self.first = False
         self.out_left = self.in_left = self.step_pages
 
@@ -54,22 +54,24 @@ class HostTier:
         self.planning = False
 
     def evicted(self, key: bytes, page: int) -> None:
-        """A page leaves the device. It is lost where nothing is planned, since its next content may
-        be written before the next step; or where the step copies enough as it is."""
+        """A page is evicted from the device: copy it out. It is lost while no step is being
+        scheduled, since its next content may be written before the next step, or where the step's
+        copies are at their limit."""
         if key in self.slots:
             self.slots.move_to_end(key)
         else:
-            self.keep(key, page)
+            self.copy_out(key, page)
 
-    def keep(self, key: bytes, page: int) -> bool:
-        """Copy a page out, unless the step copies enough as it is."""
+    def copy_out(self, key: bytes, page: int) -> bool:
+        """Copy a page out, unless the step's copies are at their limit; returns whether it is
+        copied."""
         if not self.planning or not self.out_left:
             return False
         self.out_left -= 1
         slot = self._slot()
         self.slots[key] = slot
         self.copies.append(PageCopy(page, slot, True))
-        self.leaving.add(page)
+        self.copying_out.add(page)
         self.pages_out += 1
         if self.events is not None:
             self.events.host_stored(key)
@@ -84,8 +86,8 @@ class HostTier:
             self.events.host_removed(key)
         return slot
 
-    def bring(self, key: bytes, page: int) -> None:
-        """Copy a page in, which stays here as well."""
+    def copy_in(self, key: bytes, page: int) -> None:
+        """Copy a page in; host memory keeps it too."""
         assert self.planning, "copies belong to a step"
         assert self.in_left, "a step copies only so much"
         self.in_left -= 1
@@ -94,8 +96,8 @@ class HostTier:
         self.pages_in += 1
 
     def given(self, page: int) -> None:
-        """A request of the step that is planned will write to the page."""
-        if page in self.leaving:
+        """A request of the step being scheduled will write to the page."""
+        if page in self.copying_out:
             self.first = True
 
     def clear(self) -> None:
@@ -105,8 +107,8 @@ class HostTier:
         self.slots.clear()
         self.unused = 0
 
-    def anew(self) -> HostTier:
-        """An empty one with the same counts."""
+    def emptied(self) -> HostTier:
+        """An empty tier with the same counts."""
         tier = HostTier(self.capacity, self.step_pages)
         tier.queries, tier.hits = self.queries, self.hits
         tier.pages_out, tier.pages_in = self.pages_out, self.pages_in

@@ -1,5 +1,5 @@
 """Pages of a cache as bytes: layer after layer, of each its planes in order; all that this rank
-holds of a page, or a part of that."""
+holds of a page, or a part of it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.written_layers import Mark
 from rorqual.platforms.base import Platform
 
-MOST_PARTS = 256  # whose planes are remembered
+MOST_PARTS = 256  # whose movers are cached
 
 
 class PageMover(Protocol):
-    """Pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device. far:
-    the rows are another's, mapped here."""
+    """Copies pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device.
+    far: the rows are a peer device's memory, mapped here."""
 
     def gather(self, pages: Tensor, rows: Tensor) -> None: ...
 
     def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None: ...
 
     def warm(self, pages: Tensor) -> None:
-        """Before the first `scatter` from afar to some of these pages."""
+        """Prepare the first `scatter` from far rows to these pages."""
         ...
 
 
 class PlaneMover:
-    """A PageMover of torch's calls, one for each plane ([pages, page_size, ...])."""
+    """A PageMover by torch calls, one per plane ([pages, page_size, ...])."""
 
     def __init__(self, planes: Sequence[Tensor]):
         self.planes = planes
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each plane, with its columns of the rows."""
+        """Each plane, with its columns of the rows."""
         start = 0
         for plane in self.planes:
             stop = start + plane[0].numel() * plane.element_size()
@@ -60,19 +60,19 @@ class PlaneMover:
 
 
 class PageMemory:
-    """held: which part of the model's pages lies in this pool; all there is, if left out."""
+    """held: the part of the model's pages in this pool; by default all of it."""
 
     def __init__(self, pool: KVPool, platform: Platform, held: PagePart | None = None):
         self.pool = pool
         self.platform = platform
         self.held = held or whole_part(pool.spec)
-        self.sizes: dict[PagePart, int] = {}  # a quarter of a millisecond to work out
+        self.sizes: dict[PagePart, int] = {}  # cached: each takes 0.25 ms to compute
         self.size = self.part_size(self.held)  # bytes of a page
         self.movers: dict[PagePart, PageMover] = {}
         self.lock = threading.Lock()
 
     def _planes(self, part: PagePart) -> Iterator[Tensor]:
-        """Views of [pages, page_size, *shape] of what `part` has of each plane."""
+        """Views [pages, page_size, *shape] of `part` of each plane."""
         held = self.held
         assert held.covers(part), "nobody reads or writes what is elsewhere"
         start = part.first_layer - held.first_layer
@@ -86,7 +86,7 @@ class PageMemory:
                 yield tensor if axis is None else tensor.narrow(2 + axis, *heads)
 
     def part_size(self, part: PagePart, page_size: int | None = None) -> int:
-        """Bytes of `part` of a page of `page_size` tokens, the pool's own if left out."""
+        """Bytes of `part` of a page of `page_size` tokens (default: the pool's)."""
         own = self.sizes.get(part)
         if own is None:
             if len(self.sizes) >= MOST_PARTS:
@@ -96,14 +96,14 @@ class PageMemory:
         return own // self.pool.spec.page_size * (page_size or self.pool.spec.page_size)
 
     def rows(self, count: int, size: int | None = None) -> Tensor:
-        """Host memory for so many pages, [count, size] uint8."""
+        """Host memory for `count` pages, [count, size] uint8."""
         return self.platform.host_empty((count, size or self.size), torch.uint8)
 
     def read(
         self, page: int, into: Tensor, part: PagePart | None = None, after: Mark | None = None
     ) -> None:
-        """Copy a page, or `part` of it, to `into` [size], beside the steps: on any thread. after:
-        behind what is still being written (WrittenLayers)."""
+        """Copy a page, or `part` of it, to `into` [size], concurrently with steps, on any thread.
+        after: wait for this mark first (WrittenLayers)."""
         with self.platform.background() as wait:
             if after is not None:
                 after()
@@ -115,7 +115,7 @@ class PageMemory:
             wait()
 
     def _mover(self, part: PagePart) -> PageMover:
-        """To be called where the device's work is launched."""
+        """Must be called in the context that launches the copies."""
         with self.lock:
             found = self.movers.get(part)
             if found is None:
@@ -132,7 +132,8 @@ class PageMemory:
         return PlaneTable.of(planes)
 
     def numbers(self, pages: Sequence[tuple[int, Mark | None]]) -> Tensor:
-        """For calls of `gather` with some of these each: [n] int64 on the device."""
+        """Page numbers [n] int64 on the device, slices of which can be passed to `gather` as
+        `where`."""
         with self.platform.background():
             return self.platform.to_device(torch.tensor([page for page, _ in pages]))
 
@@ -143,9 +144,9 @@ class PageMemory:
         part: PagePart,
         where: Tensor | None = None,
     ) -> Callable[[], None]:
-        """Start to copy `part` of pages to rows [n, size] of the device's memory, beside the steps:
-        on any thread. The result waits for that, on any thread. Each page behind its mark, if it
-        has one (WrittenLayers). where: their `numbers`."""
+        """Start to copy `part` of pages to rows [n, size] of device memory, concurrently with
+        steps, on any thread. The returned function waits for the copy, on any thread. Each page is
+        copied after its mark, if it has one (WrittenLayers). where: their `numbers`."""
         with self.platform.background():
             for _, after in pages:
                 if after is not None:
@@ -156,9 +157,9 @@ class PageMemory:
             return self.platform.reached()
 
     def placing(self, pages: Sequence[int], part: PagePart) -> Callable[[int, Tensor], None]:
-        """Prepares, in the present context, that `part` of pages be filled. The result, called in
-        the same context, launches the copy of rows [n, size], of this device's memory or another's
-        that is mapped here, to n of these pages from number `first` on."""
+        """Prepare, in the current context, to fill `part` of pages. The returned function, called
+        in the same context, launches the copy of rows [n, size], in this device's memory or a
+        peer's mapped here, to n of these pages from number `first` on."""
         where = self.platform.to_device(torch.tensor(pages))
         mover = self._mover(part)
         mover.warm(where)
@@ -176,12 +177,12 @@ class PageMemory:
         page_size: int | None = None,
         skipped: int = 0,
     ) -> None:
-        """Fill pages, or `part` of them, with rows [n, size] of host memory, or of the device's, in
-        the order of the steps: on the engine's thread. The rows must stay until the device has
-        copied them.
+        """Fill pages, or `part` of them, with rows [n, size] in host or device memory, in the order
+        of the steps, on the engine's thread. The rows must not change until the device has copied
+        them.
 
-        Rows may be pages of another page_size; `skipped` of their tokens come before those of the
-        first page here. Where they end within the last page, the rest of it is zeros."""
+        Rows may be pages of another page_size; `skipped` is the number of their tokens before the
+        first page here. Where they end within the last page, its rest is zeroed."""
         size = self.pool.spec.page_size
         theirs = page_size or size
         wanted = len(pages) * size
@@ -208,6 +209,6 @@ class PageMemory:
 
 
 def _aligned(data: Tensor, plane: Tensor) -> Tensor:
-    """Bytes on the plane's device that can be looked at as its dtype."""
+    """Bytes on the plane's device, aligned so that they can be viewed as its dtype."""
     data = data.to(plane.device, non_blocking=True).contiguous()
     return data.clone() if data.storage_offset() % plane.element_size() else data

@@ -1,7 +1,7 @@
-"""Which part of every page a rank holds: some layers, and of these some heads. No torch.
+"""The part of every page that a rank holds: some layers, and of these some heads. No torch.
 
-A cache that ranks hold alike, as that of latents, counts as one head that all of them hold. Where
-there are more ranks of tp than heads several hold the same one.
+A cache replicated over ranks, such as latents, counts as one head that all of them hold. With more
+tp ranks than heads, several ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rorqual.cache.spec import KVSpec
 
 @dataclass(frozen=True)
 class PagePart:
-    """Layers first_layer to last_layer (excluded) of the model, its prediction modules behind the
+    """Layers first_layer to last_layer (excluded) of the model, prediction modules after the
     others; heads likewise."""
 
     first_layer: int
@@ -33,7 +33,7 @@ class PagePart:
         return not other.empty and self.common(other) == other
 
     def common(self, other: PagePart) -> PagePart:
-        """What is in both; may be empty."""
+        """The intersection; may be empty."""
         return PagePart(
             max(self.first_layer, other.first_layer),
             min(self.last_layer, other.last_layer),
@@ -43,7 +43,7 @@ class PagePart:
 
 
 def num_heads(spec: KVSpec) -> int:
-    """Parts into which a cache can be cut between ranks: 1 where all of them hold it all."""
+    """Number of parts into which ranks can split a cache: 1 where it is replicated."""
     counts = {
         1 if plane.shard_axis is None else plane.shape[plane.shard_axis]
         for layer in spec.layers
@@ -58,8 +58,9 @@ def whole_part(spec: KVSpec) -> PagePart:
 
 
 def held_part(layers: range, heads: int, tp: int, tp_rank: int) -> PagePart:
-    """What rank `tp_rank` of `tp` holds of a stage's `layers`, of `heads` heads: its share, or one
-    that several hold. Either number divides the other, but for a single head."""
+    """The part that rank `tp_rank` of `tp` holds of a stage's `layers` and `heads` heads: its
+    share, or one head that several ranks hold. One of `tp` and `heads` divides the other, unless
+    there is a single head."""
     if heads >= tp:
         first = tp_rank * heads // tp
         return PagePart(layers.start, layers.stop, first, first + heads // tp)

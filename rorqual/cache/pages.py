@@ -1,4 +1,4 @@
-"""Page numbers and who holds them. A page is free when its last holder lets go. No torch."""
+"""Page numbers and their reference counts. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rorqual.errors import CapacityError
 class PageAllocator:
     """Pages 1 to num_pages - 1; page 0 takes the writes of padded rows and is never handed out.
 
-    A page is free again when the last of its holders (requests, the prefix cache) lets go.
+    A page is free again when the last of its holders (requests, the prefix cache) releases it.
     """
 
     def __init__(self, num_pages: int):
@@ -25,7 +25,7 @@ class PageAllocator:
         return self.num_pages - 1
 
     def take(self) -> int:
-        """A free page with one holder. The caller has made sure there is one."""
+        """A free page, with one holder. The caller has checked that there is one."""
         page = self.free.popleft()
         self.holders[page] = 1
         return page

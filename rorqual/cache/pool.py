@@ -42,8 +42,8 @@ class KVPool:
 
 
 def _mapped_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that Linux gives, zeroed, as it is first written: writing zeros to gigabytes that few
-    requests will use took seconds of a start. Raises OSError where there is no such room."""
+    """Anonymous memory, which Linux zeroes on first access: writing zeros to gigabytes that few
+    requests will use took seconds at start. Raises OSError where memory does not suffice."""
     size = prod(sizes) * dtype.itemsize
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(dtype).view(sizes)

@@ -1,9 +1,9 @@
-"""Prefix cache: full pages of tokens, found again by the SHA-256 chain of everything before them.
-Least recently used goes first.
+"""Prefix cache: full pages of tokens, keyed by the SHA-256 chain over everything before them, with
+LRU eviction.
 
 A key covers the page's tokens, its predecessor's key and the tenant's salt, so equal keys mean
 equal prefixes and tenants with different salts share nothing. The cache is one holder of its pages;
-pages that only the cache holds can be given back. No torch.
+pages that only the cache holds can be evicted. No torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def tail_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Of a page that is not full; no full page has such a key."""
+    """Key of a partial page; never equal to a full page's key."""
     return hashlib.sha256(b"tail\0" + previous + array("q", tokens).tobytes()).digest()
 
 
 def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
-    """Of a prompt of so many tokens: full pages that may be taken from a cache, which leaves at
+    """Most full pages of a prompt of num_tokens tokens that may come from the cache, leaving at
     least one token to compute. lookahead: see PrefixCache."""
     return (num_tokens - max(1, lookahead)) // page_size
 
@@ -40,7 +40,7 @@ def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
 def chain_keys(
     tokens: Sequence[int], salt: str, page_size: int, lookahead: int, count: int
 ) -> list[bytes]:
-    """Of a prompt's first `count` pages, in a cache with pages of `page_size` tokens."""
+    """Keys of a prompt's first `count` pages of `page_size` tokens."""
     keys: list[bytes] = []
     key = root_key(salt)
     for start in range(0, count * page_size, page_size):
@@ -50,8 +50,8 @@ def chain_keys(
 
 
 def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) -> list[bytes]:
-    """Of all pages of a prompt that one engine gives another: the full ones, and where there is
-    one the last, which is not full and holds the entries of all tokens but the last."""
+    """Keys of all pages of a prompt that are transferred between engines: the full ones and, if
+    there is one, the partial last page, which holds the entries of all tokens but the last."""
     full = whole_pages(len(tokens), page_size, lookahead)
     keys = chain_keys(tokens, salt, page_size, lookahead, full)
     tail = tail_behind(tokens, keys[-1] if keys else root_key(salt), page_size, lookahead)
@@ -61,9 +61,9 @@ def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) 
 def tail_behind(
     tokens: Sequence[int], previous: bytes, page_size: int, lookahead: int
 ) -> bytes | None:
-    """The key of what lies behind the full pages of `tokens`, of which `previous` is the last
-    one's: entries of all tokens but the last. None where there are none, or where prediction
-    modules look further ahead than that token."""
+    """Key of the partial page after the full pages of `tokens`, the last of which has key
+    `previous`: it holds entries up to the last token but one. None where it would be empty, or
+    where prediction modules look further ahead than that token."""
     full = whole_pages(len(tokens), page_size, lookahead) * page_size
     if lookahead > 1 or full >= len(tokens) - 1:
         return None
@@ -71,10 +71,10 @@ def tail_behind(
 
 
 class PrefixCache:
-    """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps.
+    """Maps chain keys to pages. With `enabled` False it never finds or keeps a page.
 
-    `lookahead`: a page's entries depend on so many tokens after it as well (those of a prediction
-    module on one), so its key covers them.
+    `lookahead`: number of tokens after a page that its entries also depend on (one for a prediction
+    module), so that its key covers them too.
     """
 
     def __init__(
@@ -86,20 +86,20 @@ class PrefixCache:
         self.lookahead = lookahead
         self.pages: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
-        self.tails: set[bytes] = set()  # keys of pages that are not full
-        # Pages held by the cache alone, oldest first. A chain's later pages are released first and
-        # so stand before its earlier ones: eviction eats a chain from its end.
+        self.tails: set[bytes] = set()  # keys of partial pages
+        # Pages that only the cache holds, oldest first. A chain's later pages are released first
+        # and so precede its earlier ones: a chain is evicted from its end.
         self.idle: OrderedDict[int, None] = OrderedDict()
-        # prompt tokens of admitted requests, and how many of them were found: the scheduler counts
+        # prompt tokens of admitted requests, and how many were cached; counted by the scheduler
         self.queries = 0
         self.hits = 0
-        self.events: CacheEvents | None = None  # None: nobody wants to know
+        self.events: CacheEvents | None = None  # None: not recorded
         self.host: HostTier | None = None  # where evicted pages go
-        self.uncopied: dict[int, None] = {}  # cached pages that are not there, oldest first
+        self.uncopied: dict[int, None] = {}  # cached pages without a host copy, oldest first
 
     @property
     def available(self) -> int:
-        """Pages that can be had at once: free ones and those only the cache holds."""
+        """Pages available now: free ones and those only the cache holds."""
         return len(self.allocator.free) + len(self.idle)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], bytes]:
@@ -117,22 +117,23 @@ class PrefixCache:
         return pages, key
 
     def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
-        """The key under which `match` looks for a sequence's page number `page`; None where it
-        would not look."""
+        """The key under which `match` looks up a sequence's page number `page`; None where it would
+        not."""
         if not self.enabled or page >= self.full_pages(len(tokens)):
             return None
         return self.key_after(previous, self.covered(tokens, page))
 
     def key_after(self, previous: bytes, tokens: Sequence[int]) -> bytes:
-        """Of a page that holds `tokens`, behind those of `previous`."""
+        """Key of a page that holds `tokens`, after the page with key `previous`."""
         return next_key(previous, tokens)
 
     def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
-        """What the key of a sequence's page number `page` covers beside its predecessor's."""
+        """The tokens that the key of a sequence's page number `page` covers, beside its
+        predecessor's."""
         return tokens[page * self.page_size : (page + 1) * self.page_size + self.lookahead]
 
     def full_pages(self, length: int) -> int:
-        """How many pages of so many tokens `match` looks for: at least one token is left to
+        """Pages that `match` looks up for `length` tokens: at least one token is left to
         compute."""
         return whole_pages(length, self.page_size, self.lookahead)
 
@@ -143,7 +144,7 @@ class PrefixCache:
         return tail_behind(tokens, previous, self.page_size, self.lookahead)
 
     def insert_tail(self, key: bytes, page: int) -> None:
-        """Keep a page that is not full, for one who takes it whole."""
+        """Keep a partial page, for a request that takes it over with `take_tail`."""
         if self.enabled and key not in self.pages and page not in self.keys:
             self.pages[key] = page
             self.keys[page] = key
@@ -151,18 +152,18 @@ class PrefixCache:
             self.allocator.hold(page)
 
     def is_free_tail(self, key: bytes | None) -> bool:
-        """Whether the cache has this page, and nobody reads it."""
+        """Whether the cache has this page and is its only holder."""
         page = self.pages.get(key) if key is not None else None
         return page is not None and self.allocator.holders[page] == 1
 
     def take_tail(self, key: bytes | None) -> int | None:
-        """The page of this key, now the caller's alone, who may write to it; None where there is
-        none to be had."""
+        """The page with this key, removed from the cache: the caller is its only holder and may
+        write to it. None where it is missing or in use."""
         if key is None or not self.is_free_tail(key):
             return None
         page = self.pages[key]
         self.hold(page)
-        self.forget(page)
+        self._remove(page)
         return page
 
     def hold(self, page: int) -> None:
@@ -180,12 +181,12 @@ class PrefixCache:
         key = self.keys[page]
         if self.host is not None and key not in self.tails:
             self.host.evicted(key, page)
-        self.forget(page)
+        self._remove(page)
 
     def copy_ahead(self, filled: int) -> None:
-        """Cached pages go to host memory, oldest first, while they are still on the device: when
-        they are evicted nobody has to wait for their copies. Half of that memory is for pages that
-        the device has no more. filled: pages that the step fills."""
+        """Copy cached pages to host memory before their eviction, oldest first, so that evictions
+        need not wait for copies. Half of host memory is reserved for pages no longer on the device.
+        filled: pages that the step fills."""
         host = self.host
         if host is None:
             return
@@ -193,13 +194,12 @@ class PrefixCache:
         while self.uncopied and len(self.keys) - len(self.uncopied) < (host.capacity + 1) // 2:
             page = next(iter(self.uncopied))
             key = self.keys[page]
-            if key not in host.slots and not host.keep(key, page):
+            if key not in host.slots and not host.copy_out(key, page):
                 return
             del self.uncopied[page]
 
     def in_host(self, tokens: Sequence[int], page: int, previous: bytes) -> list[bytes]:
-        """Keys of a sequence's pages from its number `page` on that host memory holds, without a
-        gap."""
+        """Keys of a sequence's consecutive pages in host memory, from page number `page` on."""
         keys: list[bytes] = []
         if self.host is None or not self.host.slots:
             return keys
@@ -211,7 +211,7 @@ class PrefixCache:
             key = found
         return keys
 
-    def forget(self, page: int) -> None:
+    def _remove(self, page: int) -> None:
         key = self.keys.pop(page)
         self.uncopied.pop(page, None)
         del self.pages[key]
@@ -222,8 +222,8 @@ class PrefixCache:
         self.allocator.release(page)
 
     def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
-        """Keep a full page, whose key covers `tokens`; returns the key. Where a page with the
-        same content is kept already, this one is not."""
+        """Keep a full page, whose key covers `tokens`; returns the key. Ignores a page whose
+        content is already kept."""
         if not self.enabled:
             return previous
         key = self.key_after(previous, tokens)
@@ -242,7 +242,7 @@ class PrefixCache:
             self.uncopied[page] = None
 
     def record(self) -> CacheEvents:
-        """From now on events are kept."""
+        """Start to record events."""
         if self.events is None:
             self.events = CacheEvents(root_key(), self.page_size)
             if self.host is not None:
@@ -250,7 +250,7 @@ class PrefixCache:
         return self.events
 
     def release(self, pages: Sequence[int]) -> None:
-        """A request lets go of its pages, last first."""
+        """Release a request's pages, last first."""
         for page in reversed(pages):
             self.allocator.release(page)
             if page in self.keys and self.allocator.holders[page] == 1:

@@ -1,5 +1,5 @@
-"""What one token costs to remember: plain data that the pool, page transfer and the planner's
-memory model all read. No torch."""
+"""The cache layout per token: plain data that the pool, page transfer and the planner's memory
+model all read. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KV_DTYPES = {
     "float8_e4m3fn": FP8,
     "int8": INT8,
 }
-# how an 8-bit cache is held: torch's index operations take no e4m3, so its planes are bytes
+# storage of an 8-bit cache: torch's index operations do not support e4m3, so its planes are bytes
 EIGHT_BITS = {FP8: "uint8", INT8: "int8"}
 LATENT_GROUP = 128  # latent columns that share a scale in an 8-bit cache
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
@@ -50,8 +50,8 @@ class Plane:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def shard(self, ranks: int) -> Plane:
-        """What each of `ranks` ranks holds: its share of the shard axis, at least one entry
-        (which several ranks then hold alike)."""
+        """The plane of each of `ranks` ranks: its share of the shard axis, at least one entry
+        (which several ranks then replicate)."""
         if self.shard_axis is None:
             return self
         shape = list(self.shape)
@@ -75,8 +75,8 @@ class KVSpec:
         return self.bytes_per_token * self.page_size
 
     def shard(self, tp: int, layers: range | None = None) -> KVSpec:
-        """The cache of one rank: `tp` ranks share the heads, and a pipeline stage holds the
-        planes of its `layers` alone."""
+        """The cache of one rank: `tp` ranks split the heads, and a pipeline stage holds only the
+        planes of its `layers`."""
         held = self.layers if layers is None else self.layers[layers.start : layers.stop]
         return replace(
             self, layers=tuple(tuple(plane.shard(tp) for plane in layer) for layer in held)
@@ -85,7 +85,7 @@ class KVSpec:
 
 def kv_dtype(name: str | None) -> str | None:
     """The cache's dtype by any of its names; None where it is the model's (`auto`). Raises
-    ConfigError for a name that is none."""
+    ConfigError for an unknown name."""
     if name is not None and name not in KV_DTYPES:
         raise ConfigError(
             f"kv_cache_dtype={name!r} is not supported; accepted: {', '.join(KV_DTYPES)}"
@@ -94,12 +94,12 @@ def kv_dtype(name: str | None) -> str | None:
 
 
 def short_name(dtype: str) -> str:
-    """An 8-bit cache's dtype as users write it."""
+    """The user-facing name of an 8-bit cache's dtype."""
     return "fp8" if dtype == FP8 else dtype
 
 
 def check_8bit_cache(model: ModelConfig, form: str, dtype: str) -> None:
-    """Raises ConfigError where the model's cache cannot have an 8-bit `dtype`."""
+    """Raises ConfigError where the model's cache does not support the 8-bit `dtype`."""
     mla = model.attention
     if not isinstance(mla, MLAConfig):
         return
@@ -133,8 +133,8 @@ def mla_planes(
     mla: MLAConfig, form: str, dtype: str, activations: str, split: bool = False
 ) -> tuple[Plane, ...]:
     """CD keeps decompressed keys and values for each head, the other forms the latent and the
-    shared rope key: in one row, or `split` in a plane each, as an NPU wants them. Of a split cache
-    in int8 the scale is the layer's, and rope keys stay in the activations' dtype."""
+    shared rope key: in one row, or `split` into a plane each, as an NPU requires. A split int8
+    cache has one scale per layer, and its rope keys stay in the activations' dtype."""
     if form == "CD":
         heads = mla.num_heads
         return Plane("k", dtype, (heads, mla.qk_dim), 0), Plane("v", dtype, (heads, mla.v_dim), 0)
@@ -149,8 +149,8 @@ def mla_planes(
 
 
 def gqa_planes(gqa: GQAConfig, dtype: str) -> tuple[Plane, ...]:
-    """In 8 bits a third plane holds a scale for each token's key and value of each head: it moves
-    with the page, so that a page explains itself wherever it goes."""
+    """In 8 bits a third plane holds a scale for each token's key and value of each head: it is part
+    of the page, so that a transferred page is complete."""
     shape = (gqa.num_kv_heads, gqa.head_dim)
     held = EIGHT_BITS.get(dtype, dtype)
     planes = Plane("k", held, shape, 0), Plane("v", held, shape, 0)

@@ -1,4 +1,4 @@
-"""How far a step has come with the pages that it writes: for those who read them layer by layer."""
+"""Which layers of its pages a step has written, for layer-by-layer transfers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Mark = Callable[[], None]
 
 
 class WrittenLayers:
-    """Of one step on one rank. layers: that this rank's cache has. mark: see Platform. changed:
-    told after each layer. `marks` has one for each layer that is written once its mark is reached:
-    who reads it calls that first, where it launches its copy."""
+    """Progress of one step on one rank. layers: number in this rank's cache. mark: see Platform.
+    changed: notified after each layer. `marks` has one entry per launched layer, which is written
+    once its mark is reached: a reader calls the mark before it launches its copy."""
 
     def __init__(self, layers: int, mark: Callable[[], Mark], changed: threading.Condition):
         self.layers = layers
@@ -20,11 +20,11 @@ class WrittenLayers:
         self.marks: list[Mark] = []
 
     def layer(self) -> None:
-        """One more was launched; on the engine's thread."""
+        """One more layer was launched; on the engine's thread."""
         self._reach(len(self.marks) + 1)
 
     def whole(self) -> None:
-        """So was the step."""
+        """The whole step was launched."""
         self._reach(self.layers)
 
     def _reach(self, count: int) -> None:

@@ -42,7 +42,7 @@ app.command("llama-cpp")(bench_llama_cpp)
 app.command("micro-batches")(bench_micro_batches)
 
 
-# The concurrency, the lengths and --next-n decide these where no flag does.
+# Set from the concurrency, the lengths and --next-n unless given as flags.
 DERIVED = dict.fromkeys(("max_num_seqs", "max_model_len"), "what the requests need")
 MANY_TOKENS = 8192
 
@@ -107,7 +107,7 @@ def bench_offline(
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
         del llm
-        gc.collect()  # engines hold themselves in circles
+        gc.collect()  # engines contain reference cycles
         platform.release_memory()  # for the next one
     try:
         if compare == "vllm":
@@ -119,7 +119,7 @@ def bench_offline(
 
 
 def _load_options(work: OfflineWork, asked: Given) -> Given:
-    """Engine options that --expert-load and --rank stand for."""
+    """Engine options implied by --expert-load and --rank."""
     alone = asked.get("single_rank_bench")
     if work.rank is not None and not (work.expert_load and alone):
         raise typer.BadParameter("--rank goes with --single-rank-bench and --expert-load alone")
@@ -154,8 +154,8 @@ def _check_batches(batches: list[int], asked: Given) -> None:
 
 
 def _sized(asked: Given, flags: Given, count: int, concurrency: int, length: int) -> Given:
-    """`flags`, and what follows from the requests: it goes before a recipe made for others.
-    asked: flags, recipe and --set together."""
+    """`flags`, plus sizes derived from the requests, which override a recipe's. asked: flags,
+    recipe and --set together."""
     derived = {"max_num_seqs": -(-concurrency // asked.get("dp", 1))}
     if asked.get("weights") == "random":
         derived["max_model_len"] = length + 8
@@ -205,7 +205,7 @@ def bench_kernels(
     peers' figures."""
     from rorqual.platforms import make_platform
 
-    make_platform("cuda")  # says clearly when there is no GPU; the kernels' own imports would not
+    make_platform("cuda")  # raises a clear error without a GPU; the kernels' imports would not
     from rorqual.bench.kernels import run as kernels
 
     kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit, peer=peer)
@@ -300,7 +300,7 @@ def bench_calibrate(
 def _calibrate_full(
     based_on: str | None, out: Path, limit: float, only: str | None, list_rows: bool
 ) -> None:
-    """Ends with 1 while rows are missing."""
+    """Exits with 1 while rows are missing."""
     from rorqual.bench.kernel_times import run as times
     from rorqual.bench.kernel_times.rows import rows
     from rorqual.bench.step_times.rows import steps
@@ -313,7 +313,7 @@ def _calibrate_full(
         raise typer.BadParameter("--full needs --based-on: the GPU as rorqual plan --gpus names it")
     from rorqual.platforms import make_platform
 
-    platform = make_platform("cuda")  # says clearly when there is no GPU
+    platform = make_platform("cuda")  # raises a clear error without a GPU
     from rorqual.bench.kernel_times.measure import RowTimer
     from rorqual.bench.step_times.measure import StepTimer, rates
     from rorqual.ops.select import ops_for

@@ -1,4 +1,4 @@
-"""rorqual eplb: where experts should lie, and how even that makes the ranks' loads."""
+"""rorqual eplb: plans expert placements, and shows how balanced the ranks' loads become."""
 
 from __future__ import annotations
 

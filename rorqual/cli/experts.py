@@ -94,13 +94,13 @@ def experts(
     from rorqual.disagg.experts.server import serve_experts
 
     log_to_stderr("rorqual experts: %(message)s", logging.INFO)
-    # callers' lanes wait for one another on streams of their own: none may share a queue
+    # callers' lanes wait for each other on separate streams, which must not share a hardware queue
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     named, options = engine_options(config, settings, engine)
     told = (slots.replace(" ", ""), layers.replace(" ", ""))
     registries = _registries(register or [], register_secret_file, secret_file)
     if registries:
-        ExpertRecord("127.0.0.1:1", *told)  # not after minutes of loading
+        ExpertRecord("127.0.0.1:1", *told)  # fail now, not after minutes of loading
     server = serve_experts(
         model or named, options, layers, slots, listen, secret_file, max_rows, max_slots or 0
     )
@@ -108,7 +108,7 @@ def experts(
 
 
 def _serve(server: ExpertServer, registries: list[ExpertRegistry], told: tuple[str, str]) -> None:
-    """Until a signal says to end."""
+    """Serve until a signal."""
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -49,7 +49,7 @@ app.command()(eplb)
 
 DEMO_PROMPT = "My dear Elizabeth,"
 
-# one conversation or text needs no more
+# enough for one conversation or text
 FEW = {"max_num_seqs": 8}
 ENGINE = Flags(EngineConfig, defaults=FEW)
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "stop", "seed")
@@ -57,7 +57,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _sampling(max_tokens: int) -> Flags:
-    """max_tokens: the most if no other number is given. Other defaults are the model's."""
+    """max_tokens: the default. Other defaults are the model's."""
     defaults = dict.fromkeys((*SAMPLED, *PENALTIES), "the model's")
     return Flags(
         SamplingParams,
@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Like an interruption: what was begun is ended in order. A second one ends at once, also
-    where a library does not come back to Python."""
+    """Like Ctrl-C: shut down in order. A second signal ends the process at once, even inside a
+    library call."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(128 + number)
 
@@ -88,7 +88,7 @@ def _run() -> int:
     """The exit status."""
     try:
         app()
-    except SystemExit as end:  # typer's way to return
+    except SystemExit as end:  # typer returns by SystemExit
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
@@ -146,7 +146,7 @@ def generate(
 
 
 def _print_stream(deltas: Any) -> tuple[int, float]:
-    """Print as it comes; returns the number of tokens and the time of the first."""
+    """Print text as it is generated; returns the number of tokens and the time of the first."""
     count = 0
     first = time.perf_counter()
     for delta in deltas:

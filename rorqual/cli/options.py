@@ -42,7 +42,7 @@ Settings = Annotated[
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
-# What a command gets for a dataclass: values of the flags that were given, by field.
+# A command's argument for a dataclass: values of the given flags, by field.
 Given = dict[str, Any]
 
 
@@ -69,8 +69,8 @@ def shares(text: str | None) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of a dataclass. only: of these fields; none are made of those `without`. defaults:
-    what the command takes where it takes something else than the dataclass; shown, not passed."""
+    """Flags of a dataclass. only: restrict to these fields; without: omit these. defaults: where
+    the command's differ from the dataclass's; shown in the help, not passed."""
 
     of: type
     only: Sequence[str] | None = None
@@ -85,9 +85,9 @@ class Flags:
 
 
 def with_options(**groups: type | Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A typer command out of a function: each of its parameters named here becomes the flags of a
-    dataclass, and gets the values of those that were given. Defaults stay out, so that they do not
-    go before a recipe's values."""
+    """Make a typer command from a function: each of its parameters named here becomes the flags of
+    a dataclass, and receives the values of the given ones. Defaults are left out, so that they do
+    not override a recipe's values."""
     wanted = {
         name: item if isinstance(item, Flags) else Flags(item) for name, item in groups.items()
     }
@@ -123,7 +123,7 @@ def with_options(**groups: type | Flags) -> Callable[[Callable[..., None]], Call
 
 
 def _parameters(flags: Flags) -> Iterator[tuple[str, inspect.Parameter]]:
-    """(field, the parameter that stands for it)."""
+    """(field, its typer parameter)."""
     hints = get_type_hints(flags.of)
     for item, option in flags.fields():
         default = flags.defaults.get(item.name, item.default)
@@ -154,7 +154,7 @@ def _declarations(name: str, option: FieldOption, is_switch: bool) -> list[str]:
 
 
 def _shown(default: Any) -> str | bool:
-    """In the help. None and () are told there in words."""
+    """A default as shown in the help, which describes None and () in words."""
     if default is None or default == ():
         return False
     if isinstance(default, tuple):
@@ -163,7 +163,7 @@ def _shown(default: Any) -> str | bool:
 
 
 def _kind(hint: Any) -> tuple[Any, dict[str, Any]]:
-    """(type of a flag's value, how it is read). Several numbers are one value, with commas; of
+    """(type of a flag's value, parser settings). Several numbers are one comma-separated value; for
     texts the flag is repeated."""
     if get_origin(hint) in (Union, UnionType):
         hint = next(part for part in reversed(get_args(hint)) if part is not type(None))
@@ -190,8 +190,8 @@ def load(
     defaults: Given | None = None,
     **text: Any,
 ) -> Any:
-    """An LLM; see engine_options for what goes before what. `text` is an LLM's own, of which the
-    ranks of its engine know nothing."""
+    """An LLM; see engine_options for precedence. `text`: arguments of LLM itself, not of its
+    engine."""
     from rorqual.llm.llm import LLM
 
     named, found = engine_options(recipe, settings, engine, defaults)
@@ -200,14 +200,14 @@ def load(
 
 
 def become_rank(model: str | None, options: dict[str, Any]) -> None:
-    """In a process that torchrun started with a rank above 0: be that rank of rank 0's engine,
-    and exit with it. Elsewhere nothing."""
+    """In a process that torchrun started with a rank above 0: run as that rank of rank 0's engine,
+    and exit with it. Elsewhere do nothing."""
     if options.get("launcher") != "torchrun":
         return
     from rorqual.engine.config import EngineConfig
     from rorqual.engine.distributed.launchers.torchrun import take_part
 
-    # it waits for rank 0 in a library: a handler of ours would not run before that returns
+    # it blocks on rank 0 in a library, where a Python signal handler would not run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     status = take_part(EngineConfig.from_dict({"model": "", **options}), model)
     if status is not None:
@@ -220,8 +220,8 @@ def engine_options(
     options: dict[str, Any],
     defaults: dict[str, Any] | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """(the recipe's model, options by name). `settings` go before `options`, these before the
-    recipe, and that before `defaults`."""
+    """(the recipe's model, options by name). Precedence: `settings`, then `options`, the recipe,
+    `defaults`."""
     from rorqual.engine.config import EngineConfig, read_recipe
 
     model, found = read_recipe(recipe) if recipe else (None, {})

@@ -14,7 +14,7 @@ TIMEOUT = 600.0
 
 
 def answer(url: str, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
-    """The pieces of a chat answer as they come. `url` is the server's, with or without /v1.
+    """The pieces of a chat response as they arrive. `url` is the server's, with or without /v1.
     Raises TargetError."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):

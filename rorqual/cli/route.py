@@ -1,4 +1,4 @@
-"""rorqual route: one address before several servers."""
+"""rorqual route: one address for several servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def route(routing: Given) -> None:
 
 
 def _app() -> Any:
-    """The router's module, or which extra brings what it needs."""
+    """The router's module, or an error that names the missing extra."""
     try:
         from rorqual.route import app
     except ModuleNotFoundError as error:

@@ -56,18 +56,18 @@ def serve(
         limits=ServerLimits(**limits, grammar=GrammarLimits(**grammar)),
         **serving,
     )
-    # until the server handles it: engines end with this process, and an exception of a handler may
-    # come where Python drops it
+    # until the server handles it: engines end with this process, and a handler's exception may be
+    # raised where Python drops it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with EarlyEngines() as early:
-        early.begin(server.replicas)  # they import torch while this process imports what it needs
+        early.begin(server.replicas)  # they import torch in parallel with this process's imports
         launch = _server()
         logging.getLogger("rorqual").setLevel(logging.INFO)
         sys.exit(launch.run(server, __version__, early))
 
 
 def _server() -> Any:
-    """The server's module, or which extra brings what it needs."""
+    """The server's module, or an error that names the missing extra."""
     try:
         from rorqual.serve import launch
     except ModuleNotFoundError as error:

@@ -46,7 +46,7 @@ def simulate(
     given = counted({"model": model, **asdict(asked)})
     work = workload_of(given)
     deployment = deployment_of(given, longest_requests(given, work))
-    # a run makes millions of objects and no cycles among them: looking for those takes a tenth
+    # a run makes millions of objects without cycles: garbage collection would take a tenth of it
     gc.disable()
     drawn = (asked.gantt_at, asked.gantt_steps if asked.gantt else 0)
     run = Simulation(deployment, work, asked.seed, asked.interval, drawn).run()

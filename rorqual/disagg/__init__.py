@@ -1,1 +1,1 @@
-"""Caches that travel between engines: prompts computed by one, answers by another."""
+"""Disaggregated prefill: KV cache transfer between engines that prefill and engines that decode."""

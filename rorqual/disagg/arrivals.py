@@ -1,5 +1,5 @@
-"""Prompts that were computed elsewhere and are answered here: rank 0 has every rank of one
-data-parallel rank fetch its part of their pages, and takes in what all of them have got."""
+"""Prompts prefilled elsewhere and decoded here: rank 0 makes every rank of one data-parallel rank
+fetch its part of their pages, and puts the pages that all of them have received into the cache."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rorqual.disagg.rank_messages import (
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.request import Request
 
-PLACED_BYTES = 16 * 2**20  # on a rank, taken into the cache between two steps
-RESERVED_SHARE = 0.25  # of a cache, at most, for prompts that are on their way
-PLACED_ON_DEVICE = 2**30  # likewise where they came to the device: less than a millisecond
+PLACED_BYTES = 16 * 2**20  # per rank, written to the cache between two steps
+RESERVED_SHARE = 0.25  # most of a cache for prompts being fetched
+PLACED_ON_DEVICE = 2**30  # likewise where they are on the device: takes less than a millisecond
 
 
 @dataclass(frozen=True)
 class RemotePrompt:
-    """Where a prompt's pages are. address: of rank 0 there. secret: of its links."""
+    """Where a prompt's pages are. address: of rank 0 there. secret: of its connections."""
 
     address: Address
     secret: bytes
@@ -46,7 +46,7 @@ class RemotePrompt:
 
 class Arrived(NamedTuple):
     """A request that may be queued now, on the data-parallel rank that has its pages; error: why
-    not all of these came."""
+    some were not received."""
 
     request: Request
     error: str
@@ -55,10 +55,10 @@ class Arrived(NamedTuple):
 
 @dataclass
 class ArrivingPrompt:
-    """What of a prompt is on its way to a data-parallel rank. requests: those that wait for it, by
-    id; the choices of one call share theirs. found: by rank, how many of the other engine's pages
-    came to it. placed: pages of this engine that are in its cache. reserved: of `prefix`, where the
-    other engine's pages are put as they come; void: what came is not to be used."""
+    """A prompt being fetched to a data-parallel rank. requests: those that wait for it, by id; the
+    choices of one call share it. found: by rank, how many of the other engine's pages it has
+    received. placed: pages of this engine that are in its cache. reserved: pages of `prefix` into
+    which received ones are written at once; void: received pages must not be used."""
 
     number: int
     prompt: tuple[int, ...]
@@ -80,20 +80,21 @@ class ArrivingPrompt:
         return self.pages.last_page - self.pages.first_page
 
     @property
-    def came(self) -> int:
-        """Pages of this engine of which every rank has its part."""
+    def num_received(self) -> int:
+        """Pages of this engine that every rank has received its part of."""
         return self.pages.filled(min(self.found.values()))
 
 
 class PromptArrivals:
-    """tell: all ranks, in the order of the steps. finish: tells the other engine that its pages
-    have been read. page_bytes: of a page, on this rank; placed_bytes: taken into the cache between
-    two steps. reserves: whether ranks can put pages into the cache as they come."""
+    """broadcast: sends a message to all ranks, in the order of the steps. finish: notifies the
+    other engine that its pages have been read. page_bytes: of a page, on this rank; placed_bytes:
+    most that is written to the cache between two steps. reserves: whether ranks can write received
+    pages to the cache at once."""
 
     def __init__(
         self,
         cache: CachedPages,
-        tell: Callable[[ToRank], None],
+        broadcast: Callable[[ToRank], None],
         finish: Callable[[RemotePrompt], None],
         sizes: ParallelConfig,
         shape: CacheShape,
@@ -102,7 +103,7 @@ class PromptArrivals:
         reserves: bool = False,
     ):
         self.cache = cache
-        self.tell = tell
+        self.broadcast = broadcast
         self.finish = finish
         self.sizes = sizes
         self.shape = shape
@@ -114,13 +115,13 @@ class PromptArrivals:
         self.waiting: dict[str, ArrivingPrompt] = {}
         self.placing: list[ArrivingPrompt] = []
         self.fetched = 0  # requests
-        self.failed = 0  # of these: not all pages came
+        self.failed = 0  # of these: not all pages were received
         self.pages_in = 0
 
-    # ---- on their way
+    # ---- fetching
 
     def start(self, request: Request, remote: RemotePrompt) -> bool:
-        """Whether pages of the request are on their way now."""
+        """Start to fetch the request's pages; returns whether any are being fetched."""
         prompt, salt = tuple(request.prompt), request.cache_salt
         same = (a for a in self.waiting.values() if a.remote.lease == remote.lease)
         arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
@@ -134,7 +135,7 @@ class PromptArrivals:
 
     def _begin(self, request: Request, remote: RemotePrompt) -> ArrivingPrompt | None:
         prompt, salt = tuple(request.prompt), request.cache_salt
-        dp_rank = self.cache.engine.scheduler.cheapest(request, self._coming())
+        dp_rank = self.cache.engine.scheduler.cheapest(request, self._tokens_coming())
         prefix = self.cache.prefix(dp_rank)
         own, theirs = prefix.page_size, remote.layout.page_size
         number = next(self.numbers)
@@ -156,7 +157,7 @@ class PromptArrivals:
         return arrival
 
     def _reserve(self, arrival: ArrivingPrompt) -> None:
-        """Where that leaves most of the cache to requests that run."""
+        """Reserve pages, where that leaves most of the cache to running requests."""
         prefix = self.cache.prefix(arrival.dp_rank)
         others = sum(len(a.reserved) for a in self.by_number.values() if a.prefix is prefix)
         if others + arrival.wanted <= RESERVED_SHARE * prefix.allocator.num_pages:
@@ -164,11 +165,12 @@ class PromptArrivals:
             arrival.prefix = prefix
 
     def restarted(self) -> None:
-        """A new cache is in force, before any step: nothing is put into the pages of the old."""
+        """The cache was replaced, before any further step: write nothing into the old one's
+        pages."""
         in_force = {id(prefix) for prefix in self.cache.prefixes}
         for arrival in list(self.by_number.values()):
             if arrival.reserved and id(arrival.prefix) not in in_force:
-                self.tell(FetchOver(arrival.number))
+                self.broadcast(FetchOver(arrival.number))
                 arrival.reserved = []
                 arrival.void = True
                 arrival.error = "the cache began anew"
@@ -176,8 +178,8 @@ class PromptArrivals:
                 if arrival not in self.placing:
                     self.placing.append(arrival)
 
-    def _coming(self) -> tuple[int, ...]:
-        """Tokens on their way, by data-parallel rank."""
+    def _tokens_coming(self) -> tuple[int, ...]:
+        """Tokens being fetched, by data-parallel rank."""
         found = [0] * self.sizes.dp
         for arrival in self.waiting.values():
             found[arrival.dp_rank] += len(arrival.prompt)
@@ -189,7 +191,7 @@ class PromptArrivals:
             layout.sources(part, self.shape, place % self.sizes.tp)
             for place, part in enumerate(self._own_parts())
         ]
-        self.tell(
+        self.broadcast(
             FetchPages(
                 arrival.number,
                 arrival.dp_rank,
@@ -203,19 +205,19 @@ class PromptArrivals:
         )
 
     def _own_parts(self) -> list[PagePart]:
-        """What each rank of a data-parallel rank holds, stage after stage."""
+        """The part that each rank of a data-parallel rank holds, stage after stage."""
         here = SenderLayout(self.sizes.tp, self.sizes.pp, 1, ())
         return here.parts(self.shape)
 
-    def heard(self, rank: int, told: PagesFetched) -> None:
-        arrival = self.by_number.get(told.number)
+    def on_pages_fetched(self, rank: int, message: PagesFetched) -> None:
+        arrival = self.by_number.get(message.number)
         if arrival is None or arrival.void:
             return
-        arrival.found[rank] = told.found
-        arrival.seconds = max(arrival.seconds, told.seconds)
+        arrival.found[rank] = message.found
+        arrival.seconds = max(arrival.seconds, message.seconds)
         several = self.sizes.world > 1
-        if told.error and not arrival.error:
-            arrival.error = f"rank {rank}: {told.error}" if several else told.error
+        if message.error and not arrival.error:
+            arrival.error = f"rank {rank}: {message.error}" if several else message.error
         if len(arrival.found) == self.sizes.tp * self.sizes.pp:
             self.placing.append(arrival)
             if not arrival.error:
@@ -232,19 +234,19 @@ class PromptArrivals:
         del self.by_number[arrival.number]
         if arrival in self.placing:
             self.placing.remove(arrival)
-        self.tell(FetchOver(arrival.number))
+        self.broadcast(FetchOver(arrival.number))
         if arrival.reserved and arrival.prefix is not None:
             self.cache.unreserve(arrival.prefix, arrival.reserved)
 
-    # ---- here
+    # ---- placing
 
     def place(self) -> list[Arrived]:
-        """Take some pages into the cache; requests that wait for no more of them."""
+        """Write some pages to the cache; returns the requests whose pages are complete."""
         arrived: list[Arrived] = []
         budget = max(1, self.placed_bytes // self.page_bytes)
         while self.placing and budget > 0:
             arrival = self.placing[0]
-            left = arrival.came - arrival.placed
+            left = arrival.num_received - arrival.placed
             count = left if arrival.reserved else min(left, budget)
             placed = self._place(arrival, count) if count else 0
             budget -= max(1, placed)
@@ -258,7 +260,7 @@ class PromptArrivals:
 
         def write(pages: list[int], after: int) -> None:
             skipped = arrival.pages.skipped_tokens(first + after)
-            self.tell(PagesPlaced(arrival.number, pages, skipped))
+            self.broadcast(PagesPlaced(arrival.number, pages, skipped))
 
         prompt = arrival.dp_rank, arrival.prompt, arrival.salt
         return self.cache.keep(*prompt, first, count, write, arrival.reserved)

@@ -1,15 +1,15 @@
-"""An engine's part in prompts that are computed by one engine and answered by another: rank 0's.
+"""KV transfers of prompts that are prefilled by one engine and decoded by another: rank 0's side.
 
-Pages travel, by their keys: the SHA-256 chain over all tokens before a page's end names what is in
-it. The last one need not be full: it holds all but the prompt's last token. The engine that
-computed a prompt keeps its pages under a lease and tells where they are (`offer`); the one that
-answers has each of its ranks fetch its part of those that are not cached, puts what all of them
-have got into its prefix cache and only then queues the request, which finds them there as it finds
-any prefix. So it begins as one that decodes, with the prompt's last token; and whatever goes wrong,
-it finds fewer pages and computes more.
+Pages are transferred by key: the SHA-256 chain over all tokens before a page's end identifies its
+content. The last page may be partial: it holds all but the prompt's last token. The prefill engine
+leases a prompt's pages and returns their location (`offer`); the decode engine makes each of its
+ranks fetch its part of those not cached, puts the pages that all ranks have received into its
+prefix cache, and only then queues the request, which finds them like any cached prefix. So it
+starts as a decoding request, with the prompt's last token; after any failure it finds fewer pages
+and computes more.
 
-Rank 0 decides alone. Other ranks do as it tells them, between the steps and in their order
-(rank_pages.py), and tell what came of it.
+Rank 0 alone decides. All ranks carry out its messages between the steps and in their order
+(rank_pages.py), and report the results.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import Request
 
-MOST_WAITING = 1024  # requests whose pages are on their way
+MOST_WAITING = 1024  # requests whose pages are being fetched
 HELD_SHARE = 0.5  # of a data-parallel rank's cache, for other engines
 LONGEST_ID = 64  # characters of an engine's id
 
 
 @dataclass(frozen=True)
 class ReceivedPages:
-    """For a request's trace: of `asked` pages of its prompt so many came, from there. size: bytes
-    on rank 0. seconds: of the slowest rank's fetch alone."""
+    """For a request's trace: `pages` of the `asked` pages of its prompt were received.
+    size: bytes on rank 0. seconds: of the slowest rank's fetch."""
 
     host: str
     port: int
@@ -73,7 +73,8 @@ class ReceivedPages:
 
 @dataclass
 class PageTraffic:
-    """Bytes of pages, of all ranks; seconds of ranks' fetches, and how many brought not all."""
+    """Bytes of pages, of all ranks; seconds of ranks' fetches, and how many failed to get all
+    pages."""
 
     received: int = 0
     sent: int = 0
@@ -82,8 +83,9 @@ class PageTraffic:
 
 
 class KVTransfers:
-    """`wake` is called from threads when something has come. Returns when all ranks can serve and
-    fetch; raises ConfigError where rank 0 cannot, EngineError where another cannot."""
+    """`wake` is called from threads when a message has arrived. The constructor returns when all
+    ranks can serve and fetch; raises ConfigError where rank 0 cannot, EngineError where another
+    cannot."""
 
     def __init__(self, engine: Engine, config: TransferConfig, wake: Callable[[], None]):
         if not engine.config.enable_prefix_caching:
@@ -103,76 +105,78 @@ class KVTransfers:
         secret = engine_secret(config.secret, self.engine_id)
         most = int(HELD_SHARE * engine.worker.num_pages)
         self.leases = Leases(secret, config.lease_seconds, most)
-        self.offers = Offers(cache, self.leases, self._tell, sizes, self.engine_id)
+        self.offers = Offers(cache, self.leases, self._broadcast, sizes, self.engine_id)
         ranks = dataclasses.replace(config, secret=secret.hex()).to_json()
-        self.pages = cast(RankPages, engine.executor.start_service(SERVICE, ranks, self._hear))
+        self.pages = cast(
+            RankPages, engine.executor.start_service(SERVICE, ranks, self._on_message)
+        )
         self.shape = cache_shape(engine.worker)
         page_bytes = self.pages.memory.size
         placed_bytes = PLACED_ON_DEVICE if config.transport == HANDLES else PLACED_BYTES
         self.arrivals = PromptArrivals(
-            *(cache, self._tell, self._finish, sizes, self.shape, page_bytes, placed_bytes),
+            *(cache, self._broadcast, self._finish, sizes, self.shape, page_bytes, placed_bytes),
             config.transport == HANDLES,
         )
         self.sent = 0  # pages, or with several ranks parts of pages
         self.bytes = PageTraffic()
         self._wait_for_ranks(sizes.world)
         engine.on_restart = self._restarted
-        # requests that are answered before they are computed: whoever answers sets it
+        # called with requests that can be answered before they are computed; set by the server
         self.answer: Callable[[str, dict[str, Any]], None] = lambda name, params: None
         if config.by_layer:
             engine.on_launch = self._announce
 
-    def _hear(self, rank: int, message: bytes) -> None:
+    def _on_message(self, rank: int, message: bytes) -> None:
         """On any thread."""
         self.inbox.put((rank, message))
         self.wake()
 
-    def _tell(self, message: ToRank) -> None:
-        self.engine.executor.tell_service(encode(message))
+    def _broadcast(self, message: ToRank) -> None:
+        self.engine.executor.send_to_service(encode(message))
 
     def _wait_for_ranks(self, world: int) -> None:
-        """Until all say where they serve. None fails without the group's end."""
+        """Wait until all ranks have sent their address. A rank that fails ends the group."""
         started: dict[int, Address] = {}
         while len(started) < world:
             self.engine.executor.check()
             while not self.inbox.empty():
-                rank, message = self.inbox.get()
-                told = decode(message)
-                assert isinstance(told, ServerStarted), "nothing else comes first"
-                started[rank] = (told.host, told.port)
+                rank, data = self.inbox.get()
+                message = decode(data)
+                assert isinstance(message, ServerStarted), "nothing else comes first"
+                started[rank] = (message.host, message.port)
             time.sleep(0.005)
         self.offers.addresses = [started[rank] for rank in range(world)]
 
     def _read_inbox(self) -> None:
         while not self.inbox.empty():
-            rank, message = self.inbox.get()
-            told = decode(message)
-            if isinstance(told, PagesFetched):
-                self.arrivals.heard(rank, told)
-                self.bytes.received += told.size
-                self.bytes.seconds += told.seconds
-                self.bytes.errors += bool(told.error)
-            elif isinstance(told, LeaseRead):
-                self.leases.extend(told.lease)
-                self.sent += told.pages
-                self.bytes.sent += told.size
+            rank, data = self.inbox.get()
+            message = decode(data)
+            if isinstance(message, PagesFetched):
+                self.arrivals.on_pages_fetched(rank, message)
+                self.bytes.received += message.size
+                self.bytes.seconds += message.seconds
+                self.bytes.errors += bool(message.error)
+            elif isinstance(message, LeaseRead):
+                self.leases.extend(message.lease)
+                self.sent += message.pages
+                self.bytes.sent += message.size
             else:
-                assert isinstance(told, LeaseDone)
-                self.leases.finish(told.lease)
+                assert isinstance(message, LeaseDone)
+                self.leases.finish(message.lease)
 
-    # ---- prompts computed here
+    # ---- prompts prefilled here
 
     def offer(self, sequence: Sequence) -> dict[str, Any] | None:
-        """For the answer to a request whose tokens go on elsewhere: where its pages are. To be
-        called before the next step."""
+        """kv_transfer_params for the response to a request that is decoded elsewhere. Call before
+        the next step."""
         asked = sequence.request.kv_transfer_params or {}
         if not self.config.sends or not asked.get("do_remote_decode"):
             return None
         return self.offers.offer(sequence)
 
     def begin(self, request: Request) -> None:
-        """Of a request that was just queued: its pages may leave while it is computed, where the
-        configuration says so."""
+        """A request was just queued: its pages may be sent while it is computed, where
+        configured."""
         asked = request.kv_transfer_params or {}
         scheduler = self.engine.scheduler
         early = self.config.overlap or self.config.by_layer
@@ -186,17 +190,17 @@ class KVTransfers:
                 self.answer(name, params)
 
     def advance(self) -> list[tuple[str, dict[str, Any]]]:
-        """After each step: requests that are to be answered now, though they are still being
-        computed, and the kv_transfer_params of these answers."""
+        """After each step: requests to answer now, though they are still being computed, and the
+        kv_transfer_params of the responses."""
         return self.offers.advance() if self.offers.begun else []
 
     def settle(self) -> None:
-        """Let go of pages that were read, or not in time."""
+        """Release leases that were read or have expired."""
         self.offers.end_over()
         self._close_leases()
 
     def _restarted(self) -> None:
-        """Before any step that follows on an error in the midst of one: no page is what it was."""
+        """Called after an error during a step, before any other: all cached pages are lost."""
         self._close_leases()
         self.arrivals.restarted()
 
@@ -204,10 +208,10 @@ class KVTransfers:
         self._read_inbox()
         self.offers.settle()
 
-    # ---- prompts computed elsewhere
+    # ---- prompts prefilled elsewhere
 
     def check(self, request: Request) -> None:
-        """Raises RequestError where the request asks for what this engine does not do."""
+        """Raises RequestError where the request needs what this engine does not support."""
         given = request.kv_transfer_params or {}
         for name, able in (
             ("do_remote_decode", self.config.sends),
@@ -250,8 +254,8 @@ class KVTransfers:
         return self.engine.worker.spec.page_size
 
     def fetch(self, request: Request) -> bool:
-        """Whether pages of the request are on their way: it is to be queued once `arrived` says
-        so. Of a request that `check` has passed."""
+        """Start to fetch a request that passed `check`. True where pages are being fetched: queue
+        the request once `arrived` returns it."""
         given = request.kv_transfer_params or {}
         if not self.config.fetches or not given.get("do_remote_prefill"):
             return False
@@ -265,30 +269,30 @@ class KVTransfers:
         reader.finish(remote.address, remote.secret, remote.lease)
 
     def received(self, name: str) -> Callable[[], ReceivedPages]:
-        """Of a request whose pages are on their way: what to ask once it has arrived."""
+        """For a request whose pages are being fetched: call the returned function once it has
+        arrived."""
         arrival = self.arrivals.waiting[name]
 
-        def told() -> ReceivedPages:
+        def result() -> ReceivedPages:
             size = arrival.placed * self.pages.memory.size
             address = arrival.remote.address
             return ReceivedPages(*address, arrival.wanted, arrival.placed, size, arrival.seconds)
 
-        return told
+        return result
 
     def cancel(self, name: str) -> None:
         self.arrivals.cancel(name)
 
     @property
     def busy(self) -> bool:
-        """Whether something came that was not looked at, or pages are here that are not yet in
-        the cache."""
+        """Whether there are unprocessed messages, or received pages not yet in the cache."""
         return bool(self.arrivals.placing) or not self.inbox.empty()
 
     def arrived(self) -> list[Arrived]:
-        """Requests that may be queued now. Takes in some pages of others."""
+        """Requests that may be queued now. Also writes some pages of others to the cache."""
         self._read_inbox()
         if self.arrivals.waiting:
-            self.engine.executor.check()  # a rank that is gone brings nothing
+            self.engine.executor.check()  # a dead rank would never report
         return self.arrivals.place()
 
     def figures(self) -> list[int]:
@@ -313,5 +317,5 @@ class KVTransfers:
         return {self.config.transport: figures}
 
     def close(self) -> None:
-        """This rank's links; those of other ranks end with them."""
+        """Close this rank's connections; other ranks' close with their processes."""
         self.pages.close()

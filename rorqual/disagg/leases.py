@@ -1,11 +1,10 @@
-"""Pages that are kept for another engine until it has read them, or until its time is over. No
-torch.
+"""Leases: pages held for another engine until it has read them or the lease expires. No torch.
 
-Rank 0's `Leases` hold pages in a prefix cache and decide when that ends; the `LeaseTable` of each
-rank that holds a part of the pages says what may be read there. A page is read under its lease's
-lock. Rank 0 lets pages go only after it has told every rank, in the order of the steps, to close
-the lease, which takes the same lock: whatever order threads and processes wake up in, also after
-one of them was stopped and continued, nobody reads a page that has become another's.
+Rank 0's `Leases` hold pages in a prefix cache and decide when a lease ends; the `LeaseTable` of
+each rank that holds a part of the pages controls what may be read there. A page is read under its
+lease's lock. Rank 0 releases pages only after it has sent every rank, in the order of the steps, a
+message to close the lease, which takes the same lock: so in any order of threads and processes,
+also after SIGSTOP and SIGCONT, a reused page is never read.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from rorqual.disagg.page_link import LEASE
 
 CopyLayers = Callable[..., None]
 NUMBER = struct.Struct("!Q")
-OPENING_SECONDS = 5.0  # for a rank that has yet to hear of a lease; less than a reader waits
-COMING_SECONDS = 2.0  # for a page that is not there yet, until its reader is told so
+OPENING_SECONDS = 5.0  # for a rank that has not yet received a lease; less than a reader's timeout
+COMING_SECONDS = 2.0  # for a page not yet written, until its reader is sent COMING
 
 
 @dataclass
 class Lease:
-    """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it
-    may come to hold; complete: it holds all it ever will, and may run out."""
+    """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it may
+    hold in the end; complete: no more will be added, and it may expire."""
 
     prefix: PrefixCache
     dp_rank: int
@@ -42,11 +41,11 @@ class Lease:
 
 
 class Leases:
-    """Rank 0's. On the engine's thread."""
+    """Rank 0's leases. On the engine's thread."""
 
     def __init__(self, secret: bytes, seconds: float, most_pages: int):
-        """secret: this engine's own, from which names are made. most_pages: of one prefix cache,
-        that may be held at once."""
+        """secret: this engine's own, from which lease names are made. most_pages: most pages of one
+        prefix cache held at once."""
         self.secret = secret
         self.seconds = seconds
         self.most_pages = most_pages
@@ -60,15 +59,15 @@ class Leases:
         return sum(len(lease.pages) for lease in self.open.values())
 
     def promised(self, dp_rank: int) -> int:
-        """Pages of a data-parallel rank's cache that are held, or will be."""
+        """Pages of a data-parallel rank's cache that leases hold or may still add."""
         return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
 
     def make(
         self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int], more: int = 0
     ) -> bytes | None:
-        """Keep pages that the caller has held; their name, or None where too many are kept as it
-        is: the caller then lets them go. more: how many will be added, until which it does not run
-        out."""
+        """Lease pages that the caller holds; returns the lease's name, or None where too many are
+        leased: the caller then releases them. more: how many will be added; until then it does not
+        expire."""
         most = len(pages) + more
         if self.promised(dp_rank) + most > self.most_pages:
             return None
@@ -79,7 +78,7 @@ class Leases:
         return name
 
     def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> None:
-        """More pages that the caller has held, for a lease that is open."""
+        """Add pages that the caller holds to an open lease."""
         lease = self.open[name]
         lease.pages.update(pages)
         lease.complete = complete
@@ -88,20 +87,20 @@ class Leases:
         self.extend(name)
 
     def extend(self, name: bytes) -> None:
-        """It is being read."""
+        """The lease is being read: renew it."""
         lease = self.open.get(name)
         if lease is not None:
             lease.deadline = time.monotonic() + self.seconds
 
     def finish(self, name: bytes) -> None:
-        """Its reader is through."""
+        """Its reader has finished."""
         if name in self.open:
             self.done.add(name)
 
     def settle(self, prefixes: Iterable[PrefixCache], close: Callable[[list[bytes]], None]) -> None:
-        """Let go of what was read, or not in time. prefixes: those in force; pages of ones before,
-        which an error made void, are nobody's to give back. close: has every rank close leases, in
-        the order of the steps."""
+        """Release leases that were read or have expired. prefixes: the current caches; pages of
+        earlier ones, replaced after an error, need no release. close: makes every rank close
+        leases, in the order of the steps."""
         now = time.monotonic()
         in_force = {id(prefix) for prefix in prefixes}
         stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
@@ -128,8 +127,9 @@ class Found(Enum):
 
 @dataclass
 class OpenLease:
-    """pages: those that this rank's device has written. writing: those that a step writes, with how
-    far it has come. complete: no more will come. by_layer: pages are read as layers write them."""
+    """pages: those that this rank's device has written. writing: those that a step is writing, with
+    its progress. complete: no more will be added. by_layer: pages are read as layers are
+    written."""
 
     pages: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, tuple[int, WrittenLayers]] = field(default_factory=dict)
@@ -139,23 +139,24 @@ class OpenLease:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def layers(self, key: bytes, most: int) -> int:
-        """How many of a page's first `most` layers may be read, behind their mark."""
+        """How many of a page's first `most` layers may be read, after their mark."""
         if key in self.pages:
             return most
         _, written = self.writing.get(key, (0, None))
         return min(most, len(written.marks)) if written is not None else 0
 
     def has(self, key: bytes) -> bool:
-        """Whether all of the page may be read."""
+        """Whether the whole page may be read."""
         _, written = self.writing.get(key, (0, None))
         return key in self.pages or (written is not None and len(written.marks) == written.layers)
 
-    def never(self, key: bytes) -> bool:
-        """Whether it will not come."""
+    def is_missing(self, key: bytes) -> bool:
+        """Whether the page will never be added."""
         return self.complete and key not in self.pages and key not in self.writing
 
     def place(self, key: bytes, layers: int | None = None) -> tuple[int] | tuple[int, Mark]:
-        """The page, and what those of its first `layers` layers that are written wait for."""
+        """The page, and the mark after which its first `layers` layers may be read, if they need
+        one."""
         if key in self.pages:
             return (self.pages[key],)
         page, written = self.writing[key]
@@ -164,8 +165,8 @@ class OpenLease:
 
 
 class LeaseTable:
-    """What may be read on one rank. `read` is called on threads of the page server, all else on the
-    engine's thread."""
+    """The leases of one rank. `read` and the like are called on the page server's threads, all else
+    on the engine's."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -176,14 +177,15 @@ class LeaseTable:
     def open(
         self, name: bytes, pages: dict[bytes, int], complete: bool = True, by_layer: bool = False
     ) -> Callable[[], None]:
-        """What is returned says that the pages are written. complete: these are all."""
+        """Call the returned function once the pages are written. complete: no more will be
+        added."""
         with self.changed:
             self.leases[name] = OpenLease(by_layer=by_layer)
         self.note(name)
         return self.add(name, pages, complete)
 
     def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> Callable[[], None]:
-        """More of its pages; likewise."""
+        """Add pages; likewise."""
 
         def written() -> None:
             with self.changed:
@@ -196,7 +198,8 @@ class LeaseTable:
         return written
 
     def note(self, name: bytes) -> None:
-        """Whatever lease this is, readers of it need not wait for it to be opened any more."""
+        """Record a lease that this rank does not serve: its readers need not wait for it to
+        open."""
         with self.changed:
             self.newest = max(self.newest, _number(name))
             self.changed.notify_all()
@@ -211,7 +214,7 @@ class LeaseTable:
                     lease.closed = True
 
     def write(self, name: bytes, pages: dict[bytes, int], written: WrittenLayers) -> None:
-        """The next step writes them."""
+        """The next step writes these pages."""
         with self.changed:
             lease = self.leases.get(name)
             if lease is not None:
@@ -223,26 +226,26 @@ class LeaseTable:
         return lease is not None and lease.by_layer
 
     def read(self, name: bytes, key: bytes, copy: Callable[..., None]) -> Found:
-        """`copy(page)` of the page with this key, if it is here, or copy(page, mark) of one that a
-        step has written once its mark is reached. One that is still to be computed, or written by
-        this rank's device, is waited for a little."""
+        """Call `copy(page)` for the page with this key, or copy(page, mark) for one that a step has
+        written once its mark is reached. Waits up to COMING_SECONDS for a page not yet computed or
+        written."""
         lease = self._find(name)
         if lease is None:
             return Found.GONE
         with self.changed:
             self.changed.wait_for(
-                lambda: lease.has(key) or lease.never(key) or name not in self.leases,
+                lambda: lease.has(key) or lease.is_missing(key) or name not in self.leases,
                 COMING_SECONDS,
             )
             if not lease.has(key):
-                over = lease.never(key) or name not in self.leases
+                over = lease.is_missing(key) or name not in self.leases
                 return Found.GONE if over else Found.COMING
             place = lease.place(key)
         return _copy(lease, lambda: copy(*place))
 
     def places(self, name: bytes, keys: Sequence[bytes]) -> list[tuple[int, Mark | None]]:
-        """The first of these pages that are here: where, and what each is to be read behind. What
-        was read of them is good if the lease `is_open` once it was."""
+        """The leading pages of these that are written: the page of each, and the mark to read it
+        after. What was read is valid if the lease `is_open` afterwards."""
         lease = self._find(name)
         found: list[tuple[int, Mark | None]] = []
         with self.changed:
@@ -254,7 +257,7 @@ class LeaseTable:
         return found
 
     def is_open(self, name: bytes) -> bool:
-        """Whether nobody was told to close it until now."""
+        """Whether the lease has not been closed."""
         with self.changed:
             lease = self.leases.get(name)
         if lease is None:
@@ -265,9 +268,9 @@ class LeaseTable:
     def read_more(
         self, name: bytes, keys: Sequence[bytes], sent: Sequence[int], last: int, copy: CopyLayers
     ) -> tuple[Found, int]:
-        """Of the first page of which more than its `sent` layers are written, up to `last`:
-        `copy(number, page, layers)`, or copy(number, page, layers, mark), with how many are now,
-        and the page's number among `keys`. Layers count from this rank's first."""
+        """For the first page of which more than its `sent` layers are written, up to `last`: call
+        `copy(number, page, layers)`, or copy(number, page, layers, mark), with the page's number
+        among `keys` and how many layers are written now. Layers count from this rank's first."""
         lease = self._find(name)
         if lease is None:
             return Found.GONE, 0
@@ -280,7 +283,7 @@ class LeaseTable:
             return first(lambda i, key: lease.layers(key, last) > sent[i])
 
         def gone() -> int | None:
-            return first(lambda i, key: lease.never(key))
+            return first(lambda i, key: lease.is_missing(key))
 
         with self.changed:
             self.changed.wait_for(
@@ -299,7 +302,7 @@ class LeaseTable:
     def _find(self, name: bytes) -> OpenLease | None:
         number = _number(name)
         if not hmac.compare_digest(name, lease_name(self.secret, number)):
-            return None  # nobody waits for what rank 0 has not made
+            return None  # rank 0 has not made this name
         with self.changed:
             self.changed.wait_for(lambda: self.newest >= number, OPENING_SECONDS)
             return self.leases.get(name)
@@ -314,8 +317,8 @@ def _copy(lease: OpenLease, copy: Callable[[], None]) -> Found:
 
 
 def lease_name(secret: bytes, number: int) -> bytes:
-    """Names count up, so that a rank knows one that it has yet to hear of from one that is over;
-    and only who knows the engine's secret can make one."""
+    """Names contain an increasing number, so that a rank can tell a lease not yet received from a
+    closed one, and a MAC: only the engine's secret can make one."""
     head = NUMBER.pack(number)
     return head + hmac.digest(secret, b"lease" + head, "sha256")[: LEASE - NUMBER.size]
 

@@ -1,5 +1,5 @@
-"""Prompts that are computed here and answered by another engine: rank 0 keeps their pages under
-leases, which every rank that holds a part of them serves."""
+"""Prompts that are prefilled here and decoded by another engine: rank 0 leases their pages, and
+every rank that holds a part of them serves it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from rorqual.engine.scheduling.sequence import Sequence
 
 
 class Offers:
-    """tell: all ranks, in the order of the steps. addresses: of the page servers, by rank."""
+    """broadcast: sends a message to all ranks, in the order of the steps. addresses: of the page
+    servers, by rank."""
 
     def __init__(
         self,
         cache: CachedPages,
         leases: Leases,
-        tell: Callable[[ToRank], None],
+        broadcast: Callable[[ToRank], None],
         sizes: ParallelConfig,
         engine_id: str,
     ):
         self.cache = cache
         self.leases = leases
-        self.tell = tell
+        self.broadcast = broadcast
         self.sizes = sizes
         self.engine_id = engine_id
         self.addresses: list[Address] = []
         self.begun: dict[str, BegunPrompt] = {}
-        self.refused = 0  # answers that were offered to nobody since too much was held
+        self.refused = 0  # prompts not leased because too many pages were held
 
     def offer(self, sequence: Sequence) -> dict[str, Any]:
-        """kv_transfer_params of the answer to a request whose tokens go on elsewhere. To be called
+        """Lease a finished request's pages; returns the kv_transfer_params of its response. Call
         before the next step."""
         request = sequence.request
         dp_rank, pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
@@ -54,7 +55,7 @@ class Offers:
             prefix.release(list(pages.values()))
             self.refused += bool(pages)
         else:
-            self.tell(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
+            self.broadcast(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
         return self._params(name, dp_rank, len(pages) if name else 0)
 
     def _params(self, name: bytes | None, dp_rank: int, count: int) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class Offers:
         }
 
     def _ranks(self, dp_rank: int) -> list[int]:
-        """Of a data-parallel rank, stage after stage."""
+        """The ranks of a data-parallel rank, stage after stage."""
         first = dp_rank * self.sizes.tp
         return [
             stage * self.sizes.stage + first + tp_rank
@@ -83,15 +84,15 @@ class Offers:
         ]
 
     def settle(self) -> None:
-        """Let go of what was read, or not in time."""
-        self.leases.settle(self.cache.prefixes, lambda names: self.tell(LeasesClosed(names)))
+        """Release leases that were read or have expired."""
+        self.leases.settle(self.cache.prefixes, lambda names: self.broadcast(LeasesClosed(names)))
 
-    # ---- while a prompt is being computed
+    # ---- transfers during prefill
 
     def announce(self, step: DataParallelInFlight) -> list[tuple[str, dict[str, Any]]]:
-        """Before a step is launched: pages that it writes to their ends, of prompts that were
-        begun, may leave layer by layer. Requests of which it computes the first part, and
-        kv_transfer_params of their answers."""
+        """Before a step is launched: pages that it completes, of requests passed to `begin`, may be
+        sent layer by layer. Returns the requests whose first part it computes, and the
+        kv_transfer_params of their responses."""
         answers = []
         for part in step.parts:
             for sequence, stop in part.computed if part is not None else ():
@@ -121,11 +122,11 @@ class Offers:
             prefix.hold(page)
         begun.held = places.stop
         self.leases.add(begun.lease, pages, complete=False)
-        told = LeaseWritten(begun.lease, begun.dp_rank, list(pages), list(pages.values()))
-        self.tell(told)
+        message = LeaseWritten(begun.lease, begun.dp_rank, list(pages), list(pages.values()))
+        self.broadcast(message)
 
     def begin(self, sequence: Sequence, dp_rank: int) -> None:
-        """Its pages may leave as they are computed."""
+        """Its pages may be sent as they are computed."""
         request = sequence.request
         prefix = self.cache.prefix(dp_rank)
         keys = page_keys(request.prompt, request.cache_salt, prefix.page_size, prefix.lookahead)
@@ -133,8 +134,8 @@ class Offers:
         self.begun[request.id] = BegunPrompt(sequence, dp_rank, keys, full)
 
     def advance(self) -> list[tuple[str, dict[str, Any]]]:
-        """After each step: add what it computed to the leases of prompts that were begun. Requests
-        of which the first part is there, and kv_transfer_params of their answers."""
+        """After each step: add the pages it computed to the leases of begun prompts. Returns the
+        requests whose first part is computed, and the kv_transfer_params of their responses."""
         answers = []
         for name, begun in list(self.begun.items()):
             if begun.lease is None and begun.computes and not self._over(name):
@@ -150,8 +151,8 @@ class Offers:
         return name not in self.cache.engine.scheduler.sequences
 
     def end_over(self) -> None:
-        """Of prompts that nobody computes any more nothing will come: those without a lease are
-        offered as any other, and leases that an error has made void are closed."""
+        """Finish prompts that are no longer being computed: those without a lease are offered like
+        any other, and leases invalidated by an error are closed."""
         for name, begun in list(self.begun.items()):
             lease = None if begun.lease is None else self.leases.open.get(begun.lease)
             if lease is not None and not lease.complete and self._over(name):
@@ -162,7 +163,7 @@ class Offers:
     def _open(self, begun: BegunPrompt, by_layer: bool = False) -> dict[str, Any] | None:
         full = begun.keys[: begun.full]
         prefix = self.cache.prefix(begun.dp_rank)
-        # layer by layer the engine is in the midst of launching a step
+        # by_layer: called while the engine is launching a step
         pages = hold_next(prefix, full) if by_layer else self.cache.hold_next(begun.dp_rank, full)
         more = len(begun.keys) - len(pages)
         wanted = more and (pages or by_layer)
@@ -174,7 +175,7 @@ class Offers:
         begun.held = len(pages)
         begun.by_layer = by_layer
         held = list(pages.values())
-        self.tell(LeaseOpened(name, begun.dp_rank, list(pages), held, False, by_layer))
+        self.broadcast(LeaseOpened(name, begun.dp_rank, list(pages), held, False, by_layer))
         return self._params(name, begun.dp_rank, len(begun.keys))
 
     def _grow(self, begun: BegunPrompt, over: bool) -> None:
@@ -182,7 +183,7 @@ class Offers:
         full = begun.keys[: begun.full]
         pages = self.cache.hold_next(begun.dp_rank, full[begun.held :])
         begun.held += len(pages)
-        # layer by layer all may be held before it is written
+        # by_layer: all pages may be leased before they are written
         complete = over or (begun.held == len(begun.keys) and not begun.by_layer)
         if over and begun.held == begun.full:
             request = begun.sequence.request
@@ -192,13 +193,13 @@ class Offers:
         if pages or complete:
             held = list(pages.values())
             self.leases.add(begun.lease, pages, complete)
-            self.tell(LeaseGrown(begun.lease, begun.dp_rank, list(pages), held, complete))
+            self.broadcast(LeaseGrown(begun.lease, begun.dp_rank, list(pages), held, complete))
 
 
 @dataclass
 class BegunPrompt:
-    """keys of its pages, the first `full` of them full ones, of which the lease has `held`. The
-    last one is there when the request has ended, or with the others where they leave by_layer."""
+    """keys: of its pages, the first `full` of them full ones, of which the lease has `held`. A
+    partial last page is added when the request has ended, or with the others where by_layer."""
 
     sequence: Sequence
     dp_rank: int
@@ -210,6 +211,6 @@ class BegunPrompt:
 
     @property
     def computes(self) -> bool:
-        """Whether a part of it has been computed, beside what was cached."""
+        """Whether a part of it has been computed, beyond what was cached."""
         cached = self.sequence.num_cached_prompt
         return cached is not None and self.sequence.collected > cached

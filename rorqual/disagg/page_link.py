@@ -1,29 +1,30 @@
-"""What a reader and a keeper of pages say to each other over TCP, once each knows the other
+"""The protocol between a reader and a server of pages over TCP, after authentication
 (parallel/remote/link.py). No torch.
 
     reader -> READ       lease (32 bytes), part (16 bytes), keys (32 bytes each), at most MOST_KEYS
-    keeper -> PAGE       for each key in order: the bytes of this part of the page, or nothing where
-                         it is kept no more
-    keeper -> PIECE      in place of PAGEs, of a prompt whose pages leave layer by layer: a page's
-                         number among the keys, and the next bytes of it; of any of the pages, and
-                         no bytes for one that is kept no more
-    keeper -> COMING     before a PAGE, PIECE or STAGED, any number of times: it is still being
+    server -> PAGE       for each key in order: the bytes of this part of the page; empty where it
+                         is not leased any more
+    server -> PIECE      in place of PAGEs, for a prompt sent layer by layer: a page's number among
+                         the keys, and its next bytes; the pages in any order; no bytes for a page
+                         that is not leased any more
+    server -> COMING     before a PAGE, PIECE or STAGED, any number of times: it is still being
                          computed
-    reader -> DONE       lease: its pages may go; to rank 0 of the keeper's engine alone
+    reader -> DONE       lease: its pages may be released; only to rank 0 of the server's engine
 
 Where a library carries the bytes (transports/):
 
     reader -> STAGE      lease, part, keys, as READ
-    keeper -> STAGED     generation, offset in its staging memory, pages, their CRC-32, and how its
-                         library is reached; UNSTAGED with a sentence where it cannot
-    reader -> CONFIRM    generation: once the bytes have come
-    keeper -> CONFIRMED  1 where the window held these pages to this moment, else 0
+    server -> STAGED     generation, offset in its staging memory, pages, their CRC-32, and the
+                         address of its library; UNSTAGED with a sentence where it cannot
+    reader -> CONFIRM    generation: once the bytes have arrived
+    server -> CONFIRMED  1 where the window still holds these pages, else 0
 
-A page is asked for by its key, the SHA-256 chain over all tokens before its end, so no page of
-other tokens can come. A part is four numbers, the layers and the heads of a PagePart.
+A page is requested by its key, the SHA-256 chain over all tokens before its end, so a page of other
+tokens can never be sent. A part is four numbers, the layers and the heads of a PagePart.
 
-Links of an engine have a secret of their own, made from the one that all engines share and the
-engine's id: the latter stays with rank 0, and other hosts' ranks are told the former.
+Each engine's connections have their own secret, derived from the one that all engines share and the
+engine's id: the shared secret stays on rank 0, and only the derived one is sent to other hosts'
+ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PageMessage(IntEnum):
 
 
 def engine_secret(secret: str, engine_id: str) -> bytes:
-    """Of the links of one engine."""
+    """The secret of one engine's connections."""
     return hmac.digest(secret.encode(), b"pages of " + engine_id.encode(), "sha256")
 
 
@@ -73,7 +74,7 @@ def pack_read(lease: bytes, part: PagePart, keys: list[bytes]) -> bytes:
 
 
 def unpack_read(message: bytes) -> tuple[PagePart, list[bytes]]:
-    """Of a READ, without its lease."""
+    """The part and keys of a READ, without its lease."""
     if len(message) < PART.size or (len(message) - PART.size) % KEY:
         raise LinkError("READ has half a key")
     part = PagePart(*PART.unpack_from(message))
@@ -81,9 +82,9 @@ def unpack_read(message: bytes) -> tuple[PagePart, list[bytes]]:
 
 
 @dataclass(frozen=True)
-class StagedAnswer:
-    """`count` pages, at `offset` of the keeper's staging memory for as long as `generation` holds.
-    check: their CRC-32; peer: how the keeper's library is reached."""
+class StagedReply:
+    """`count` pages, at `offset` of the server's staging memory while `generation` is valid. check:
+    their CRC-32; peer: the address of the server's library."""
 
     generation: int
     offset: int
@@ -92,18 +93,18 @@ class StagedAnswer:
     peer: bytes
 
 
-def unpack_staged(kind: PageMessage, message: bytes, asked: int) -> StagedAnswer:
-    """Of a STAGED that answers for at most `asked` pages. Raises LinkError."""
+def unpack_staged(kind: PageMessage, message: bytes, asked: int) -> StagedReply:
+    """Unpack a STAGED for at most `asked` pages. Raises LinkError."""
     if kind is not PageMessage.STAGED or len(message) < STAGED.size:
         raise LinkError(f"{kind.name} of {len(message)} bytes came where pages were to be staged")
     generation, offset, count, check = STAGED.unpack_from(message)
     if count > asked:
         raise LinkError(f"{count} pages were staged where {asked} were asked for")
-    return StagedAnswer(generation, offset, count, check, message[STAGED.size :])
+    return StagedReply(generation, offset, count, check, message[STAGED.size :])
 
 
 def check_confirmed(answer: bytes) -> None:
-    """Raises LinkError where pages that were read may not be what was asked for."""
+    """Raises LinkError where the server did not confirm the pages that were read."""
     if answer not in (b"\0", b"\1"):
         raise LinkError(f"CONFIRMED of {len(answer)} bytes came; accepted: 0 or 1 in one byte")
     if answer == b"\0":

@@ -1,4 +1,4 @@
-"""Fetches parts of pages from a rank of another engine, on threads of its own."""
+"""Fetches parts of pages from ranks of another engine, on its own threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
-from rorqual.disagg.handed_reader import HandedReads
+from rorqual.disagg.handle_reader import HandleReads
 from rorqual.disagg.page_link import (
     LEASE,
     MOST_KEYS,
@@ -42,19 +42,19 @@ from rorqual.parallel.remote.link import (
 CONNECT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
 FETCH_SECONDS = 60.0
-COMPUTE_SECONDS = 600.0  # for a prompt that is still being computed when its pages are asked for
-AT_ONCE = 8  # parts of prompts
-IDLE_SECONDS = 10.0  # that a link is kept for the next prompt; a keeper lets go of it after 30
+COMPUTE_SECONDS = 600.0  # for a prompt still being computed when its pages are requested
+AT_ONCE = 8  # concurrent fetches of prompt parts
+IDLE_SECONDS = 10.0  # that a connection is kept for the next prompt; the server closes it after 30
 MOST_IDLE = 16
 
 
 @dataclass
 class PageFetch:
     """One part of the pages with these keys, in order, from a lease of another engine. secret: of
-    the links to it. page_size: of its pages, in tokens. `found` of them came, the first ones, and
-    lie in `rows` [keys, bytes of the part] until `release`; `error` says why not all. pages: of the
-    cache, where there are such for all of them to be put into at once, in place of rows, and none
-    once `end_placing` was called; behind `before`, if it is given."""
+    the connections to it. page_size: of its pages, in tokens. The first `found` pages were
+    received, into `rows` [keys, bytes of the part], which are valid until `release`; `error` says
+    why not all. pages: of the cache, one for each key, to write to at once in place of rows, after
+    mark `before` if given; set to none by `end_placing`."""
 
     address: tuple[str, int]
     secret: bytes
@@ -72,12 +72,12 @@ class PageFetch:
     seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
     give_back: Callable[[Mark | None], None] | None = None
-    holders: int = 2  # the thread that fetches, and who places
+    holders: int = 2  # the fetching thread, and the placing one
     mark: Mark | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def release(self, mark: Mark | None = None) -> None:
-        """Each of the two says so once. mark: of what may still read the rows."""
+        """Each of the two holders calls this once. mark: of what may still read the rows."""
         with self.lock:
             self.holders -= 1
             over = not self.holders
@@ -88,20 +88,21 @@ class PageFetch:
 
     @property
     def received(self) -> int:
-        """Bytes."""
+        """Bytes received."""
         return self.found * self.size
 
 
 @dataclass
 class Link:
-    """idle: whether nothing is to come on it any more."""
+    """idle: whether no more messages are expected on it."""
 
     sock: socket.socket
     idle: bool = False
 
 
 class IdleLinks:
-    """Links to keepers on which nothing is to come: a new one takes longer than a GPU's pages."""
+    """Idle connections to page servers, kept because connecting takes longer than a transfer
+    between GPUs."""
 
     def __init__(self) -> None:
         self.links: list[tuple[tuple[tuple[str, int], bytes], socket.socket, float]] = []
@@ -135,18 +136,18 @@ class IdleLinks:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """Or something came that nobody asked for."""
+    """Whether the connection was closed, or has unexpected data."""
     return readable(sock, 0.0)
 
 
 class PageReader:
-    """staged: where something else carries the bytes than the link itself."""
+    """staged: where a transport other than the connection itself carries the bytes."""
 
     def __init__(
         self,
         memory: PageMemory,
         fingerprint: Fingerprint,
-        staged: StagedReads | HandedReads | None = None,
+        staged: StagedReads | HandleReads | None = None,
     ):
         self.staged = staged
         self.idle = IdleLinks()
@@ -155,12 +156,12 @@ class PageReader:
         self.pool = ThreadPoolExecutor(AT_ONCE, "page reader")
 
     def start(self, fetch: PageFetch, done: Callable[[], None]) -> None:
-        """`done` is called on a thread, whatever happens."""
+        """`done` is called on a thread in any case."""
         self.pool.submit(self._run, fetch, done)
 
     def finish(self, address: tuple[str, int], secret: bytes, lease: bytes) -> None:
-        """Tell rank 0 of the other engine that nobody will read from a lease any more. Should it
-        not hear of this, the lease runs out."""
+        """Notify rank 0 of the other engine that a lease will not be read any more. If the message
+        is lost, the lease expires."""
         self.pool.submit(self._finish, address, secret, lease)
 
     def close(self) -> None:
@@ -176,7 +177,7 @@ class PageReader:
             fetch.error = "the other engine has gone silent"
         except (LinkError, TransportError, OSError) as error:
             fetch.error = str(error) or type(error).__name__
-        except Exception as error:  # the request must not wait for ever
+        except Exception as error:  # else the request would wait forever
             fetch.error = f"{type(error).__name__}: {error}"
         finally:
             fetch.seconds = time.perf_counter() - start
@@ -185,7 +186,7 @@ class PageReader:
 
     @contextmanager
     def _linked(self, address: tuple[str, int], secret: bytes) -> Iterator[Link]:
-        """Closed at the end, unless it is idle then and may be kept."""
+        """A connection; closed at the end, unless it is idle and can be kept."""
         sock = self.idle.take(address, secret)
         with ExitStack() as stack:
             if sock is None:
@@ -197,7 +198,7 @@ class PageReader:
                 stack.enter_context(sock)
             link = Link(sock)
             yield link
-            if link.idle and isinstance(self.staged, HandedReads):
+            if link.idle and isinstance(self.staged, HandleReads):
                 stack.pop_all()
                 self.idle.keep(address, secret, sock)
 
@@ -208,7 +209,7 @@ class PageReader:
 
     def _fetch(self, fetch: PageFetch) -> None:
         size = self.memory.part_size(fetch.part, fetch.page_size)
-        patience = Patience()
+        patience = FetchDeadline()
         with self._linked(fetch.address, fetch.secret) as link:
             sock = link.sock
             if self.staged is not None:
@@ -228,11 +229,11 @@ class PageReader:
         sock: socket.socket,
         fetch: PageFetch,
         size: int,
-        patience: Patience,
-        staged: StagedReads | HandedReads,
+        patience: FetchDeadline,
+        staged: StagedReads | HandleReads,
     ) -> None:
         fetch.size = size
-        if isinstance(staged, HandedReads) and fetch.pages is not None:
+        if isinstance(staged, HandleReads) and fetch.pages is not None:
             placing = Placing(fetch, self.memory, staged.transport)
             rows = RowsOfPages(size, None, None, placing.place, placing.prepare)
         else:
@@ -254,23 +255,23 @@ class PageReader:
 
     @property
     def places(self) -> bool:
-        """Whether pages can be put into the cache as they come."""
-        return isinstance(self.staged, HandedReads)
+        """Whether received pages can be written to the cache at once."""
+        return isinstance(self.staged, HandleReads)
 
     def end_placing(self, fetches: Sequence[PageFetch]) -> None:
-        """What the present context launches from now on comes behind all that is written to the
-        cache for these."""
+        """Make later launches in the current context wait for all writes to the cache for these
+        fetches."""
         for fetch in fetches:
             with fetch.lock:
                 fetch.placing = False
-        if isinstance(self.staged, HandedReads):
+        if isinstance(self.staged, HandleReads):
             self.staged.transport.mark()()
 
     def _receive_pages(
-        self, sock: socket.socket, fetch: PageFetch, rows: Tensor, patience: Patience
+        self, sock: socket.socket, fetch: PageFetch, rows: Tensor, patience: FetchDeadline
     ) -> bool:
-        """One after the other, or in pieces, of any of them the next. False where nobody wants them
-        any more."""
+        """Receive pages in order, or in pieces of any of them. False where they are no longer
+        wanted."""
         count, size = rows.shape
         first = fetch.found
         filled = [0] * count
@@ -301,7 +302,7 @@ class PageReader:
 
 
 class Placing:
-    """Puts the pages of a fetch into the cache."""
+    """Writes the pages of a fetch to the cache."""
 
     def __init__(self, fetch: PageFetch, memory: PageMemory, transport: HandleTransport):
         self.fetch = fetch
@@ -318,16 +319,16 @@ class Placing:
             self.launch = self.memory.placing(fetch.pages, fetch.part)
 
     def place(self, first: int, data: Tensor) -> None:
-        """Pages that are another's meanwhile are not written to."""
+        """Does not write after `end_placing`: the pages may have been reused."""
         assert self.launch is not None
         with self.fetch.lock:
             if self.fetch.placing:
                 self.launch(first, data)
 
 
-class Patience:
-    """FETCH_SECONDS, again from whenever the keeper says that it still computes the pages; that
-    for COMPUTE_SECONDS."""
+class FetchDeadline:
+    """A deadline of FETCH_SECONDS, renewed when the server reports that it still computes the
+    pages, for at most COMPUTE_SECONDS."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + FETCH_SECONDS
@@ -346,7 +347,7 @@ class Patience:
 
 
 def parse_lease(text: object) -> bytes | None:
-    """What `remote_request_id` says; None where it is none of ours."""
+    """The lease name in `remote_request_id`; None where it is not valid."""
     try:
         found = bytes.fromhex(text) if isinstance(text, str) else b""
     except ValueError:

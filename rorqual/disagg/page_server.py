@@ -14,7 +14,7 @@ from torch import Tensor
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
-from rorqual.disagg.handed_server import HandedLink, HandedPages
+from rorqual.disagg.handle_server import HandlePages, HandlePagesLink
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
@@ -32,14 +32,14 @@ from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage, send
 from rorqual.parallel.remote.link_server import LinkServer
 
-MOST_READERS = 128  # a decode engine calls with each of its ranks, several times at once
-QUIET_SECONDS = 30.0  # between two messages of a reader, and for a message to leave
-TOLD_SHARE = 0.2  # of a lease's time: who reads for longer says so again
+MOST_READERS = 128  # every rank of a decode engine connects several times at once
+QUIET_SECONDS = 30.0  # between two messages of a reader, and to send a message
+RENEW_SHARE = 0.2  # of a lease's time: a longer read renews the lease this often
 
 
 class ReadEvents(Protocol):
-    """Called on threads: while a lease is read, with how many pages went since the last call, and
-    their bytes; and when its reader is through."""
+    """Called on threads: while a lease is read, with the pages and bytes sent since the last call;
+    and when its reader has finished."""
 
     def reading(self, lease: bytes, pages: int, size: int) -> None: ...
 
@@ -47,8 +47,8 @@ class ReadEvents(Protocol):
 
 
 class PageServer:
-    """`host`, `port`: where it listens. staged: where something else carries the bytes than the
-    link itself. Raises ConfigError where it cannot listen."""
+    """`host`, `port`: where it listens. staged: where a transport other than the connection itself
+    carries the bytes. Raises ConfigError where it cannot listen."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class PageServer:
         memory: PageMemory,
         fingerprint: Fingerprint,
         events: ReadEvents,
-        staged: StagedPages | HandedPages | None = None,
+        staged: StagedPages | HandlePages | None = None,
     ):
-        """secret: of the links to this engine."""
+        """secret: of the connections to this engine."""
         self.staged = staged
         self.leases = leases
         self.memory = memory
         self.events = events
-        self.told_seconds = TOLD_SHARE * config.lease_seconds
+        self.renew_seconds = RENEW_SHARE * config.lease_seconds
         self.server = LinkServer(
             config.host, config.port, secret, fingerprint, PURPOSE, self._serve, MOST_READERS
         )
@@ -102,11 +102,11 @@ class PageServer:
             raise LinkError(reason)
         return part, keys
 
-    def _serve_staged(self, sock: socket.socket, staged: StagedPages | HandedPages) -> None:
+    def _serve_staged(self, sock: socket.socket, staged: StagedPages | HandlePages) -> None:
         link = staged.link()
         try:
             while True:
-                if isinstance(link, HandedLink):
+                if isinstance(link, HandlePagesLink):
                     link.await_message(sock)
                 kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
                 name = message[:LEASE]
@@ -130,14 +130,14 @@ class PageServer:
         self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]
     ) -> None:
         data = row.numpy().data
-        told = 0.0
+        renewed = 0.0
         sent = 0
         for key in keys:
             there = self._read(sock, lease, key, partial(self._copy, row, part))
             now = time.monotonic()
-            if there and now - told > self.told_seconds:
+            if there and now - renewed > self.renew_seconds:
                 self.events.reading(lease, sent, sent * row.numel())
-                told, sent = now, 0
+                renewed, sent = now, 0
             send(sock, PageMessage.PAGE, data if there else b"")
             sent += there
         if sent:
@@ -146,7 +146,7 @@ class PageServer:
     def _send_pieces(
         self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]
     ) -> None:
-        """Of all pages what is written, as soon as it is."""
+        """Send the written layers of all pages as soon as they are written."""
         offset = self.memory.held.first_layer
         last = part.last_layer - offset
         sent = [part.first_layer - offset] * len(keys)
@@ -159,7 +159,7 @@ class PageServer:
             self.memory.read(page, row[:size], some, after)
             sent[number] = layers
 
-        told = 0.0
+        renewed = 0.0
         pages = size_sent = 0
         while min(sent, default=last) < last:
             found, number = self.leases.read_more(lease, keys, sent, last, copy)
@@ -174,9 +174,9 @@ class PageServer:
             size_sent += size
             pages += sent[number] == last
             now = time.monotonic()
-            if now - told > self.told_seconds:
+            if now - renewed > self.renew_seconds:
                 self.events.reading(lease, pages, size_sent)
-                told = now
+                renewed = now
                 pages = size_sent = 0
         if size_sent:
             self.events.reading(lease, pages, size_sent)
@@ -187,7 +187,7 @@ class PageServer:
     def _read(
         self, sock: socket.socket, lease: bytes, key: bytes, copy: Callable[..., None]
     ) -> bool:
-        """Whether the page is there, once that is known."""
+        """Read a page, sending COMING while it is computed; returns whether it exists."""
         while (found := self.leases.read(lease, key, copy)) is Found.COMING:
             send(sock, PageMessage.COMING)
         return found is Found.HERE

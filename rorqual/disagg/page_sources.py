@@ -9,14 +9,14 @@ from rorqual.cache.page_parts import PagePart, held_part
 from rorqual.cache.prefix import whole_pages
 from rorqual.config.parallel import ParallelConfig
 
-MOST_RANKS = 1024  # that an answer may name
+MOST_RANKS = 1024  # most that kv_transfer_params may name
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Of the whole model: layers, prediction modules behind them, and heads that a cache can be cut
-    into (page_parts.py)."""
+    """Of the whole model: layers, prediction modules after them, and heads into which the cache can
+    be split (page_parts.py)."""
 
     layers: int
     modules: int
@@ -25,8 +25,8 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class SenderLayout:
-    """How an engine has cut a prompt's pages: `tp` ranks share the heads and `pp` stages the
-    layers. addresses: of its ranks' page servers, stage after stage. page_size: in tokens."""
+    """How an engine's ranks split pages: `tp` ranks split the heads and `pp` stages the layers.
+    addresses: of its ranks' page servers, stage after stage. page_size: in tokens."""
 
     tp: int
     pp: int
@@ -34,7 +34,7 @@ class SenderLayout:
     addresses: tuple[Address, ...]
 
     def problem(self, cache: CacheShape) -> str:
-        """Why no engine is cut that way; nothing if one can be."""
+        """Why this layout is invalid; empty if it is valid."""
         tp, pp = self.tp, self.pp
         if min(tp, pp, self.page_size) < 1 or pp > cache.layers or tp * pp > MOST_RANKS:
             return (
@@ -52,7 +52,7 @@ class SenderLayout:
         return ""
 
     def parts(self, cache: CacheShape) -> list[PagePart]:
-        """What each rank holds, in the order of their addresses."""
+        """The part of each rank, in the order of their addresses."""
         sizes = ParallelConfig(pp=self.pp)
         found = []
         for stage in range(self.pp):
@@ -65,8 +65,8 @@ class SenderLayout:
     def sources(
         self, wanted: PagePart, cache: CacheShape, first: int
     ) -> list[tuple[Address, PagePart]]:
-        """Disjoint parts that together are `wanted`, and who has them. Of ranks that hold the same
-        one takes turns, by `first`: readers are to ask different ones."""
+        """Disjoint parts that together are `wanted`, and the address of each. Among ranks that hold
+        the same part `first` chooses, so that readers use different ones."""
         holders: dict[PagePart, list[Address]] = {}
         for address, part in zip(self.addresses, self.parts(cache), strict=True):
             common = part.common(wanted)
@@ -76,7 +76,7 @@ class SenderLayout:
 
 
 def page_sizes_differ(own: int, theirs: int) -> str:
-    """Why pages of these sizes cannot be made from each other; nothing if they can."""
+    """Why pages cannot be converted between these sizes; empty if they can."""
     if own % theirs and theirs % own:
         return f"page_size is {theirs} at the other engine, {own} here: neither is a multiple"
     return ""
@@ -85,8 +85,8 @@ def page_sizes_differ(own: int, theirs: int) -> str:
 @dataclass(frozen=True)
 class WantedPages:
     """Of a prompt: this engine's pages first_page to last_page (excluded), and the other engine's
-    pages that hold their tokens. entries: of its tokens, that all of the other engine's pages hold;
-    the last page on either side need not be full."""
+    pages that hold their tokens. entries: tokens of the prompt that the other engine's pages hold;
+    the last page on either side may be partial."""
 
     own_size: int
     their_size: int
@@ -103,22 +103,22 @@ class WantedPages:
         return -(-min(self.last_page * self.own_size, self.entries) // self.their_size)
 
     def filled(self, found: int) -> int:
-        """How many of this engine's pages can be filled, once `found` of theirs came."""
+        """How many of this engine's pages the first `found` of theirs fill."""
         tokens = (self.their_first + found) * self.their_size
         whole = tokens // self.own_size if tokens < self.entries else self.last_page
         return max(0, min(whole, self.last_page) - self.first_page)
 
     def skipped_tokens(self, page: int) -> int:
-        """Of the other engine's pages, before those of this engine's page number `page`."""
+        """Tokens in the other engine's pages before this engine's page number `page`."""
         return page * self.own_size - self.their_first * self.their_size
 
 
 def wanted_pages(
     own: int, theirs: int, length: int, lookahead: int, cached: int
 ) -> WantedPages | None:
-    """own, theirs: tokens of a page on either side. length: of the prompt. cached: of its pages,
-    here. None where nothing is missing that the other side has."""
-    if lookahead <= 1:  # all but the last token, on either side
+    """own, theirs: tokens of a page on either side. length: of the prompt. cached: its pages cached
+    here. None where the other side has no missing page."""
+    if lookahead <= 1:  # both sides hold all but the last token
         entries = max(0, length - 1)
         last = -(-entries // own)
     else:
@@ -128,8 +128,8 @@ def wanted_pages(
 
 
 def read_layout(given: dict[str, Any], address: Address, page_size: int) -> SenderLayout | str:
-    """What kv_transfer_params say of the engine that computed a prompt; or what is wrong in it.
-    Those of an engine of one rank need not say it."""
+    """The layout in kv_transfer_params, of the engine that computed a prompt, or an error message.
+    An engine of one rank may omit it."""
     tp, pp = (given.get(name, 1) for name in ("tp_size", "pp_size"))
     size = given.get("remote_page_size", page_size)
     if not all(type(number) is int for number in (tp, pp, size)):

@@ -1,8 +1,7 @@
-"""What rank 0 tells every rank about pages that travel, and what they tell it: JSON of plain lists.
-No torch.
+"""Messages about page transfers between rank 0 and every rank: JSON of plain lists. No torch.
 
-Rank 0 decides alone, of what all ranks have told it; a rank does as it is told, in the order of the
-steps, and none of these answers is waited for within a step.
+Rank 0 alone decides, from what all ranks have reported; a rank carries messages out in the order of
+the steps, and no step waits for their results.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from rorqual.disagg.page_sources import Address
 
 @dataclass(frozen=True)
 class LeaseOpened:
-    """Ranks of a data-parallel rank serve these pages under this lease; others take note of its
-    name. complete: they are all it will have. by_layer: others are served as layers write them."""
+    """The ranks of one data-parallel rank serve these pages under this lease; others only record
+    its name. complete: no pages will be added. by_layer: added ones are served as layers are
+    written."""
 
     kind: ClassVar[str] = "open"
     lease: bytes
@@ -31,7 +31,7 @@ class LeaseOpened:
 
 @dataclass(frozen=True)
 class LeaseWritten:
-    """The next step writes these pages, to the last of their tokens."""
+    """The next step completes these pages."""
 
     kind: ClassVar[str] = "written"
     lease: bytes
@@ -42,7 +42,7 @@ class LeaseWritten:
 
 @dataclass(frozen=True)
 class LeaseGrown:
-    """More pages of it."""
+    """Adds pages to a lease."""
 
     kind: ClassVar[str] = "grown"
     lease: bytes
@@ -60,10 +60,10 @@ class LeasesClosed:
 
 @dataclass(frozen=True)
 class FetchPages:
-    """Each rank of a data-parallel rank fetches its part, and says so (PagesFetched). sources: by
-    number of the rank among these, from where it gets which part. pages: of the cache, one for each
-    key, that nobody else has until FetchOver: what comes goes there at once; none where it is to
-    wait for PagesPlaced."""
+    """Each rank of one data-parallel rank fetches its part, and reports it (PagesFetched). sources:
+    for each of these ranks, which part to fetch from where. pages: of the cache, one for each key,
+    reserved until FetchOver: received pages are written there at once; none where they wait for
+    PagesPlaced."""
 
     kind: ClassVar[str] = "fetch"
     number: int
@@ -78,7 +78,7 @@ class FetchPages:
 
 @dataclass(frozen=True)
 class PagesPlaced:
-    """What was fetched goes into these pages; the first `skipped` tokens of it come before."""
+    """Write what was fetched into these pages; its first `skipped` tokens are before them."""
 
     kind: ClassVar[str] = "place"
     number: int
@@ -88,8 +88,7 @@ class PagesPlaced:
 
 @dataclass(frozen=True)
 class FetchOver:
-    """Nothing more of it is wanted, or all of it is placed. Steps that follow may write to the
-    pages it was given."""
+    """The fetch is cancelled, or all of it is placed. Later steps may write to its pages."""
 
     kind: ClassVar[str] = "over"
     number: int
@@ -97,7 +96,7 @@ class FetchOver:
 
 @dataclass(frozen=True)
 class ServerStarted:
-    """Where this rank serves its part of pages; a port of 0 where it serves none."""
+    """The address at which this rank serves its part of pages; port 0 where it serves none."""
 
     kind: ClassVar[str] = "started"
     host: str
@@ -106,7 +105,7 @@ class ServerStarted:
 
 @dataclass(frozen=True)
 class LeaseRead:
-    """So many more pages of it have left, with so many bytes."""
+    """`pages` more pages of the lease were sent, of `size` bytes."""
 
     kind: ClassVar[str] = "read"
     lease: bytes
@@ -122,8 +121,8 @@ class LeaseDone:
 
 @dataclass(frozen=True)
 class PagesFetched:
-    """`found` pages came, the first ones; error: why not all. size: bytes that came, of all parts;
-    seconds: of the slowest part."""
+    """The first `found` pages were received; error: why not all. size: bytes received, of all
+    parts; seconds: of the slowest part."""
 
     kind: ClassVar[str] = "fetched"
     number: int

@@ -1,7 +1,7 @@
-"""One rank's share of pages that travel: it serves its part of pages that are leased, fetches its
-part of prompts computed elsewhere, and writes it where rank 0 says.
+"""One rank's side of page transfers: it serves its part of leased pages, fetches its part of
+remotely computed prompts, and writes it to the pages that rank 0 names.
 
-A service of the engine's ranks (engine/rank_service.py): rank 0 has one as the others have.
+A service of the engine's ranks (engine/rank_service.py), on rank 0 too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.page_parts import held_part, num_heads
 from rorqual.cache.written_layers import Mark, WrittenLayers
-from rorqual.disagg.handed_reader import fetched_pages
-from rorqual.disagg.handed_server import offered_pages
+from rorqual.disagg.handle_reader import fetched_pages
+from rorqual.disagg.handle_server import offered_pages
 from rorqual.disagg.leases import LeaseTable
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
@@ -43,7 +43,7 @@ from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.disagg.transports.installed import HANDLES, TCP
 from rorqual.disagg.transports.start import PageStaging, start_handles, start_staging
 from rorqual.engine.execution.worker import Worker
-from rorqual.engine.rank_service import ServicePlace
+from rorqual.engine.rank_service import ServiceContext
 from rorqual.parallel.remote.link import Fingerprint
 
 FORMAT = "4"  # of pages as bytes, and of what their keys cover
@@ -51,18 +51,18 @@ SERVICE = f"{__name__}:RankPages"
 
 
 class RankPages:
-    """config: TransferConfig as JSON, its secret that of this engine's own links."""
+    """config: TransferConfig as JSON, with this engine's own secret."""
 
-    def __init__(self, place: ServicePlace, config: bytes):
-        self.worker = worker = place.worker
-        self.tell = place.tell
+    def __init__(self, context: ServiceContext, config: bytes):
+        self.worker = worker = context.worker
+        self.send = context.send
         self.mesh = worker.mesh
         settings = TransferConfig.from_json(config)
         secret = bytes.fromhex(settings.secret)
         self.memory = rank_memory(worker)
         self.leases = LeaseTable(secret)
         self.fetches: dict[int, RankFetch] = {}
-        host = place.address or settings.host
+        host = context.address or settings.host
         self.staging = start_rank_staging(settings, self.memory, host)
         label = self.staging.label if self.staging is not None else TCP
         mine = self.mine = {**fingerprint(worker), "transport": label}
@@ -79,77 +79,77 @@ class RankPages:
         reads = fetched_pages(self.staging)
         self.reader = PageReader(self.memory, mine, reads) if settings.fetches else None
         where = (self.server.host, self.server.port) if self.server else ("", 0)
-        self._tell(ServerStarted(*where))
+        self._send(ServerStarted(*where))
 
-    def _tell(self, message: FromRank) -> None:
-        self.tell(encode(message))
+    def _send(self, message: FromRank) -> None:
+        self.send(encode(message))
 
-    # ---- what the page server says, on its threads
+    # ---- called by the page server, on its threads
 
     def reading(self, lease: bytes, pages: int, size: int) -> None:
-        self._tell(LeaseRead(lease, pages, size))
+        self._send(LeaseRead(lease, pages, size))
 
     def done(self, lease: bytes) -> None:
-        self._tell(LeaseDone(lease))
+        self._send(LeaseDone(lease))
 
-    # ---- what rank 0 says
+    # ---- messages from rank 0
 
-    def take(self, message: bytes) -> Callable[[], None] | None:
-        told = decode(message)
-        if isinstance(told, LeaseOpened | LeaseGrown):
-            return self._lease(told)
-        if isinstance(told, LeaseWritten):
-            self._write(told)
-        elif isinstance(told, LeasesClosed):
-            self.leases.close(told.leases)
-        elif isinstance(told, FetchPages):
-            self._fetch(told)
-        elif isinstance(told, PagesPlaced):
-            self._place(told)
+    def handle(self, data: bytes) -> Callable[[], None] | None:
+        message = decode(data)
+        if isinstance(message, LeaseOpened | LeaseGrown):
+            return self._lease(message)
+        if isinstance(message, LeaseWritten):
+            self._write(message)
+        elif isinstance(message, LeasesClosed):
+            self.leases.close(message.leases)
+        elif isinstance(message, FetchPages):
+            self._fetch(message)
+        elif isinstance(message, PagesPlaced):
+            self._place(message)
         else:
-            assert isinstance(told, FetchOver)
-            fetch = self.fetches.pop(told.number, None)
+            assert isinstance(message, FetchOver)
+            fetch = self.fetches.pop(message.number, None)
             if fetch is not None:
                 fetch.over(self.memory)
         return None
 
-    def _lease(self, told: LeaseOpened | LeaseGrown) -> Callable[[], None] | None:
-        if told.dp_rank != self.mesh.dp_rank:
-            self.leases.note(told.lease)
+    def _lease(self, message: LeaseOpened | LeaseGrown) -> Callable[[], None] | None:
+        if message.dp_rank != self.mesh.dp_rank:
+            self.leases.note(message.lease)
             return None
-        pages = dict(zip(told.keys, told.pages, strict=True))
-        if isinstance(told, LeaseGrown):
-            return self.leases.add(told.lease, pages, told.complete)
-        return self.leases.open(told.lease, pages, told.complete, told.by_layer)
+        pages = dict(zip(message.keys, message.pages, strict=True))
+        if isinstance(message, LeaseGrown):
+            return self.leases.add(message.lease, pages, message.complete)
+        return self.leases.open(message.lease, pages, message.complete, message.by_layer)
 
-    def _write(self, told: LeaseWritten) -> None:
-        """Whatever several leases are told of one step is one step's."""
-        if told.dp_rank != self.mesh.dp_rank:
+    def _write(self, message: LeaseWritten) -> None:
+        """Messages for several leases about the same step share its WrittenLayers."""
+        if message.dp_rank != self.mesh.dp_rank:
             return
         runner = self.worker.runner
         if runner.watch is None:
             layers = len(self.worker.cache_layers)
             runner.watch = WrittenLayers(layers, self.worker.platform.mark, self.leases.changed)
-        pages = dict(zip(told.keys, told.pages, strict=True))
-        self.leases.write(told.lease, pages, runner.watch)
+        pages = dict(zip(message.keys, message.pages, strict=True))
+        self.leases.write(message.lease, pages, runner.watch)
 
-    def _fetch(self, told: FetchPages) -> None:
-        if told.dp_rank != self.mesh.dp_rank:
+    def _fetch(self, message: FetchPages) -> None:
+        if message.dp_rank != self.mesh.dp_rank:
             return
         assert self.reader is not None, "rank 0 has the same role"
         place = self.mesh.pp_rank * self.mesh.sizes.tp + self.mesh.tp_rank
         mark = None
-        if told.pages:
+        if message.pages:
             with self.worker.platform.stream():
-                mark = self.worker.platform.mark()  # steps under way may read what was there
-        fetch = RankFetch(self.reader, told, place, self._tell, mark)
-        self.fetches[told.number] = fetch
+                mark = self.worker.platform.mark()  # steps in flight may read the old contents
+        fetch = RankFetch(self.reader, message, place, self._send, mark)
+        self.fetches[message.number] = fetch
         fetch.start()
 
-    def _place(self, told: PagesPlaced) -> None:
-        fetch = self.fetches.get(told.number)
+    def _place(self, message: PagesPlaced) -> None:
+        fetch = self.fetches.get(message.number)
         if fetch is not None:
-            fetch.write(self.memory, told.pages, told.skipped)
+            fetch.write(self.memory, message.pages, message.skipped)
 
     def close(self) -> None:
         if self.server is not None:
@@ -163,28 +163,28 @@ class RankPages:
 
 
 class RankFetch:
-    """This rank's part of a prompt, from all who have something of it at once: it has come as far
-    as the slowest."""
+    """Fetches this rank's part of a prompt from all ranks that hold some of it, concurrently: its
+    progress is that of the slowest."""
 
     def __init__(
         self,
         reader: PageReader,
-        told: FetchPages,
+        message: FetchPages,
         place: int,
-        tell: Callable[[FromRank], None],
+        send: Callable[[FromRank], None],
         before: Mark | None,
     ):
         self.reader = reader
-        self.number = told.number
-        self.tell = tell
+        self.number = message.number
+        self.send = send
         self.lock = threading.Lock()
         self.parts = [
             PageFetch(
-                *(address, told.secret, told.lease, told.keys, part, told.page_size),
-                told.pages or None,
+                *(address, message.secret, message.lease, message.keys, part, message.page_size),
+                message.pages or None,
                 before,
             )
-            for address, part in told.sources[place]
+            for address, part in message.sources[place]
         ]
         self.left = len(self.parts)
 
@@ -195,7 +195,7 @@ class RankFetch:
     def _done(self, part: PageFetch) -> None:
         """On a thread of the reader."""
         if part.error:
-            self.cancel()  # nobody needs more than this one has
+            self.cancel()  # the prompt ends at the pages this part has
         with self.lock:
             self.left -= 1
             last = not self.left
@@ -204,7 +204,7 @@ class RankFetch:
             error = next((part.error for part in self.parts if part.error), "")
             size = sum(part.received for part in self.parts)
             seconds = max(part.seconds for part in self.parts)
-            self.tell(PagesFetched(self.number, found, error, size, seconds))
+            self.send(PagesFetched(self.number, found, error, size, seconds))
 
     def write(self, memory: PageMemory, pages: list[int], skipped: int) -> None:
         for part in self.parts:
@@ -216,7 +216,7 @@ class RankFetch:
             part.cancelled.set()
 
     def over(self, memory: PageMemory) -> None:
-        """Nothing more is placed; what was is read by the device yet."""
+        """Nothing more is placed; the device may still read what was."""
         self.cancel()
         with memory.platform.stream():
             self.reader.end_placing(self.parts)
@@ -248,8 +248,8 @@ def rank_memory(worker: Worker) -> PageMemory:
 
 
 def fingerprint(worker: Worker) -> Fingerprint:
-    """All that must be equal for one engine's pages to be another's, however each is cut into ranks
-    and pages."""
+    """Everything that must be equal for two engines to exchange pages, whatever their ranks and
+    page sizes."""
     config = worker.config
     spec = worker.whole_spec
     planes = [[dataclasses.asdict(plane) for plane in layer] for layer in spec.layers]

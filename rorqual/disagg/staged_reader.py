@@ -1,6 +1,6 @@
-"""The reader's side where a library carries the bytes. A part of the pages at a time: ask for them
-to be staged, read them into a window of our own, ask whether they were still there, compare the
-checksum, and only then copy them to where they count as come."""
+"""The reader's side where a library carries the bytes. One window of pages at a time: request
+staging, read into a window of our own, ask whether the pages were still valid, compare the
+checksum, and only then copy them out and count them as received."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rorqual.disagg.page_link import (
     MOST_KEYS,
     STAGED,
     PageMessage,
-    StagedAnswer,
+    StagedReply,
     check_confirmed,
     pack_read,
     receive,
@@ -32,16 +32,16 @@ from rorqual.disagg.transports.ranges import HeldRange
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.parallel.remote.link import LinkError, send
 
-READ_SECONDS = 10.0  # for a window's bytes to come
-WINDOW_SECONDS = 20.0  # that a fetch waits for a window of our own
+READ_SECONDS = 10.0  # for a window's bytes to arrive
+WINDOW_SECONDS = 20.0  # that a fetch waits for a local window
 
 
 @dataclass
 class RowsOfPages:
-    """rows: [pages, size] uint8; held: the staging memory that they lie in, None where they are the
-    host's. place: where there are no rows, launches what puts pages into the cache: the number of
-    the first of them, and its bytes and those of following ones [n, size]. prepare: called once
-    before, while the other engine gets its pages ready."""
+    """rows: [pages, size] uint8; held: the staging memory they are in, None for host memory. place:
+    where there are no rows, launches the write of pages to the cache: the number of the first, and
+    the bytes of it and the following ones [n, size]. prepare: called once before, while the other
+    engine stages its pages."""
 
     size: int
     rows: Tensor | None
@@ -51,14 +51,14 @@ class RowsOfPages:
 
 
 class RunningReads:
-    """How many reads are under way, whose memory is not to be taken away."""
+    """Counts running reads, whose memory must not be reclaimed."""
 
     def __init__(self) -> None:
         self.running = 0
         self.lock = threading.Lock()
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def running_read(self) -> Iterator[None]:
         with self.lock:
             self.running += 1
         try:
@@ -69,7 +69,7 @@ class RunningReads:
 
 
 class StagedReads(RunningReads):
-    """running: windows that are read into."""
+    """running: windows being read into."""
 
     def __init__(self, transport: Transport, windows: StagingWindows):
         super().__init__()
@@ -80,7 +80,7 @@ class StagedReads(RunningReads):
         return RowsOfPages(size, memory.rows(count, size))
 
     def release(self, rows: RowsOfPages, mark: Mark | None) -> None:
-        """Host memory goes when nobody holds it."""
+        """Host memory is freed with its last reference."""
 
     def read(
         self,
@@ -91,11 +91,11 @@ class StagedReads(RunningReads):
         into: RowsOfPages,
         coming: Callable[[], bool],
     ) -> Iterator[int]:
-        """This part of the pages with these keys, in order, to rows of `into` [keys, bytes of the
-        part]: gives after each window how many more have come. The keeper fills the next window
-        while this side checks and copies one. coming: called where the next page is still being
-        computed; False where nobody wants it any more. Raises LinkError, TransportError and
-        OSError."""
+        """Read this part of the pages with these keys, in order, to rows of `into` [keys, bytes of
+        the part]; yields after each window how many more were received. The server fills the next
+        window while this side checks and copies one. coming: called while the next page is still
+        being computed; returns False where it is no longer wanted. Raises LinkError, TransportError
+        and OSError."""
         rows, size = into.rows, into.size
         assert rows is not None
         most = min(MOST_KEYS, self.windows.size // size)
@@ -131,7 +131,7 @@ class StagedReads(RunningReads):
 
     def _staged(
         self, sock: socket.socket, asked: int, coming: Callable[[], bool]
-    ) -> StagedAnswer | None:
+    ) -> StagedReply | None:
         while True:
             kind, data = receive(sock, STAGED.size + MOST_DESCRIPTION)
             if kind is not PageMessage.COMING:
@@ -173,17 +173,17 @@ class StagedReads(RunningReads):
         return window
 
     def recover(self) -> None:
-        """Windows that a library may write into yet are used again once it is gone. Its other
-        reads end with it."""
+        """Reclaim windows that the library may still write to, by restarting it. Its other reads
+        end with it."""
         lost = self.windows.unusable()
         if lost:
             self.transport.restart()
             self.windows.recover(lost)
 
     def _read(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:
-        """The window of a read that did not finish is set aside. Whether the request was cancelled
-        meanwhile is not asked: the bytes are here sooner than a library that began anew."""
-        with self.one_more():
+        """Read into the window; the window of an unfinished read is set aside. Cancelled requests
+        are not checked for: the read finishes sooner than a library restarts."""
+        with self.running_read():
             self._wait(window, peer, offset, size)
 
     def _wait(self, window: HeldWindow, peer: bytes, offset: int, size: int) -> None:

@@ -1,6 +1,6 @@
-"""The keeper's side where a library carries the bytes: leased pages are copied into a window that
-the library's peers can read, and the reader hears where, and afterwards whether all of it was still
-there."""
+"""The server's side where a library carries the bytes: leased pages are copied into a window that
+the library's peers can read; the reader is sent its location, and afterwards whether all of it was
+still valid."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rorqual.disagg.transports.interface import Transport, TransportError
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.parallel.remote.link import LinkError, send
 
-WINDOW_SECONDS = 5.0  # that a reader waits for a window
+WINDOW_SECONDS = 5.0  # for a reader to get a window
 
 
 class StagedPages:
-    """What all links share."""
+    """State shared by all connections."""
 
     def __init__(
         self, transport: Transport, windows: StagingWindows, leases: LeaseTable, memory: PageMemory
@@ -39,7 +39,7 @@ class StagedPages:
 
 
 class StagedLink:
-    """Of one reader, which holds one window at most."""
+    """One reader's connection, which holds at most one window."""
 
     def __init__(self, pages: StagedPages):
         self.pages = pages
@@ -51,8 +51,8 @@ class StagedLink:
     def stage(
         self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
     ) -> None:
-        """Copies this part of the first of these pages, until one is not there or the window is
-        full. The first is waited for while it is still to come."""
+        """Copy this part of the leading pages, until one is missing or the window is full. Waits
+        for the first while it is being computed."""
         self.close()
         self.lease = lease
         self.size = self.pages.memory.part_size(part)
@@ -61,7 +61,7 @@ class StagedLink:
         except TransportError as error:
             send(sock, PageMessage.UNSTAGED, str(error).encode())
             return
-        if keys and not self._comes(sock, lease, keys[0]):
+        if keys and not self._wait_for_page(sock, lease, keys[0]):
             send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + description)
             return
         window = self.pages.windows.take(WINDOW_SECONDS)
@@ -76,8 +76,8 @@ class StagedLink:
         head = STAGED.pack(window.generation, window.offset, self.count, check)
         send(sock, PageMessage.STAGED, head + description)
 
-    def _comes(self, sock: socket.socket, lease: bytes, key: bytes) -> bool:
-        """Whether the page is there, once that is known."""
+    def _wait_for_page(self, sock: socket.socket, lease: bytes, key: bytes) -> bool:
+        """Whether the page exists; waits while it is being computed."""
         while (found := self.pages.leases.read(lease, key, nothing)) is Found.COMING:
             send(sock, PageMessage.COMING)
         return found is Found.HERE
@@ -98,7 +98,7 @@ class StagedLink:
         self.pages.memory.read(page, row, part, after)
 
     def confirm(self, sock: socket.socket, message: bytes) -> int:
-        """Whether a window holds to this moment what it was filled with; pages, if so."""
+        """Send whether the window still holds what it was filled with; returns its pages, if so."""
         (generation,) = CONFIRM.unpack(message)
         window = self.window
         good = (

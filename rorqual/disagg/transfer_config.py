@@ -1,4 +1,4 @@
-"""How an engine sends the cache of prompts to other engines, and takes theirs. No torch."""
+"""How an engine sends prompts' pages to other engines, and fetches theirs. No torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """role: prefill keeps pages for other engines and serves them, decode fetches them, both does
-    both. host, port: where pages are served, 0 for a free port; further ranks have the next ones.
-    peers: addresses, in PEER_FORMS, that pages may be fetched from. secret: known to all of them.
-    lease_seconds: how long pages are kept for who has not yet fetched them. on_failure: what
-    becomes of a request whose pages do not come. overlap: pages leave while their prompt is still
-    being computed, chunk by chunk; by_layer: layer by layer. transport: what carries the bytes of
-    pages, one of TRANSPORTS, the same on both sides. staging_mb: MiB of each rank
-    that a transport's peers can read, and that it reads into: of host memory, with handles of the
-    GPU's."""
+    """role: prefill leases pages and serves them, decode fetches them, both does both. host, port:
+    where pages are served, 0 for a free port; further ranks use the following ports. peers:
+    addresses, in PEER_FORMS, that pages may be fetched from. secret: shared by all of them.
+    lease_seconds: how long pages are kept for readers. on_failure: what happens to a request whose
+    pages are not received. overlap: pages are sent while their prompt is still being computed,
+    chunk by chunk; by_layer: layer by layer. transport: what carries the bytes of pages, one of
+    TRANSPORTS, the same on both sides. staging_mb: MiB of staging memory of each rank, which peers
+    read and reads go to: host memory, or with handles GPU memory."""
 
     role: str
     secret: str
@@ -96,8 +95,8 @@ class TransferConfig:
         return self.role != "prefill"
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether pages may be fetched from there: a request names the address, and must not make
-        this process call any it likes."""
+        """Whether pages may be fetched from there: requests name the address, and must not make
+        this process connect to arbitrary ones."""
         try:
             address = ipaddress.IPv4Address(host)
         except ValueError:

@@ -1,5 +1,5 @@
-"""Pages of prompts in and out of an engine's prefix caches, for whoever moves them between
-engines. On the engine's thread. Each data-parallel rank has a cache of its own."""
+"""Reads and inserts prompt pages in an engine's prefix caches, for transfers between engines. On
+the engine's thread. Each data-parallel rank has its own cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rorqual.engine.engine import Engine
 
 @dataclass(frozen=True)
 class KeptPages:
-    """A prompt's full pages from its first on, without a gap: `count` of them are on the device or
-    in host memory, and the last has `key`. Those on the device are `held` for the caller."""
+    """A prompt's cached full pages, from the first on without a gap: `count` of them on the device
+    or in host memory, the last with key `key`. Those on the device are `held` for the caller."""
 
     held: list[int]
     count: int
@@ -25,7 +25,7 @@ class CachedPages:
         self.engine = engine
 
     def prefix(self, dp_rank: int) -> PrefixCache:
-        """The one in force: an error in the midst of a step begins a new one."""
+        """The current one: an error during a step replaces it."""
         return self.engine.scheduler.schedulers[dp_rank].prefix
 
     @property
@@ -33,9 +33,10 @@ class CachedPages:
         return [scheduler.prefix for scheduler in self.engine.scheduler.schedulers]
 
     def count(self, dp_rank: int, tokens: Sequence[int], salt: str) -> int:
-        """How many pages of a prompt are here, on the device or in host memory, from which the
-        scheduler brings them when the request is queued; the last one, which is not full, counts
-        where all are and a request could take it. Those in host memory are now the newest there."""
+        """How many pages of a prompt are cached, on the device or in host memory, from which the
+        scheduler loads them once the request is queued. The last, partial page counts where all
+        others are cached and a request could use it. Marks those in host memory as most recently
+        used."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
             kept = self._kept(prefix, tokens, salt)
@@ -61,16 +62,16 @@ class CachedPages:
             key = found
             count += 1
         if prefix.host is not None:
-            for one in reversed(in_host):  # a chain is pushed out from its end
+            for one in reversed(in_host):  # a chain is evicted from its end
                 prefix.host.slots.move_to_end(one)
         return KeptPages(held, count, key)
 
     def hold(
         self, tokens: Sequence[int], salt: str, following: Sequence[int] = ()
     ) -> tuple[int, dict[bytes, int]]:
-        """The data-parallel rank that has most of a prompt's pages, and these by key, held for the
-        caller; the last one too, which need not be full. following: the tokens after the prompt, as
-        far as they are known."""
+        """The data-parallel rank that has most of a prompt's pages, and these pages by key, held
+        for the caller; includes a partial last page. following: the known tokens after the
+        prompt."""
         counts = [self.count(rank, tokens, salt) for rank in range(len(self.prefixes))]
         dp_rank = counts.index(max(counts))
         with self.engine.changing():
@@ -90,15 +91,15 @@ class CachedPages:
         keys: Sequence[bytes],
         following: Sequence[int],
     ) -> dict[bytes, int]:
-        """What is cached of a prompt behind its full pages, by key, held for the caller. keys: of
-        the full pages."""
+        """The cached partial page after a prompt's full pages, by key, held for the caller. keys:
+        of the full pages."""
         key = keys[-1] if keys else root_key(salt)
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
             tail = prefix.tail(tokens, key)
             if tail is None:
                 return {}
-            # a prompt that ends with a page has it as a full one
+            # a prompt that ends at a page boundary has no partial page
             full = next_key(key, prefix.covered([*tokens, *following], len(keys)))
             last = prefix.pages.get(tail, prefix.pages.get(full))
             if last is None:
@@ -107,8 +108,8 @@ class CachedPages:
             return {tail: last}
 
     def hold_next(self, dp_rank: int, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """Those of the pages with these keys, in order, that are cached up to the first which is
-        not; held for the caller."""
+        """The pages with these keys, in order, up to the first that is not cached; held for the
+        caller."""
         with self.engine.changing():
             return hold_next(self.prefix(dp_rank), keys)
 
@@ -122,13 +123,13 @@ class CachedPages:
         write: Callable[[list[int], int], None],
         reserved: Sequence[int] = (),
     ) -> int:
-        """Take in `count` pages of a prompt from its page number `first` on: `write(pages, i)`
-        fills them with what belongs to those from the i-th on; or they are in the first `count` of
-        the `reserved` ones already, and `write` is not called. Returns how many are here now; fewer
-        where pages before them have gone, or there is no room.
+        """Insert `count` pages of a prompt, from its page number `first` on. `write(pages, i)`
+        fills `pages` with the contents from the i-th on; with `reserved` pages the first `count` of
+        these hold the contents already, and `write` is not called. Returns how many are now cached:
+        fewer where the pages before them were evicted or no page is free.
 
-        Pages before them may be in host memory: what is taken in then waits on the device for the
-        scheduler to bring these."""
+        Where the pages before them are in host memory, the inserted ones stay on the device until
+        the scheduler has loaded those."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
             kept = self._kept(prefix, tokens, salt)
@@ -155,8 +156,8 @@ class CachedPages:
             return max(0, min(count, skipped + len(taken)))
 
     def reserve(self, dp_rank: int, count: int) -> list[int]:
-        """So many pages, held for the caller, who alone writes to them; none where so many are not
-        to be had, or what was in them may be copied to host memory yet."""
+        """`count` pages, held for the caller, who alone writes to them; none where not enough are
+        free, or a copy of their old contents to host memory may still be running."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
             if prefix.host is not None or prefix.available < count:
@@ -164,14 +165,14 @@ class CachedPages:
             return [prefix.take() for _ in range(count)]
 
     def unreserve(self, prefix: PrefixCache, pages: Sequence[int]) -> None:
-        """Those of a cache that is in force no more are nobody's."""
+        """Pages of a cache that was replaced need no release."""
         with self.engine.changing():
             if any(prefix is one for one in self.prefixes):
                 prefix.release(pages)
 
 
 def hold_next(prefix: PrefixCache, keys: Sequence[bytes]) -> dict[bytes, int]:
-    """See CachedPages; for who is in the midst of a change of the engine."""
+    """See CachedPages; for callers inside `Engine.changing`."""
     found: dict[bytes, int] = {}
     for key in keys:
         page = prefix.pages.get(key)

@@ -23,7 +23,7 @@ from rorqual.parallel.remote.config import (
 from rorqual.parallel.remote.group.messages import MOST_MEMBERS
 from rorqual.registry.expert_registry import check_registry, expert_registry
 
-# The documents' names for the modes are understood too.
+# Also accepts the documents' names for the modes.
 EXE_MODES = {
     "auto": "auto",
     "eager": "eager",
@@ -47,7 +47,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
     """(model, engine options) of a YAML file. Raises ConfigError where it is none, or names an
     option that does not exist."""
-    import yaml  # read at the edge alone: an engine needs no YAML
+    import yaml  # only here: an engine needs no YAML
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"model={model!r} in {path} must be a folder or a Hugging Face id")
     data = by_field(EngineConfig, data)
-    EngineConfig.from_dict({"model": "", **data})  # names the first mistake
+    EngineConfig.from_dict({"model": "", **data})  # raises for the first invalid option
     return model, {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }
@@ -441,7 +441,7 @@ class EngineConfig:
             raise ConfigError(f"kv_host_memory={found} is for device auto, cpu or cuda")
 
     def _check_turns(self) -> None:
-        """Without pipeline stages only where steps wait for experts elsewhere."""
+        """Without pipeline stages, turns are only for steps that wait for expert servers."""
         if not self.remote:
             raise ConfigError(
                 f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
@@ -463,7 +463,7 @@ class EngineConfig:
             )
 
     def _check_experts(self) -> None:
-        """What goes with experts in other processes."""
+        """Which options work with expert servers."""
         if self.exchange == REMOTE or (self.remote and self.exchange != "auto"):
             raise ConfigError(
                 f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
@@ -510,7 +510,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value} is out of range; accepted: {least} to {most}")
 
     def _check_expert_group(self) -> None:
-        """Its members are fixed, and one rank calls."""
+        """A process group's members are fixed, and only one rank may call."""
         wrong = {
             "experts_from": self.experts_from is not None,
             "pipeline_turns": (self.pipeline_turns or 1) > 1,
@@ -561,7 +561,7 @@ class EngineConfig:
         )
 
     def _check_compiled_ranks(self) -> None:
-        """What one traced step of a rank cannot hold."""
+        """Which options a compiled step of several ranks does not support."""
         if self.for_npu:
             return
         wrong = {"pp": self.pp > 1, "micro_batches": self.micro_batches != 1}
@@ -586,8 +586,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} needs device='npu', not {self.device!r}")
 
     def _check_kept_code(self) -> None:
-        """Only what torch.compile makes can be kept: not what is captured, and not steps run
-        operation by operation."""
+        """Only code from torch.compile can be kept: not captured graphs, and not eager steps."""
         kept = self.enable_cache_compile
         compiles = EXE_MODES[self.exe_mode] == "compile"
         if kept not in (None, True, False):
@@ -688,8 +687,8 @@ class EngineConfig:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> EngineConfig:
-        """From plain data, also under aliases: lists become tuples. Raises ConfigError for a name
-        it does not know."""
+        """From plain data; aliases are accepted, and lists become tuples. Raises ConfigError for an
+        unknown name."""
         data = by_field(EngineConfig, data)
         known = {item.name for item in fields(EngineConfig)}
         unknown = sorted(set(data) - known)

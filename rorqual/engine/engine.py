@@ -34,14 +34,14 @@ from rorqual.request import FinishReason, Request
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompileStats
 
-EXPERT_PAUSE = 0.02  # seconds between two looks for experts that no server holds
+EXPERT_POLL_SECONDS = 0.02  # seconds between two checks for experts that no server holds
 
 
 @dataclass
 class Stats:
     """Counts since the engine started, and seconds of start-up by phase. allreduce_backend,
-    all2all_backend: of decode steps, in words. steps_by_parts: steps by the parts that were wanted
-    of each (--micro-batches).
+    all2all_backend: names of those that decode steps use. steps_by_parts: number of steps by
+    micro-batches requested (--micro-batches).
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the
     first token guessed).
@@ -60,11 +60,10 @@ class Stats:
 
 
 class Engine:
-    """add requests, call `step` until nothing is left; each call returns the tokens that became
-    known.
+    """`add` requests, then call `step` until `has_work` is False; each call returns new tokens.
 
     With several ranks this process is rank 0: it starts the others, schedules for all, and computes
-    its own share. `worker`: what this process holds of the model.
+    its own share. `worker`: this process's own rank.
     """
 
     def __init__(self, config: EngineConfig):
@@ -98,12 +97,12 @@ class Engine:
         self.slot_balancer = self._slot_balancer()
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
-        self.on_restart: Callable[[], None] = lambda: None  # pages mean nothing any more
-        self.on_launch: Callable[[DataParallelInFlight], None] = lambda step: None  # it comes next
+        self.on_restart: Callable[[], None] = lambda: None  # cached pages are lost
+        self.on_launch: Callable[[DataParallelInFlight], None] = lambda step: None
         self.missing: ExpertsMissing | None = None  # since `missing_since`, a monotonic time
         self.missing_since = 0.0
-        self._whole = True
-        self._next_count = 0
+        self._consistent = True
+        self._next_balancer_step = 0
 
     def _slot_balancer(self) -> SlotBalancer | None:
         worker = self.worker
@@ -137,7 +136,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars | None:
-        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it.
+        """Makes matchers for requests with structured output; set by the owner of the tokenizer.
         With several ranks: SharedGrammars."""
         return self.executor.grammars
 
@@ -148,9 +147,9 @@ class Engine:
     # ---- serving
 
     def add(self, request: Request, dp_rank: int | None = None) -> FinishReason | None:
-        """Queue a request; raises RequestError when it can never be served. Not None where the
-        tokens that it came with are all that it may have: it is over, and not queued. dp_rank: the
-        data-parallel rank that has its pages, where that is known."""
+        """Queue a request; raises RequestError when it can never be served. Returns a finish
+        reason, without queueing, where its given output already reaches its limit; else None.
+        dp_rank: the data-parallel rank that has its pages, where that is known."""
         vocab = self.model_config.vocab_size
         if not _within(request, vocab):
             for name, tokens in (("prompt", request.prompt), ("answer", request.outputs)):
@@ -173,8 +172,8 @@ class Engine:
             raise RequestError(
                 f"priority={request.priority} needs scheduling_policy='priority'; accepted here: 0"
             )
-        # A model's files may name ids that its vocabulary has not. It never says them, and the
-        # sampler has no logit of theirs to hold back.
+        # A model's files may name end-of-sequence ids outside its vocabulary. They are never
+        # sampled, and have no logit that min_tokens could mask.
         ends = tuple(token for token in request.eos_token_ids if 0 <= token < vocab)
         if len(ends) < len(request.eos_token_ids):
             request = replace(request, eos_token_ids=ends)
@@ -184,7 +183,7 @@ class Engine:
         with self.changing():
             try:
                 over = self.scheduler.add(request, dp_rank)
-            except RequestError as error:  # refused before anything was changed
+            except RequestError as error:  # rejected before any state changed
                 refused = error
             else:
                 return over
@@ -194,12 +193,12 @@ class Engine:
             del refused  # its traceback holds this frame, and so the request
 
     def _check_bans(self, request: Request) -> None:
-        """Some token must be left wherever the request comes to."""
+        """At every position some token must remain allowed."""
         params = request.params
         if params.bad_words:
             raise RequestError("bad_words need a tokenizer: give bad_word_ids, or use LLM")
         if not params.bans or params.structured is not None:
-            return  # a structure may end where nothing is left
+            return  # a structure may end where no token is allowed
         banned = {word[-1] for word in params.bad_word_ids}
         if params.min_tokens:
             banned |= request.stop_ids
@@ -216,7 +215,7 @@ class Engine:
         if self.grammars is None:
             raise RequestError("structured output needs a tokenizer and the package xgrammar")
         assert request.params.structured is not None
-        matcher = self.grammars.matcher(request.params.structured)  # refused here if not compiled
+        matcher = self.grammars.matcher(request.params.structured)  # may raise RequestError
         for place, token in enumerate(request.outputs):
             if not matcher.accept(token):
                 raise RequestError(
@@ -238,7 +237,7 @@ class Engine:
 
     def start_trace(self, prefix: str, steps: int) -> None:
         """Record the next `steps` steps on every rank into PREFIX.json.gz, with several ranks
-        PREFIX-rankN.json.gz. One at a time; `traced` tells of its end."""
+        PREFIX-rankN.json.gz. One trace at a time; `traced` returns its files."""
         if not 1 <= steps <= MOST_STEPS:
             raise ConfigError(
                 f"a trace of {steps} steps is out of range; accepted: 1 to {MOST_STEPS}"
@@ -247,16 +246,16 @@ class Engine:
             self.executor.start_trace(prefix, steps)
 
     def stop_trace(self) -> None:
-        """Record no further step, and write those that were."""
+        """Stop recording, and write the steps recorded so far."""
         with self.changing():
             self.executor.stop_trace()
 
     def traced(self) -> list[TraceFile] | None:
-        """The trace's files, told once: when they are written. Else None."""
+        """The trace's files, returned once, when they are written; else None."""
         return self.executor.traced()
 
     def close(self) -> None:
-        """End the other ranks. Nothing can be asked of the engine after."""
+        """End the other ranks. The engine cannot be used afterwards."""
         if self.slot_balancer is not None:
             self.slot_balancer.close()
         self.executor.close()
@@ -267,33 +266,34 @@ class Engine:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around whatever changes requests, pages, rows or steps in flight. An exception may leave
-        it at any point, Ctrl-C between any two instructions; so that it was entered is noted first,
-        and unless it was left in order the next to enter puts things right before all else."""
-        if not self._whole:
+        """Wraps every change of requests, pages, rows or steps in flight. An exception may
+        interrupt it at any point, Ctrl-C between any two instructions: entering sets a flag that
+        only a normal exit clears, and while it is set the next entry restores a consistent state
+        first."""
+        if not self._consistent:
             self._restore()
-        self._whole = False
+        self._consistent = False
         yield
-        self._whole = True
+        self._consistent = True
 
     def _restore(self) -> None:
-        """Steps in flight are abandoned: what they sampled is never taken in, and requests go on
-        from the tokens that `step` has returned. May itself be left midway; then it begins anew."""
+        """Abandon the steps in flight: their sampled tokens are dropped, and requests continue from
+        the tokens that `step` has returned. May itself be interrupted; it then starts over."""
         self.worker.abandon()
         for step, _ in self.in_flight:
             self.scheduler.undo(step)
         self.in_flight.clear()
         self.scheduler.restart()
         self.on_restart()
-        self._whole = True
+        self._consistent = True
 
     def step(self) -> list[TokenOut]:
-        """Launch until `depth` steps are in flight, then take in the oldest. Raises EngineError
+        """Launch until `depth` steps are in flight, then collect the oldest. Raises EngineError
         when a rank has died or hangs.
 
-        Whatever it raises, no request loses or repeats a token: the next call goes on with all of
-        them or, where other ranks may not be where this one is, raises EngineError. Where no server
-        holds an expert that a step needs it returns nothing, and raises ExpertsMissing after
+        Whatever it raises, no request loses or repeats a token: the next call continues all of them
+        or, where other ranks may be out of step with this one, raises EngineError. Where no server
+        holds an expert that a step needs it returns no tokens, and raises ExpertsMissing after
         `expert_wait` seconds."""
         try:
             self._check_experts()
@@ -301,22 +301,22 @@ class Engine:
                 pass
             outs = self.collect() if self.in_flight else []
         except ExpertsMissing as error:
-            with self.changing():  # no step is left in flight, as if it had been taken in
+            with self.changing():  # drops the steps in flight
                 pass
             self._wait_for_experts(error)
             return []
         self.missing = None
-        self.stats.all2all_backend = self.worker.all2all_backend  # another once a group is over
+        self.stats.all2all_backend = self.worker.all2all_backend  # a lost group changes it
         if self.slot_balancer is not None:
-            self._tell_balancer(self.slot_balancer)
+            self._update_balancer(self.slot_balancer)
         return outs
 
-    def _tell_balancer(self, balancer: SlotBalancer) -> None:
-        """A few times a window: several ranks answer to an earlier question."""
+    def _update_balancer(self, balancer: SlotBalancer) -> None:
+        """Runs a few times a window: with several ranks, counts come one request late."""
         window = self.expert_window
-        if self.stats.steps < self._next_count:
+        if self.stats.steps < self._next_balancer_step:
             return
-        self._next_count = self.stats.steps + max(1, window.steps // 4)
+        self._next_balancer_step = self.stats.steps + max(1, window.steps // 4)
         before = window.newest
         self.expert_load()
         if window.newest is not before and window.newest is not None and window.load is not None:
@@ -324,12 +324,12 @@ class Engine:
 
     @property
     def balance(self) -> BalanceStats | None:
-        """Of experts that are moved by their load, between ranks or expert servers; None where
-        they are not."""
+        """Statistics of expert load balancing, between ranks or expert servers; None where it is
+        off."""
         return self.executor.balance if self.slot_balancer is None else self.slot_balancer.stats
 
     def _check_experts(self) -> None:
-        """Where experts were missing and still are, there is nothing to try."""
+        """Raise without trying a step while the experts missing before are still missing."""
         servers = self.worker.experts
         if self.missing is not None and servers is not None and servers.without_holder():
             raise self.missing
@@ -342,10 +342,10 @@ class Engine:
         if now - self.missing_since >= self.config.expert_wait:
             self.missing = None
             raise error
-        time.sleep(EXPERT_PAUSE)
+        time.sleep(EXPERT_POLL_SECONDS)
 
     def expert_load(self) -> Counts:
-        """See Executor; nothing where it is not recorded."""
+        """See Executor; empty where it is not recorded."""
         if not self.config.counts_expert_load:
             return []
         counts = self.executor.expert_load()
@@ -354,8 +354,9 @@ class Engine:
         return counts
 
     def expert_balancedness(self) -> list[float]:
-        """Mean over max of the loads of the ranks that share the experts, by MoE layer, as experts
-        lie now, of the windows that `expert_load` has seen; empty before the first."""
+        """Mean over maximum load of the ranks that share the experts, by MoE layer: of the windows
+        that `expert_load` has recorded, under the present placement. Empty before the first
+        window."""
         if self.slot_balancer is not None:
             return self.slot_balancer.stats.by_layer
         load = self.expert_window.load
@@ -378,8 +379,8 @@ class Engine:
         return np.array([maps[layer] for layer in layers])
 
     def launch(self) -> bool:
-        """Schedule a step and launch it; False when there is nothing to do before a step in flight
-        is taken in."""
+        """Schedule a step and launch it; False when nothing can be launched until a step in flight
+        is collected."""
         with self.changing():
             if self.config.num_speculative_tokens:
                 self.scheduler.num_speculative_tokens = self.controller.next_count(
@@ -399,7 +400,7 @@ class Engine:
             return True
 
     def collect(self) -> list[TokenOut]:
-        """Take in the oldest step in flight. None is, where an error left them to be abandoned."""
+        """Collect the oldest step in flight. There is none after an error abandoned them."""
         with self.changing():
             if not self.in_flight:
                 return []
@@ -408,19 +409,19 @@ class Engine:
             if self.chunks is not None or self.config.num_speculative_tokens:
                 self._observe(step, len(outs))
             self.stats.output_tokens += len(outs)
-            self.in_flight.popleft()  # until here its tokens can be taken back
+            self.in_flight.popleft()  # up to here its tokens can be undone
             return outs
 
     def _observe(self, step: DataParallelInFlight, tokens: int) -> None:
-        """Tell the controllers what a step brought, and how long it took: since the one before was
-        read, or since it was launched if that was later."""
+        """Pass the controllers a step's tokens and duration: from its launch, or from the
+        collection of the step before if that was later."""
         now = time.perf_counter()
         seconds = now - max(self._collected, step.launched)
         began = self._collected
         self._collected = now
         decoding = len(step.output.decode_slots)
         prompts = sum(len(chunk.tokens) for chunk in step.output.chunks)
-        if self.chunks is not None and (decoding or prompts):  # not of copies alone
+        if self.chunks is not None and (decoding or prompts):  # not a step of page copies alone
             self.chunks.observe(decoding, prompts, seconds)
         if self.config.num_speculative_tokens and began and decoding and not prompts:
             drafts = step.output.num_speculative_tokens
@@ -428,7 +429,7 @@ class Engine:
 
 
 def _within(request: Request, vocab: int) -> bool:
-    """Whether all tokens it comes with are of the vocabulary."""
+    """Whether all of its given tokens are in the vocabulary."""
     try:
         ids = np.asarray(request.token_array)
     except OverflowError:
@@ -437,7 +438,7 @@ def _within(request: Request, vocab: int) -> bool:
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """Starts the other ranks, where there are any, and loads the model."""
+    """Start the other ranks, if any, and load the model."""
     if config.parallel.is_single or config.single_rank_bench:
         return LocalExecutor(config)
     return DistributedExecutor(config)

@@ -1,7 +1,7 @@
-"""Executor: launches the steps of an engine on all of its ranks and brings their results back.
+"""Executor: launches an engine's steps on all of its ranks and collects their results.
 
-The engine knows this protocol alone. `LocalExecutor` is one process with one rank,
-`DistributedExecutor` (distributed/executor.py) one that starts the other ranks and leads them.
+The engine uses only this protocol. `LocalExecutor` is one process with one rank,
+`DistributedExecutor` (distributed/executor.py) is rank 0, which starts and drives the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rorqual.engine.distributed.worker_process import rank_device
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
@@ -30,14 +30,15 @@ from rorqual.platforms import make_platform
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """number: of the step, from 1. pending: what this process' own rank has to collect."""
+    """number: of the step, from 1. pending: this process's own part of the step, to be
+    collected."""
 
     number: int
     pending: PendingStep
 
 
 class Executor(Protocol):
-    """worker: this process' own rank. grammars: makes matchers for structured output, None without
+    """worker: this process's own rank. grammars: makes matchers for structured output, None without
     a tokenizer."""
 
     worker: Worker
@@ -45,58 +46,59 @@ class Executor(Protocol):
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks that are scheduled: the parts of a step."""
+        """Number of data-parallel ranks that are scheduled: the parts of a step."""
 
     def launch(self, output: DataParallelOutput) -> LaunchedStep:
         """Start a step on every rank, without waiting for a device. Raises EngineError when a
         rank has died or hangs."""
 
     def collect(self, step: LaunchedStep) -> list[StepResult]:
-        """Wait for a step, oldest first: the result of every data-parallel rank. Steps may be left
-        out for good, after which later ones can be collected all the same. Raises EngineError when
-        a rank has died or hangs."""
+        """Wait for a step, oldest first; returns the result of every data-parallel rank. Steps may
+        be skipped: later ones can still be collected. Raises EngineError when a rank has died or
+        hangs."""
 
     @property
     def balance(self) -> BalanceStats | None:
-        """Of experts that are moved by their load; None where they are not."""
+        """Statistics of expert load balancing between ranks; None where it is off."""
 
     @property
     def placement(self) -> Ints | None:
-        """Where experts that are moved lie now, [layers, slots]; None as above."""
+        """The present expert placement, [layers, slots]; None where load balancing is off."""
 
     def expert_load(self) -> Counts:
-        """How often each expert was chosen, by MoE layer, for the tokens of all ranks. Several
-        ranks are asked between steps, and no step waits for them: a call returns what all have
-        answered to an earlier one, at first nothing."""
+        """How often each expert was chosen, by MoE layer, for the tokens of all ranks. With several
+        ranks the counts are gathered between steps, and no step waits for them: a call returns what
+        all ranks reported for an earlier call, at first nothing."""
 
     def start_trace(self, prefix: str, steps: int) -> None:
-        """Record the next steps on every rank, each into its own file. One at a time."""
+        """Record the next steps on every rank, each into its own file. One trace at a time."""
 
     def stop_trace(self) -> None:
-        """Record no further step; nothing where none is recorded."""
+        """Stop recording, if a trace is being recorded."""
 
     def traced(self) -> list[TraceFile] | None:
-        """The files of all ranks, once: when they are written. Else None."""
+        """The files of all ranks, returned once, when they are written; else None."""
 
     def check(self) -> None:
         """Raises EngineError when a rank has died or hangs."""
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
-        """Make a service (rank_service.py) on every rank, once; returns this rank's. What rank i
-        tells comes as hear(i, message), on any thread."""
+        """Make a service (rank_service.py) on every rank, once; returns this rank's. A message from
+        rank i calls on_message(i, message), on any thread."""
 
-    def tell_service(self, message: bytes) -> None:
-        """All ranks take a message: what it says is done before any step launched after."""
+    def send_to_service(self, message: bytes) -> None:
+        """Broadcast a message to the service on all ranks, which handle it before any step launched
+        later."""
 
     def close(self) -> None:
-        """End the other ranks, if any. Nothing can be asked of the executor after."""
+        """End the other ranks, if any. The executor cannot be used afterwards."""
 
 
 class LocalExecutor:
-    """One rank in this process: all there is, or with single_rank_bench the one of many whose
-    step is timed. The latter computes as if every data-parallel rank had the same requests."""
+    """One rank in this process: the only one, or with single_rank_bench the one of many that is
+    timed. The latter computes as if every data-parallel rank had the same requests."""
 
     def __init__(self, config: EngineConfig):
         check_alone(config)
@@ -156,22 +158,24 @@ class LocalExecutor:
         return found
 
     def check(self) -> None:
-        """There are no others."""
+        """There are no other ranks."""
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
-        self.service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        self.service = make_service(
+            name, ServiceContext(self.worker, None, partial(on_message, 0)), config
+        )
         return self.service
 
-    def tell_service(self, message: bytes) -> None:
+    def send_to_service(self, message: bytes) -> None:
         assert self.service is not None
-        done = self.service.take(message)
+        done = self.service.handle(message)
         if done is not None:
             done()
 
     def close(self) -> None:
-        """Nothing else runs."""
+        """There are no other ranks to end."""
         if self.service is not None:
             self.service.close()
         self.worker.close()

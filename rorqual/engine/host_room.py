@@ -1,4 +1,4 @@
-"""Whether hosts have the memory that their ranks were told to take for pages of their caches."""
+"""Checks that hosts have the memory their ranks are configured to take for cache pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rorqual.platforms.base import Platform
 def check_host_memory(
     config: EngineConfig, platform: Platform, mesh: Mesh, beside: int = 0
 ) -> None:
-    """All ranks come to the same answer, whichever host it is that has too little. beside: bytes of
-    host memory that each rank is about to take as well. Raises ConfigError."""
+    """Collective: all ranks raise alike, whichever host has too little. beside: bytes of host
+    memory that each rank will take as well. Raises ConfigError."""
     if not config.kv_host_memory:
         return
     if platform.name not in ("cpu", "cuda"):

@@ -1,6 +1,6 @@
-"""Kernels compiled while weights are read: reading leaves most processors idle, and compiling needs
-shapes alone. A second model stands in for the first meanwhile, cut after the last layer that is the
-first of its kind, with memory for weights that nobody fills."""
+"""Compiles kernels while weights are read: reading leaves most processors idle, and compiling needs
+only shapes. It runs on a second model with uninitialized weights and just enough layers to have one
+of each kind."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rorqual.models.transformer import Transformer
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
-SPARE = 4 * 2**30  # bytes beside the weights: cache, buffers, what reading takes
+SPARE = 4 * 2**30  # bytes beside the weights: cache, buffers, memory for reading
 
 
 def layers_of_all_kinds(model: Transformer) -> int:
-    """How many layers from the first on have one of each kind."""
+    """The number of leading layers that include one of each kind."""
     with model.one_layer_of_each_kind():
         kinds = list(model.layers)
     return 1 + max((model.layers.index(layer) for layer in kinds), default=-1)
 
 
 def fits_beside(stand_in: int, free: int) -> bool:
-    """Whether the weights of a second model do; bytes."""
+    """Whether the weights of a second model fit; bytes."""
     return stand_in + SPARE <= free
 
 
 @contextmanager
 def beside(compile_kernels: Callable[[], None], platform: Platform) -> Iterator[None]:
-    """Inside, a thread compiles. What it cannot compile is left for the first launch, which says
-    why. At the end, also by an error, it has ended and its memory is free."""
+    """Inside the block a thread compiles. What fails to compile is left to the first launch, which
+    raises the error. On exit, also by an exception, the thread has ended and its memory is free."""
 
     def work() -> None:
         try:

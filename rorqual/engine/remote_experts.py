@@ -1,5 +1,5 @@
-"""How one rank of an engine calls expert servers: which transport, what every rank agrees on about
-it, and the exchange of each layer."""
+"""How one rank of an engine calls expert servers: the transport, what all ranks agree on about it,
+and the exchange of each layer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
-MOST_REASON = 1000  # bytes of what a rank has against something
+MOST_REASON = 1000  # bytes of a rank's reason
 
 
 class RemoteExperts:
-    """Links to servers begin at once. dtype: of hidden states. layers: those with routed experts.
-    rows: most of a step; decode_rows: most of one that decodes. calls_at_once: at one server.
-    `misses`: what this rank alone found missing in a step, where there are several ranks."""
+    """Connecting to the servers starts with construction. dtype: of hidden states. layers: those
+    with routed experts. rows: most of a step; decode_rows: most of a decode step. calls_at_once:
+    concurrent calls to one server. `misses`: with several ranks, the experts that this rank found
+    missing in a step."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class RemoteExperts:
         self.calls_at_once = calls_at_once
         self.platform = platform
         self.mesh = mesh
-        self.no_handles = ""  # why servers are called over tcp
+        self.no_handles = ""  # why shared memory is not used
         self.handles = self._handles()
         self.group = self._group()
         self.lanes = RemoteLanes(calls_at_once)
@@ -85,7 +86,7 @@ class RemoteExperts:
         return min(self.rows, MOST_SHARED_ROWS)
 
     def _handles(self) -> HandleCalls | None:
-        """What calls by way of shared memory, where this engine may."""
+        """Calls over shared memory, where this engine can make them."""
         transport = self.config.expert_transport
         if transport in ("tcp", "group"):
             return None
@@ -118,7 +119,7 @@ class RemoteExperts:
         return ""
 
     def _group(self) -> GroupCalls | None:
-        """What calls by messages of process groups, where that is asked for."""
+        """Calls by process group messages, where configured."""
         if self.config.expert_transport != "group":
             return None
         if self.decode_rows > MOST_SHARED_ROWS:
@@ -139,7 +140,7 @@ class RemoteExperts:
         )
 
     def decide(self) -> str:
-        """How experts are called from now on, in words. Collective."""
+        """Choose the transport; returns its description. Collective."""
         if self.group is not None:
             with self.platform.stream(), torch.inference_mode():
                 self.group.decide(self.servers)
@@ -151,14 +152,14 @@ class RemoteExperts:
                 self.handles.decide(self.servers, must, self._agree_on_reasons)
             self.no_handles = self.handles.why
             if self.no_handles:
-                self.servers.wait_for_all(self.config.expert_wait)  # some are linked anew
+                self.servers.wait_for_all(self.config.expert_wait)  # some reconnect
         because = f" ({self.no_handles})" if self.no_handles else ""
         way = "shared memory" if self.uses_handles else f"tcp{because}"
         log.info("expert servers are called over %s", way)
         return f"expert servers over {way}"
 
     def describe_tcp(self) -> str:
-        """After the loss of a group, as `decide` has it."""
+        """After the loss of a group, in the format of `decide`."""
         assert self.group is not None
         return f"expert servers over tcp ({self.group.why})"
 
@@ -168,17 +169,17 @@ class RemoteExperts:
 
     @property
     def calls(self) -> StepCalls | None:
-        """What steps' calls are launched by, where that is not the host."""
+        """Launches a step's calls from the device; None where the host does."""
         return self.handles if self.uses_handles else self.group
 
     @property
     def capturable(self) -> bool:
-        """Whether a step with its calls can be captured whole."""
+        """Whether a step including its calls can be captured as one graph."""
         return self.calls is not None and self.calls.on
 
     @property
     def piecewise_rows(self) -> int:
-        """Most rows of a step that can be captured in pieces; 0: none."""
+        """Most rows of a step that can be captured piecewise; 0: none."""
         return self.shared_rows if self.uses_handles else 0
 
     # ---- the model's
@@ -194,10 +195,10 @@ class RemoteExperts:
     # ---- what ranks agree on
 
     def agree_on_misses(self) -> Callable[[], str]:
-        """Behind a step: which ranks found no holder of an expert or lost a server, and so that all
-        of them give it up; nothing where none did. Over shared memory only the device knows, so it
-        is the device that adds up the ranks' notes, and the host reads them when it collects the
-        step. Collective."""
+        """After a step: which ranks found no holder of an expert or lost a server, so that all
+        ranks drop the step; empty where none did. Over shared memory only the device knows, so the
+        device sums the ranks' flags, and the host reads them when it collects the step.
+        Collective."""
         assert self.misses is not None
         own = self.misses.take()
         stage = self.mesh.stage
@@ -221,8 +222,8 @@ class RemoteExperts:
         return why
 
     def _agree_on_reasons(self, own: str) -> str:
-        """What ranks have against something, each in its words; nothing where none has. Collective
-        where there are several."""
+        """The reasons that ranks gave, joined; empty where none gave one. Collective where there
+        are several ranks."""
         stage = self.mesh.stage
         if stage.size == 1 or self.config.single_rank_bench:
             return own
@@ -235,7 +236,7 @@ class RemoteExperts:
 
 
 def _collectives_at(address: str) -> None:
-    """Communicators take the interface that has this address of the host."""
+    """Make communicators use the interface that has this address."""
     interface = interface_of(address)
     if interface is not None:
         collectives_on(interface)

@@ -1,9 +1,9 @@
-"""A trace of a rank's next steps, in the form that Perfetto opens: what the host did, what the
-device ran, and a span with a name around each step.
+"""A trace of a rank's next steps in Perfetto's format: host calls, device kernels, and a named span
+around each step.
 
-While none is under way nothing is in the steps' way: a trace stands in front of the runner's own
-`launch` and `collect`, and leaves again. Recording ends behind the last step, once the device has
-computed it; the file is written by a thread beside further steps, and is there when it is whole.
+Steps cost nothing more while no trace runs: a trace replaces the runner's `launch` and `collect`
+and restores them afterwards. Recording ends after the last step, once the device has computed it; a
+thread writes the file while further steps run, and it appears when it is complete.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST_STEPS = 200
 SUFFIX = ".json.gz"
 GZIP_LEVEL = 3
 BLOCK = 1 << 20
-LEAVE_SECONDS = 2.0  # that a file being written has when its process ends
+LEAVE_SECONDS = 2.0  # for a file being written when its process ends
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """error: why there is none; empty where it was written."""
+    """error: why the file was not written; empty where it was."""
 
     path: str
     error: str = ""
@@ -47,7 +47,7 @@ def trace_path(prefix: str, rank: int, world: int) -> Path:
 
 
 def step_name(number: int, part: SchedulerOutput, metadata: StepMetadata) -> str:
-    """What a span says of a step, as this rank sees it."""
+    """The name of a step's span on this rank."""
     decoding = len(part.decode_slots)
     chunks = len(part.chunks)
     kind = "copies" if part.copies else "idle"
@@ -63,8 +63,8 @@ def step_name(number: int, part: SchedulerOutput, metadata: StepMetadata) -> str
 
 
 class StepTrace:
-    """Begins when made. `result` is there once the file is, or once there will be none; `done` is
-    called with it then, on the thread that writes."""
+    """Recording starts with construction. `result` is set once the file is written or has failed;
+    `done` is then called with it, on the writing thread."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StepTrace:
         except (OSError, RuntimeError) as error:
             self._finish(f"{type(error).__name__}: {error}")
             return
-        # in front of the methods; nobody asks in every step whether there is a trace
+        # replaces the methods, so that untraced steps need no check
         vars(worker.runner).update(launch=self._launch, collect=self._collect)
 
     def _started(self) -> Any:
@@ -125,7 +125,7 @@ class StepTrace:
             return type(runner).collect(runner, pending)
 
     def end(self) -> None:
-        """Record no further step, and write what there is."""
+        """Stop recording, and write the steps recorded so far."""
         if self.profile is None:
             return
         recorded = self._stopped()
@@ -136,7 +136,7 @@ class StepTrace:
         self.writer.start()
 
     def _stopped(self) -> Any:
-        """What was recorded; the runner is as it was before."""
+        """Restores the runner's methods; returns what was recorded."""
         for name in ("launch", "collect"):
             vars(self.worker.runner).pop(name)
         recorded = self.profile
@@ -168,12 +168,12 @@ class StepTrace:
             log.warning("no trace %s: %s", self.path, error)
         else:
             log.info("trace of %d steps: %s", self.launched, self.path)
-        with suppress(OSError):  # nobody is left to be told
+        with suppress(OSError):  # rank 0 is gone
             self.done(self.result)
 
     def drop(self) -> None:
-        """The engine ends: what is recorded is given up, a file that is nearly written is waited
-        for, and nothing half done is left behind."""
+        """The engine ends: discard the recording, wait for a file being written, and leave no
+        partial file."""
         if self.profile is not None:
             self._stopped()
             self._finish("the engine ended")

@@ -1,4 +1,5 @@
-"""One engine for many callers: any thread may step it, and each token goes to the call it is of."""
+"""One engine shared by many callers: any thread may step it, and each token is delivered to its
+call."""
 
 from __future__ import annotations
 
@@ -14,60 +15,61 @@ from rorqual.errors import EngineError
 from rorqual.request import FinishReason, Request
 from rorqual.text.detokenizer import Completion, Delta
 
-LOOK_SECONDS = 1.0  # how often a waiting thread looks without being woken
+LOOK_SECONDS = 1.0  # how often a waiting thread checks without being woken
 
 
 class OpenCall:
-    """What one `generate` or `stream` has under way. open: unfinished completions by request id;
-    said: what has not been read yet; error: why the rest will never come."""
+    """The state of one `generate` or `stream`. open: unfinished completions by request id; unread:
+    deltas not yet read; error: why no more will follow."""
 
     def __init__(self) -> None:
         self.open: dict[str, Completion] = {}
-        self.said: deque[Delta] = deque()
+        self.unread: deque[Delta] = deque()
         self.error: BaseException | None = None
 
 
 class SharedEngine:
-    """Adds, cancels and steps, never two of them at once; while one thread steps others read what
-    the step before brought.
+    """Serializes adding, cancelling and stepping; while one thread steps, others read the previous
+    step's deltas.
 
-    Ctrl-C may strike between any two instructions. So whoever has the engine is known by an object
-    that is taken back without a call; each change can be begun again; and who waits also looks
-    now and then whether the engine is free, for the thread that should have said so may be gone.
+    Ctrl-C may interrupt between any two instructions. So the holder of the engine is an object that
+    is released without a function call; every change can be restarted; and waiting threads also
+    poll whether the engine is free, since the thread that should wake them may have been
+    interrupted.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.lock = threading.RLock()  # around a look at `holder` and a change of it, no more
+        self.lock = threading.RLock()  # only for reading and changing `holder`
         self.holder: object | None = None
-        self.claims: set[object] = set()  # who adds or cancels goes before who steps
-        self.waiting: deque[threading.Lock] = deque()  # each is released to wake a thread
+        self.claims: set[object] = set()  # threads that add or cancel have priority over stepping
+        self.waiting: deque[threading.Lock] = deque()  # released to wake a thread
         self.calls: dict[str, OpenCall] = {}
         self.dropped: deque[OpenCall] = deque()
-        self.lost: BaseException | None = None  # ended a step of which not every call has heard
+        self.lost: BaseException | None = None  # a failed step's error, until all have it
 
     def submit(self, call: OpenCall, work: Sequence[tuple[Request, Completion]]) -> None:
-        """Queue everything, or nothing: a refused request takes back those queued before it."""
+        """Queue all requests, or none: a rejected request cancels those queued before it."""
         self._between_steps(partial(self._add, call, work))
 
     def cancel(self, call: OpenCall) -> None:
-        """Give up what is open of a call; waits for the end of a step under way."""
+        """Cancel a call's open requests; waits for the end of a running step."""
         if call.open:
             self._between_steps(partial(self._end, call))
 
     def drop(self, call: OpenCall) -> None:
-        """`cancel` for the garbage collector: it may run in the midst of anything, so never waits.
-        Where the engine is not free, whoever has it cancels the call."""
+        """`cancel` for the garbage collector: it may run at any point, so it never waits. If the
+        engine is not free, its holder cancels the call."""
         self.dropped.append(call)
         self._sweep()
 
     def advance(self, call: OpenCall) -> None:
-        """Step, or wait while another thread does. Returns once there may be news of the call."""
+        """Step, or wait while another thread does. Returns once the call may have new deltas."""
         me = object()
         try:
             if self._hold(me, call):
                 self._settle()
-                if call.open and not call.said:  # else they came while we took it
+                if call.open and not call.unread:  # otherwise deltas arrived while we waited
                     for token in self._step():
                         self._deliver(token)
         except BaseException as error:
@@ -81,15 +83,15 @@ class SharedEngine:
                 self._sweep()
                 self._wake()
 
-    # ---- who has the engine
+    # ---- holding the engine
 
     def _hold(self, me: object, reader: OpenCall | None = None) -> bool:
-        """Wait until the engine is free and take it; False where the reader has news before."""
+        """Wait until the engine is free and hold it; False where `reader` has new deltas first."""
         while True:
             latch = threading.Lock()
             latch.acquire()
-            self.waiting.append(latch)  # before the look: whoever frees the engine later wakes us
-            if reader is not None and (reader.said or not reader.open):
+            self.waiting.append(latch)  # before the check: a later release of the engine wakes us
+            if reader is not None and (reader.unread or not reader.open):
                 return False
             with self.lock:
                 if self.holder is None and not (reader and self.claims):
@@ -117,7 +119,7 @@ class SharedEngine:
             self._wake()
 
     def _sweep(self) -> None:
-        """Cancel what was dropped, if the engine is free."""
+        """Cancel dropped calls, if the engine is free."""
         while self.dropped:
             me = object()
             try:
@@ -132,12 +134,12 @@ class SharedEngine:
                     self.holder = None
                     self._wake()
 
-    # ---- for whoever has it
+    # ---- for the engine's holder
 
     def _settle(self, own: OpenCall | None = None) -> None:
-        """Leave nothing that was lost or dropped. With a step tokens of every call are lost: none
-        may go on as if they had not been. All are told, but the one that raises the error itself,
-        before the engine is asked for anything, which may fail again."""
+        """Fail calls that lost tokens, and cancel dropped ones. A failed step loses tokens of every
+        call, so none may continue. All but the one that raises the error itself get the error
+        before the engine is used again, which may fail too."""
         if self.lost is not None:
             for call in list(self.calls.values()):
                 call.error = None if call is own else self.lost
@@ -183,24 +185,24 @@ class SharedEngine:
         return outs
 
     def _deliver(self, token: TokenOut) -> None:
-        """Readers take an empty `open` for the end of `said`: it is emptied last."""
+        """Readers take an empty `open` as the end of `unread`, so `open` is emptied last."""
         name = token.sequence.request.id
         call = self.calls.get(name)
         if call is None:
-            return  # text behind a stop string
+            return  # text after a stop string
         completion = call.open[name]
         delta, stopped = completion.push(token)
         if stopped and token.finish is None:
             self.engine.stop(name)
-        call.said.append(delta)
+        call.unread.append(delta)
         if delta.finish_reason is not None:
             del self.calls[name]
             del call.open[name]
 
 
 class Deltas(Iterator[Delta]):
-    """What the steps add to the completions of one call. Closing it, or letting go of it, cancels
-    what is left; so does an exception raised while it waits."""
+    """What the steps add to the completions of one call. Closing or dropping it cancels the rest;
+    so does an exception raised while it waits."""
 
     def __init__(self, engine: SharedEngine, call: OpenCall):
         self._engine = engine
@@ -212,7 +214,7 @@ class Deltas(Iterator[Delta]):
             while True:
                 ended = not call.open
                 try:
-                    return call.said.popleft()
+                    return call.unread.popleft()
                 except IndexError:
                     if ended:
                         break
@@ -230,7 +232,7 @@ class Deltas(Iterator[Delta]):
 
     def close(self) -> None:
         self._engine.cancel(self._call)
-        self._call.said.clear()
+        self._call.unread.clear()
         self._call.error = None
 
     def __del__(self) -> None:

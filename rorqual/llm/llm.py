@@ -35,8 +35,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 ACCEPTED = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": a list}'
 
-# Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that
-# exists.
+# Accepted so that vLLM scripts run, and ignored: remote code is never run, and the others have no
+# effect here.
 WITHOUT_EFFECT = frozenset(("trust_remote_code", "disable_log_stats", "swap_space"))
 
 
@@ -50,7 +50,7 @@ class LLM:
     the model's own; see tokenizer_of.
 
     Any number of calls may be open at once, in one thread or several, and each gets its own tokens.
-    A step that fails ends them all: those that did not compute it raise EngineError.
+    A failed step ends all calls: those that did not run it raise EngineError.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json asks for."""
+        """The defaults of generation_config.json."""
         return self.defaults.params()
 
     def generate(
@@ -101,8 +101,8 @@ class LLM:
         return results
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Deltas:
-        """Yield what each step adds, completion by completion. Closing the iterator cancels what
-        is left."""
+        """Yield what each step adds, completion by completion. Closing the iterator cancels the
+        rest."""
         _, deltas = self._submit(_as_list(prompts), sampling_params)
         return deltas
 
@@ -127,7 +127,7 @@ class LLM:
         prompts: list[Prompt],
         sampling_params: Params,
     ) -> tuple[list[RequestOutput], Deltas]:
-        """Queue everything, or nothing."""
+        """Queue all requests, or none."""
         given = self.defaults.params() if sampling_params is None else sampling_params
         params = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
         if len(params) != len(prompts):
@@ -140,7 +140,7 @@ class LLM:
                 raise RequestError(f"sampling_params={what}; accepted: SamplingParams, or a list")
             results.append(self._prepare(number, prompt, wanted, work))
         call = OpenCall()
-        # first: however this ends, it takes back what is queued
+        # first: it cancels queued requests however this ends
         deltas = Deltas(self._shared, call)
         self._shared.submit(call, work)
         return results, deltas
@@ -186,7 +186,7 @@ class LLM:
                 raise RequestError("a text prompt needs a tokenizer; skip_tokenizer_init was set")
             try:
                 given.encode()
-            except UnicodeEncodeError as error:  # half a surrogate pair
+            except UnicodeEncodeError as error:  # a lone surrogate
                 raise RequestError(f"{reprlib.repr(given)} is not Unicode text: {error}") from None
             return given, self.tokenizer.encode(given)
         try:
@@ -196,7 +196,7 @@ class LLM:
 
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Other names to ours; an unknown name is refused, and so is an option under two names."""
+    """Map aliases to our names; rejects unknown names, and an option given under two names."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name == "load_format":
@@ -227,7 +227,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _items(prompts: Any) -> Iterator[Any]:
-    if isinstance(prompts, (bytes, bytearray, memoryview)):  # whose items are numbers
+    if isinstance(prompts, (bytes, bytearray, memoryview)):  # their items are numbers
         raise TypeError("bytes")
     return iter(prompts)
 
@@ -249,7 +249,7 @@ def _progress(total: int, show: bool) -> Iterator[Any]:
 
 
 def _grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars | None:
-    """For structured output, where what it takes is installed (the extra `serve`)."""
+    """For structured output, if its packages are installed (the extra `serve`)."""
     if not all(importlib.util.find_spec(name) for name in ("msgspec", "transformers", "xgrammar")):
         return None
     from rorqual.text.grammar import XGrammars

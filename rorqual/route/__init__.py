@@ -1,3 +1,3 @@
-"""`rorqual route`: one address before several servers. Chooses a server for each request, tries
-elsewhere what one could not take, goes on elsewhere with streams whose server dies, and has prompts
-computed by prefill servers where there are such."""
+"""`rorqual route`: one address for several servers. Chooses a server for each request, retries
+failed requests on another, continues streams of a dead server on another, and sends prompts to
+prefill servers where there are any."""

@@ -1,4 +1,4 @@
-"""Servers that join and leave while the router runs: /admin, for who knows the secret."""
+"""/admin: servers register and deregister while the router runs; needs the secret."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Admin:
-    """POST register {url, role, lease_seconds}: join, or renew; drain, undrain and leave
-    {url}, or ?server=URL; GET servers. Of expert servers: register and leave {role: "experts",
-    address, slots, layers}; GET experts."""
+    """POST register {url, role, lease_seconds}: register or renew; drain, undrain and leave {url},
+    or ?server=URL; GET servers. Of expert servers: register and leave {role: "experts", address,
+    slots, layers}; GET experts."""
 
     def __init__(self, secret: str, servers: ServerList, checks: HealthChecks):
         self.expected = f"Bearer {secret}".encode()
@@ -56,10 +56,10 @@ class Admin:
         return guarded
 
     async def list(self, request: web.Request) -> web.Response:
-        return web.json_response({"servers": [server.told() for server in self.servers]})
+        return web.json_response({"servers": [server.as_json() for server in self.servers]})
 
     async def list_experts(self, request: web.Request) -> web.Response:
-        return web.json_response({"list": self.experts.name, "servers": self.experts.told()})
+        return web.json_response({"list": self.experts.name, "servers": self.experts.as_json()})
 
     async def register(self, request: web.Request) -> web.Response:
         fields = await _fields(request)
@@ -82,7 +82,7 @@ class Admin:
         server = self.servers.add(url, role, time.monotonic() + lease)
         self.checks.start(server)
         server.look.set()
-        return web.json_response(server.told())
+        return web.json_response(server.as_json())
 
     async def drain(self, request: web.Request) -> web.Response:
         return self._drained(await self._server(request), True)
@@ -93,7 +93,7 @@ class Admin:
     def _drained(self, server: Server, drained: bool) -> web.Response:
         server.draining = drained
         self.servers.changed.set()
-        return web.json_response(server.told())
+        return web.json_response(server.as_json())
 
     async def leave(self, request: web.Request) -> web.Response:
         fields = {} if "server" in request.query else await _fields(request)

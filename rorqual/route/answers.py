@@ -1,4 +1,4 @@
-"""What the router itself answers, in the shape OpenAI's clients know."""
+"""The router's own error responses, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RETRY_SECONDS = 2
 
 
 class RouteError(Exception):
-    """An answer that is not a success."""
+    """An error response."""
 
     def __init__(self, status: int, message: str, code: str, retry_after: int | None = None):
         super().__init__(message)
@@ -24,7 +24,7 @@ class RouteError(Exception):
         return json.dumps({"error": error}).encode()
 
     def event(self) -> bytes:
-        """As the last of a stream."""
+        """The error as a stream's last event."""
         return b"data: " + self.body() + b"\n\n" + DONE
 
     def headers(self) -> dict[str, str]:
@@ -55,7 +55,7 @@ def no_connection() -> RouteError:
 
 
 def ending() -> RouteError:
-    """Another router, or this one started again, takes the request."""
+    """This router is shutting down: another one, or this one restarted, can take the request."""
     return RouteError(503, "the router is ending", "router_ending", RETRY_SECONDS)
 
 

@@ -1,5 +1,5 @@
-"""The process of `rorqual route`: routes, signals, and the end. Exit status 0 after SIGTERM or
-SIGINT, 1 where a second one or the time for open requests cut some off."""
+"""The process of `rorqual route`: routes, signals, and shutdown. Exit status 0 after SIGTERM or
+SIGINT, 1 where a second signal or the drain timeout cut off requests."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from rorqual.telemetry.start import start_tracer
 
 log = logging.getLogger("rorqual.route")
 
-HEADER_BYTES = 32 << 10  # all of a request's, and its first line
+HEADER_BYTES = 32 << 10  # of all headers and the request line
 READ_BYTES = 1 << 16
-SPARE_FILES = 64  # of the process itself
-CUT_SECONDS = 5.0  # after which a request that was cut off ends without a word
-BODY_SECONDS = 60.0  # that a request's body may take
+SPARE_FILES = 64  # for the process itself
+CUT_SECONDS = 5.0  # after which a cut-off request ends without a last event
+BODY_SECONDS = 60.0  # for a request's body to arrive
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Router:
-    """All that the routes share. Made inside a running loop. tracer: left open."""
+    """State shared by the routes. Created inside a running loop. tracer: not closed here."""
 
     def __init__(self, config: RouteConfig, tracer: RequestTracer | None = None):
         self.config = config
@@ -80,11 +80,11 @@ class Router:
             self.registry = RegistryWatch(where, secret, self.servers, self.checks, self.session)
         self.watch: asyncio.Task[None] | None = None
         self.open = 0
-        self.held = 0  # bytes of bodies
+        self.held = 0  # bytes of bodies in memory
         self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
-        """Every server is looked at once before the first request."""
+        """Check every server once before the first request."""
         if self.registry is not None:
             await self.registry.start()
             self.watch = asyncio.create_task(self.registry.run())
@@ -105,7 +105,7 @@ class Router:
         app = web.Application(
             middlewares=[self._errors], client_max_size=self.config.max_body_bytes
         )
-        app.on_response_prepare.append(_nameless)
+        app.on_response_prepare.append(_hide_server_header)
         app.router.add_get("/live", _live)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.show_metrics)
@@ -116,7 +116,7 @@ class Router:
         return app
 
     def cut(self) -> int:
-        """Ends all open requests, each with a last word to its client. Returns how many."""
+        """End all open requests, each with an error to its client. Returns their number."""
         self.forwarder.ending = True
         for task in list(self.tasks):
             task.cancel()
@@ -125,7 +125,7 @@ class Router:
     # ---- routes
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 where a request would find a server."""
+        """200 if a server is usable."""
         ready = len(self.servers.usable(prefill=False))
         body = {"status": "ready" if ready else "no server", "servers_ready": ready}
         return web.json_response(body, status=200 if ready else 503)
@@ -173,7 +173,7 @@ class Router:
                 raise too_many(self.open)
             held = len(body)
             self.held += held
-            target = request.rel_url.raw_path_qs  # also where the client wrote a whole URL
+            target = request.rel_url.raw_path_qs  # also where the client sent an absolute URL
             read = partial(
                 RoutedCall.of, request.method, request.path, target, request.headers, body
             )
@@ -206,24 +206,28 @@ class Router:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every failure is an answer in one shape."""
+        """Turns every failure into an error response of one format."""
         try:
             answer = await handler(request)
         except RouteError as error:
-            answer = _told(error)
+            answer = _error_response(error)
         except web.HTTPException as error:
-            answer = _told(RouteError(error.status, f"{request.path}: {error.reason}", "no_route"))
+            answer = _error_response(
+                RouteError(error.status, f"{request.path}: {error.reason}", "no_route")
+            )
         except (ConnectionError, aiohttp.ClientError) as error:
             if request.transport is None or request.transport.is_closing():
-                raise  # the client has gone
+                raise  # the client has disconnected
             log.exception("a request failed")
-            answer = _told(RouteError(500, f"internal error: {type(error).__name__}", "internal"))
+            answer = _error_response(
+                RouteError(500, f"internal error: {type(error).__name__}", "internal")
+            )
         self.metrics.answers.labels(str(answer.status)).inc()
         return answer
 
 
-async def _nameless(request: web.Request, response: web.StreamResponse) -> None:
-    """Which library answers, in which version, is nobody's business."""
+async def _hide_server_header(request: web.Request, response: web.StreamResponse) -> None:
+    """Do not reveal the library and its version."""
     response.headers.pop("Server", None)
 
 
@@ -231,12 +235,12 @@ async def _live(request: web.Request) -> web.Response:
     return web.json_response({"status": "live"})
 
 
-def _told(error: RouteError) -> web.Response:
+def _error_response(error: RouteError) -> web.Response:
     return web.Response(status=error.status, headers=error.headers(), body=error.body())
 
 
 def bind(config: RouteConfig) -> socket.socket:
-    """Before anything else: a port in use is said at once."""
+    """Bind before anything else, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,7 +255,7 @@ def bind(config: RouteConfig) -> socket.socket:
 
 
 def run(config: RouteConfig, version: str = "") -> int:
-    """Route until told to stop; returns the exit status."""
+    """Route until a signal; returns the exit status."""
     config.secret()  # raises ConfigError before anything listens
     tracer = start_tracer(config.otlp_endpoint, "rorqual-router", version)
     allow_open_files(config.max_in_flight)
@@ -269,17 +273,17 @@ async def route(config: RouteConfig, sock: socket.socket, tracer: RequestTracer)
     stop = asyncio.Event()
     hurry = asyncio.Event()
 
-    def told() -> None:
+    def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, told)
+        asyncio.get_running_loop().add_signal_handler(name, on_signal)
     router = Router(config, tracer)
     await router.start()
     runner = web.AppRunner(
         router.app(),
         access_log=None,
-        handler_cancellation=True,  # a client that leaves ends its request
+        handler_cancellation=True,  # a client's disconnect cancels its request
         shutdown_timeout=config.drain_timeout + CUT_SECONDS,
         max_line_size=HEADER_BYTES,
         max_field_size=HEADER_BYTES,
@@ -316,7 +320,8 @@ async def route(config: RouteConfig, sock: socket.socket, tracer: RequestTracer)
 
 
 def allow_open_files(requests: int) -> None:
-    """Each request has two connections. Without them servers look dead that are not."""
+    """Raise the limit of open files: each request has two connections, and without files healthy
+    servers look dead."""
     needed = 2 * requests + SPARE_FILES
     most, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= needed:

@@ -1,4 +1,5 @@
-"""One request at one server: its beginning, its bytes, and its end when the server is given up."""
+"""One attempt of a request on one server: its start, its bytes, and its abort when the server is
+lost."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 
 class ServerLost(Exception):
-    """The server broke off, or was given up. state: what that says of it, if anything."""
+    """The server disconnected, or was abandoned. state: the server state that this implies, if
+    any."""
 
     def __init__(self, why: str, state: str | None = None):
         super().__init__(why)
@@ -27,26 +29,26 @@ class ServerLost(Exception):
 
 
 class OwnFault(Exception):
-    """This process cannot open a connection to anybody: no server is to blame."""
+    """This process cannot open any connection: not a server's failure."""
 
 
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Whether a connection failed because this process or host has no file or memory left."""
+    """Whether a connection failed because this process or host is out of files or memory."""
     return isinstance(error, OSError) and error.errno in OWN_ERRORS
 
 
 class Attempt:
-    """A context: inside, the server counts the request. Belongs to the task that made it; `give_up`
-    may come from any other. span: ends with it."""
+    """A context manager: inside, the request counts for the server's load. Belongs to the task that
+    made it; any task may call `give_up`. span: ends with it."""
 
     def __init__(self, server: Server, span: RequestSpan = NO_SPAN):
         self.server = server
         self.span = span
         self.response: aiohttp.ClientResponse | None = None
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self.task = asyncio.current_task()
         self.given_up = ""
         self.waits = False
@@ -65,7 +67,7 @@ class Attempt:
         self.server.in_flight -= 1
         self.server.attempts.discard(self)
         if self.response is not None:
-            # the connection is closed unless all was read: a server hears of it
+            # closes the connection unless all was read, which the server notices
             self.response.close() if kind else self.response.release()
         self._end_span(error)
 
@@ -81,7 +83,7 @@ class Attempt:
         self.span.end()
 
     def give_up(self, why: str) -> None:
-        """What the server still sends goes nowhere."""
+        """Abandon the server; whatever it still sends is dropped."""
         if self.given_up:
             return
         self.given_up = why
@@ -89,14 +91,14 @@ class Attempt:
             self.task.cancel()
 
     def end_unread(self, seconds: float) -> bool:
-        """Whether the client has taken nothing for so long of what the server sent: then the
-        request ends as if it had left."""
-        if self.waits or self.task is None or time.monotonic() - self.heard < seconds:
+        """End the request, as if the client had disconnected, if the client has read nothing for
+        `seconds`; returns whether it did."""
+        if self.waits or self.task is None or time.monotonic() - self.last_received < seconds:
             return False
         return self.task.cancel()
 
     async def of_server(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Something that the server is to bring. Raises ServerLost, and OwnFault."""
+        """Await something from the server. Raises ServerLost and OwnFault."""
         if self.given_up:
             raise ServerLost(self.given_up)
         self.waits = True
@@ -115,7 +117,7 @@ class Attempt:
             raise ServerLost(f"it broke off: {type(error).__name__}: {error}") from None
         finally:
             self.waits = False
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         return found
 
     async def begin(
@@ -127,12 +129,12 @@ class Attempt:
         body: bytes,
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
-        """The answer's head. timeout: other limits than the session's."""
+        """The response's head. timeout: in place of the session's."""
 
         async def request() -> aiohttp.ClientResponse:
             return await session.request(
                 method,
-                URL(self.server.url + target, encoded=True),  # as the client wrote it
+                URL(self.server.url + target, encoded=True),  # as the client sent it
                 data=body or None,
                 headers=self.span.carry(headers),
                 allow_redirects=False,
@@ -143,7 +145,7 @@ class Attempt:
         return self.response
 
     async def read_all(self, most: int) -> bytes:
-        """The answer's body. Raises ServerLost, and ValueError where it is longer than `most`."""
+        """The response's body. Raises ServerLost, and ValueError where it is longer than `most`."""
         assert self.response is not None
         parts = []
         size = 0
@@ -156,5 +158,5 @@ class Attempt:
 
 
 def state_after(status: int) -> str:
-    """What /health's status says."""
+    """The server state for a status of /health."""
     return READY if status == 200 else UNREADY

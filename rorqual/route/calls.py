@@ -1,4 +1,4 @@
-"""A client's request as a router sees it: what it sends on, and what of the body it has to know."""
+"""A client's request in the router: what is forwarded, and the body fields the router reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rorqual.telemetry.spans import NO_SPAN, RequestSpan
 
-# headers of one connection (RFC 9110, 7.6.1), and those that the router makes itself
+# hop-by-hop headers (RFC 9110, 7.6.1), and those that the router sets itself
 HOP = frozenset(
     (
         "connection",
@@ -31,9 +31,10 @@ RESUMABLE = "X-Rorqual-Resumable"
 OWN_NAMES = frozenset(("x-request-id", "x-rorqual-resumable"))
 CAN_GO_ON = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATES = CAN_GO_ON | {"/v1/responses", "/v1/messages"}
-LONG_BODY = 1 << 18  # bytes from which on to read or write it is worth a thread
-KEY_BYTES = 1 << 17  # of a prompt, for policies that look at it
-# of a request for a prompt alone: what would make its one token dearer, or the answer longer
+LONG_BODY = 1 << 18  # bytes from which parsing or encoding is worth a thread
+KEY_BYTES = 1 << 17  # of a prompt, for prefix policies
+# fields removed from a prefill request: they would make its one token costlier, or the response
+# longer
 NOT_FOR_PREFILL = (
     "stream_options",
     "logprobs",
@@ -48,12 +49,13 @@ NOT_FOR_PREFILL = (
 
 @dataclass
 class RoutedCall:
-    """body: as it came; fields: as an object, None where it is none (the server will say so).
-    key: the beginning of the prompt. span: of it as a whole; attempts: servers asked so far."""
+    """body: as received; fields: parsed, None where it is not an object (the server will reject
+    it). key: the beginning of the prompt. span: of the whole request; attempts: servers tried so
+    far."""
 
     method: str
     path: str
-    target: str  # path and query, as the client wrote them
+    target: str  # path and query, as the client sent them
     headers: dict[str, str]
     body: bytes
     fields: dict[str, Any] | None = None
@@ -88,11 +90,11 @@ class RoutedCall:
 
     @property
     def keeps_marks(self) -> bool:
-        """The client is itself one who goes on elsewhere."""
+        """Whether the client itself continues streams elsewhere."""
         return self.headers.get(RESUMABLE) == "1"
 
     def choices(self) -> int:
-        """How many the stream has."""
+        """The stream's number of choices."""
         assert self.fields is not None
         given = self.fields.get("n")
         count = given if isinstance(given, int) else 1
@@ -107,8 +109,8 @@ class RoutedCall:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def wants_prefill(self, least: int) -> bool:
-        """Whether a prompt of its own is worth it: nobody did it, and no log probabilities of the
-        prompt are asked for, for which the answering server computes it all."""
+        """Whether to prefill on another server: not done yet, and no prompt log probabilities, for
+        which the decoding server computes the whole prompt."""
         return (
             self.path in CAN_GO_ON
             and self.fields is not None
@@ -126,7 +128,7 @@ class RoutedCall:
         return json.dumps({**kept, **asked, **params}).encode()
 
     def answer_body(self, resume: dict[str, Any] | None) -> bytes:
-        """As the client wrote it, but for what the router adds."""
+        """As the client sent it, with the router's additions."""
         more: dict[str, Any] = {}
         if self.transfer is not None:
             more["kv_transfer_params"] = self.transfer
@@ -136,7 +138,8 @@ class RoutedCall:
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Without those of one connection, named by the standard (RFC 9110, 7.6.1) or by the sender."""
+    """The headers without hop-by-hop ones, named by the standard (RFC 9110, 7.6.1) or by the
+    sender."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     return {
         name.title() if name.lower() in OWN_NAMES else name: value
@@ -146,8 +149,8 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def prompt_key(fields: Mapping[str, Any]) -> bytes:
-    """The text that the prompt begins with, at most KEY_BYTES; equal beginnings of prompts have
-    equal beginnings here."""
+    """The prompt's beginning as bytes, at most KEY_BYTES; prompts with equal prefixes have keys
+    with equal prefixes."""
     if "messages" in fields:
         given: Any = [fields.get("tools"), fields.get("system"), fields["messages"]]
     else:

@@ -23,7 +23,7 @@ _limits = partial(option, group="Limits")
 
 @dataclass(frozen=True)
 class RouteConfig:
-    """Seconds and bytes, where a name does not say otherwise."""
+    """Times in seconds and sizes in bytes, unless the name says otherwise."""
 
     replicas: tuple[str, ...] = _servers(
         (),
@@ -132,7 +132,7 @@ class RouteConfig:
                 )
 
     def secret(self) -> str | None:
-        """Of the admin routes, read from its file."""
+        """The admin routes' secret, read from its file."""
         if self.admin_secret_file is None:
             return None
         try:
@@ -152,7 +152,7 @@ def server_url(url: str) -> str:
     try:
         parts = urlsplit(base)
         known = bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
-    except ValueError:  # a port out of range, a label that no name may have
+    except ValueError:  # a port out of range, or an invalid host name
         known = False
     if not known or parts.scheme not in ("http", "https") or parts.query:
         raise ConfigError(f"{url!r} is no address of a server; accepted: http://HOST:PORT")

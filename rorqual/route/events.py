@@ -1,6 +1,6 @@
-"""Streams of server-sent events as they pass: whole events only, without the lines that say which
-tokens they account for; and what is kept of these lines, so that the stream can go on elsewhere
-(serving.md, "Streams that can be continued")."""
+"""Streams of server-sent events in transit: passes on whole events, without the comments that name
+the tokens they cover, and records these so that another server can continue the stream (serving.md,
+"Streams that can be continued")."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MARK = b": rorqual "
 ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
 LONGEST_EVENT = 16 << 20
-# errors after which another server can go on; others are about the request
+# errors after which another server can continue; others are about the request
 FULL = frozenset(("queue_full", "engine_busy"))
 LOST = frozenset(("engine_dead", "shutting_down", "not_ready", "kv_load_failure"))
 
 
 class BadStream(Exception):
-    """What a server sent is no stream of events."""
+    """A server's response is not a stream of events."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class ChoiceSoFar:
 
 
 class StreamRecord:
-    """What has gone to the client. marked: every event so far named its tokens. complete: nothing
-    is missing of those names, so that the stream can go on."""
+    """What was sent to the client. marked: every event so far named its tokens. complete: no token
+    is missing, so the stream can be continued."""
 
     def __init__(self, most_tokens: int, given: Any = None):
         self.most_tokens = most_tokens
@@ -49,14 +49,14 @@ class StreamRecord:
             self._continue(given)
 
     def _continue(self, given: dict[str, Any]) -> None:
-        """The client's request is itself one that goes on."""
+        """The client's request itself continues a stream."""
         try:
             self.head = {"id": str(given["id"]), "created": int(given["created"])}
             for choice in given["choices"]:
                 ids = ",".join(str(int(token)) for token in choice["token_ids"])
                 self._count(int(choice["index"]), ids.encode(), bool(choice.get("ended")))
         except (KeyError, TypeError, ValueError):
-            self.marked = False  # the server will say what is wrong
+            self.marked = False  # the server will report what is wrong
 
     def _count(self, index: int, ids: bytes, ended: bool) -> None:
         choice = self.choices.setdefault(index, ChoiceSoFar())
@@ -75,12 +75,12 @@ class StreamRecord:
         return self.marked and self.head is not None
 
     def finished(self, expected: int, usage: bool) -> bool:
-        """Whether all that is missing is the stream's last line."""
+        """Whether only the stream's last line is missing."""
         ended = sum(choice.ended for choice in self.choices.values())
         return self.can_go_on and ended >= expected and (self.told_usage or not usage)
 
     def resume(self) -> dict[str, Any]:
-        """The field that makes another server go on."""
+        """The request field that makes another server continue."""
         assert self.head is not None
         choices = [
             {"index": index, "token_ids": choice.ids(), "ended": choice.ended}
@@ -89,7 +89,7 @@ class StreamRecord:
         return {**self.head, "choices": choices}
 
     def mark(self, line: bytes) -> None:
-        """A line behind MARK: choice, tokens, whether it ends."""
+        """Process a line after MARK: choice, tokens, whether it ends."""
         choice, _, rest = line.partition(b" ")
         ids, _, end = rest.partition(b" ")
         known = choice.isdigit() and (not ids or ids.replace(b",", b"").isdigit())
@@ -98,13 +98,13 @@ class StreamRecord:
         self._count(int(choice), ids, end == b"end")
 
     def passed(self, event: bytes, marked: bool) -> None:
-        """An event goes to the client."""
+        """Record an event sent to the client."""
         self.events += 1
         if self.head is None and self.marked:
             self._read_head(event)
         if marked or not self.marked:
             return
-        # only the usage comes without tokens, behind all choices
+        # only the usage event has no tokens; it follows all choices
         if b'"choices":[]' in event:
             self.told_usage = True
         else:
@@ -120,8 +120,8 @@ class StreamRecord:
 
 @dataclass
 class Passed:
-    """What came of some bytes: what goes to the client, whether the stream ended in order, and the
-    error after which it can go on elsewhere."""
+    """The result of some bytes: data for the client, whether the stream ended regularly, and an
+    error after which another server can continue."""
 
     out: bytes
     done: bool = False
@@ -129,7 +129,7 @@ class Passed:
 
 
 class EventSplitter:
-    """Bytes of one server's stream. keep_marks: the client asked for the lines itself."""
+    """Splits one server's stream. keep_marks: the client requested the comments itself."""
 
     def __init__(self, record: StreamRecord, keep_marks: bool):
         self.record = record
@@ -141,7 +141,7 @@ class EventSplitter:
         if self.rest:
             data = self.rest + data
         end = data.rfind(b"\n\n")
-        if end < 0 and b"\r\n\r\n" in data:  # servers of another make
+        if end < 0 and b"\r\n\r\n" in data:  # other servers' line ends
             data = data.replace(b"\r\n", b"\n")
             end = data.rfind(b"\n\n")
         if end < 0:
@@ -157,7 +157,7 @@ class EventSplitter:
             while body.startswith(MARK):
                 line, _, body = body.partition(b"\n")
                 marks.append(line)
-            if body.startswith(b":"):  # a comment, to keep a connection open
+            if body.startswith(b":"):  # a keep-alive comment
                 out.append(event + b"\n\n")
                 continue
             if self.record.marked and self._is_loss(body):
@@ -175,12 +175,12 @@ class EventSplitter:
 
 
 def is_loss(body: bytes) -> bool:
-    """Whether an error says that an engine or a server is lost, not that the request is wrong."""
+    """Whether an error reports a lost engine or server, rather than a wrong request."""
     return _code(body) in LOST
 
 
 def is_full(body: bytes) -> bool:
-    """Whether an error says that the server has no room, for anybody."""
+    """Whether an error reports that the server is full, for all clients."""
     return _code(body) in FULL
 
 

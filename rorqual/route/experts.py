@@ -15,19 +15,20 @@ EXPERTS = "experts"  # their role
 
 
 class ExpertList:
-    """By address, each until its lease ends. name: of this list, another one after a restart."""
+    """Expert servers by address, each until its lease ends. name: identifies this list; new after a
+    restart."""
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(8)
         self.known: dict[str, tuple[ExpertRecord, float]] = {}
 
     def join(self, record: ExpertRecord, seconds: float) -> dict[str, Any]:
-        """Also again, with other experts."""
+        """Register, or renew, possibly with other experts."""
         self._end_leases()
         if record.address not in self.known and len(self.known) >= MOST_SERVERS:
             raise RouteError(503, f"there are {MOST_SERVERS} servers already", "too_many_servers")
         self.known[record.address] = (record, time.monotonic() + seconds)
-        return self._told(record.address)
+        return self._as_json(record.address)
 
     def leave(self, address: str) -> dict[str, Any]:
         self._end_leases()
@@ -35,11 +36,11 @@ class ExpertList:
             raise RouteError(404, f"{address!r:.300} is no expert server here", "no_such_server")
         return {"address": address}
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_json(self) -> list[dict[str, Any]]:
         self._end_leases()
-        return [self._told(address) for address in sorted(self.known)]
+        return [self._as_json(address) for address in sorted(self.known)]
 
-    def _told(self, address: str) -> dict[str, Any]:
+    def _as_json(self, address: str) -> dict[str, Any]:
         record, end = self.known[address]
         return {**asdict(record), "lease_seconds": round(end - time.monotonic(), 1)}
 

@@ -1,5 +1,5 @@
-"""Requests to servers and answers back: whole ones, which are tried elsewhere until one is there in
-full, and streams, which go on elsewhere."""
+"""Forwards requests to servers and their responses back: whole responses, retried on other servers
+until one is complete, and streams, which other servers can continue."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ from rorqual.route.spans import attempt_span
 
 log = logging.getLogger("rorqual.route")
 
-RETRIED = frozenset((502, 503))  # nothing was done there; another server may have room
-LONGEST_ERROR = 4096  # bytes of an answer that may be one that tells of a lost engine
+RETRIED = frozenset((502, 503))  # nothing was done there; another server may have capacity
+LONGEST_ERROR = 4096  # most bytes of a response that is checked for a lost engine
 EVENTS = "text/event-stream"
-LAST_WORDS = 1.0  # seconds for an event before a stream is cut
-SLOW_READER = 10.0  # seconds, and most of the time, that a stream has waited for its client
+LAST_WORDS = 1.0  # seconds to send a last event before a stream is cut
+SLOW_READER = 10.0  # seconds that a stream has waited for its client, and most of its time
 
 
 class SlowReader(Exception):
-    """A server broke off while the router mostly waited for the client: servers do that with
-    readers that are too slow, and so would the next."""
+    """A server closed the stream while the router mostly waited for the client: servers do that to
+    slow readers, and so would the next."""
 
 
 def has_no_room(status: int, body: bytes) -> bool:
-    """Whether another server is to be asked. A client that has more than its share is told so,
-    wherever it asks."""
+    """Whether another server may have capacity. Not for a client over its share, which every server
+    would reject."""
     return status in RETRIED or (status == 429 and len(body) < LONGEST_ERROR and is_full(body))
 
 
 def check_lost(status: int, body: bytes) -> None:
-    """Raises ServerLost where an answer says that it will not come."""
+    """Raises ServerLost where a response reports a lost engine."""
     if status == 500 and len(body) < LONGEST_ERROR and is_loss(body):
         raise ServerLost(f"it answers {body[:200]!r}", UNREADY)
 
 
 async def beside(call: RoutedCall, make: Callable[..., bytes], *arguments: Any) -> bytes:
-    """What `make` gives, on a thread where the body is long: all others wait for this one."""
+    """The result of `make`, on a thread where the body is long, so as not to block the event
+    loop."""
     if len(call.body) < LONG_BODY:
         return make(*arguments)
     return await asyncio.to_thread(make, *arguments)
@@ -77,10 +78,10 @@ class Forwarder:
         self.servers = servers
         self.session = session
         self.metrics = metrics
-        self.ending = False  # open requests are told so, and end
+        self.ending = False  # shutting down: open requests end with an error
 
     async def answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
-        """Raises RouteError, where nothing was sent to the client yet."""
+        """Respond to a call. Raises RouteError only if nothing was sent to the client yet."""
         try:
             return await self._answer(call, request)
         except OwnFault as error:
@@ -97,15 +98,15 @@ class Forwarder:
     async def pick(
         self, call: RoutedCall, failed: set[Server], started: bool = False
     ) -> Server | None:
-        """Who answers. A request that failed somewhere, and all the more a stream that the client
-        reads already, waits for a server to come back."""
+        """Choose a server. A request that failed on one, and especially a started stream, waits for
+        a server to become usable."""
         seconds = self.config.resume_wait if failed or started else 0.0
         return await self.servers.wait(False, call.key, failed, seconds)
 
     def note(self, server: Server, error: BaseException | None, status: int = 0) -> None:
-        """How an attempt ended."""
+        """Record how an attempt ended."""
         if not self.servers.knows(server):
-            return  # it left meanwhile, and its figures with it
+            return  # it was removed meanwhile, with its metrics
         if isinstance(error, OwnFault):
             self.metrics.note(server, "left")
         elif isinstance(error, ServerLost):
@@ -116,16 +117,16 @@ class Forwarder:
             self.metrics.note(server, "left")
         elif status >= 500:
             self.metrics.note(server, "error")
-            self.servers.failed(server)  # looks at /health: it may be this request's own fault
+            self.servers.failed(server)  # checks /health: this request itself may be the cause
         else:
             self.metrics.note(server, "ok")
             self.servers.worked(server)
 
-    # ---- prompts
+    # ---- prefill
 
     async def prefill(self, call: RoutedCall) -> dict[str, Any] | None:
-        """Where the answering server finds the prompt's pages; None where it computes the prompt by
-        itself: there is no prefill server, or none brought it."""
+        """kv_transfer_params of a prefilled prompt; None where the decoding server computes it:
+        there is no prefill server, or all failed."""
         server = self.servers.pick(True, call.key)
         if server is None:
             return None
@@ -157,14 +158,14 @@ class Forwarder:
             raise
         finally:
             self.note(server, error, status)
-        told = json.loads(data) if status == 200 else None
-        found = told.get("kv_transfer_params") if isinstance(told, dict) else None
+        fields = json.loads(data) if status == 200 else None
+        found = fields.get("kv_transfer_params") if isinstance(fields, dict) else None
         return found if isinstance(found, dict) else None
 
-    # ---- answers that do not stream
+    # ---- responses without streaming
 
     async def whole(self, call: RoutedCall) -> web.Response:
-        """Nothing is sent before everything is there."""
+        """The whole response; nothing is sent before it is complete."""
         failed: set[Server] = set()
         refused: web.Response | None = None
         after: BaseException | str = ""
@@ -194,7 +195,8 @@ class Forwarder:
         raise server_lost() if failed else no_server()
 
     def _other(self, call: RoutedCall, failed: set[Server]) -> Server | None:
-        """One that has not refused: to wait is the client's choice, who was told when to ask."""
+        """A server that has not rejected the request, without waiting: the client got a
+        Retry-After."""
         server = self.servers.pick(False, call.key, failed)
         return None if server in failed else server
 
@@ -226,7 +228,7 @@ class Forwarder:
 
 
 class RoutedStream:
-    """One client's stream, made by one server after another if need be."""
+    """One client's stream, by several servers in turn if needed."""
 
     def __init__(self, forwarder: Forwarder, call: RoutedCall, request: web.Request):
         self.forwarder = forwarder
@@ -237,15 +239,15 @@ class RoutedStream:
         given = call.fields.get("rorqual_resume") if call.fields else None
         self.record = StreamRecord(self.config.resume_tokens if call.can_go_on else 0, given)
         self.record.marked = self.record.marked and call.can_go_on
-        self.response: web.StreamResponse | None = None  # None until something is sent
+        self.response: web.StreamResponse | None = None  # None until headers are sent
         self.failed: set[Server] = set()
         self.tries = 0
         self.resumes = 0
         self.refused: web.Response | None = None
         self.loss: bytes | None = None
-        self.after: BaseException | str = ""  # how the attempt before the present one ended
-        self.began = 0.0  # of the present attempt
-        self.unread = 0.0  # seconds of it in which the client had not taken what was there
+        self.after: BaseException | str = ""  # how the previous attempt ended
+        self.began = 0.0  # of the current attempt
+        self.unread = 0.0  # seconds of it spent waiting for the client
 
     async def run(self) -> web.StreamResponse:
         try:
@@ -253,17 +255,17 @@ class RoutedStream:
         except asyncio.CancelledError:
             if self.response is None or not self.forwarder.ending:
                 raise
-            return await self._told(ending())
+            return await self._send_error(ending())
         except OwnFault:
             if self.response is None:
                 raise
             self.metrics.streams_lost.inc()
-            return await self._told(stream_lost())
+            return await self._send_error(stream_lost())
         except SlowReader:
-            return await self._told(reader_too_slow())
+            return await self._send_error(reader_too_slow())
 
-    async def _told(self, error: RouteError) -> web.StreamResponse:
-        """The stream's last event, which a client that does not read is not waited for."""
+    async def _send_error(self, error: RouteError) -> web.StreamResponse:
+        """Send the error as the last event, without waiting for a client that does not read."""
         task = asyncio.current_task()
         assert self.response is not None
         assert task is not None
@@ -286,7 +288,7 @@ class RoutedStream:
             except ServerLost as error:
                 self.after = error
                 self.failed.add(server)
-                self.call.transfer = None  # pages are kept for one reader
+                self.call.transfer = None  # pages are leased to one reader
                 if self.record.events > before:
                     self.tries = 0
                 if self._completed():
@@ -298,8 +300,8 @@ class RoutedStream:
                 return found
 
     async def _next(self) -> Server | None:
-        """Who makes what is left; None where nobody can."""
-        started = self.record.events > 0  # a comment alone is nothing that has to go on
+        """The server for the rest of the stream; None where there is none."""
+        started = self.record.events > 0  # a comment alone need not be continued
         if started and (not self.record.can_go_on or self.resumes >= self.config.resumes):
             return None
         if self.tries >= self.config.tries:
@@ -318,8 +320,8 @@ class RoutedStream:
         return server
 
     async def _attempt(self, server: Server) -> web.StreamResponse | None:
-        """The rest of the stream from one server: the answer to the client, or None where another
-        is to be tried."""
+        """The rest of the stream from one server: returns the response to the client, or None where
+        another server must be tried."""
         call = self.call
         resume = self.record.resume() if self.record.events else None
         headers = {**call.headers, **({RESUMABLE: "1"} if call.can_go_on else {})}
@@ -348,7 +350,7 @@ class RoutedStream:
             error = ServerLost(str(caught))
             raise error from None
         except ValueError as caught:
-            if self.response is not None:  # the client has half a stream already
+            if self.response is not None:  # the client already has part of the stream
                 error = ServerLost(str(caught))
                 raise error from None
             raise RouteError(502, str(caught), "answer_too_long") from None
@@ -361,8 +363,8 @@ class RoutedStream:
     def _no_stream(
         self, server: Server, answer: aiohttp.ClientResponse, data: bytes
     ) -> web.StreamResponse | None:
-        """An answer of another kind. One that refuses to go on with a stream is no use to the
-        client, who has half of it. Pages that are lost are not asked for again."""
+        """Handle a response that is not a stream. A rejected continuation is not passed to the
+        client, which has part of the stream. Lost pages are not requested again."""
         call = self.call
         self.failed.add(server)
         if self.response is not None:
@@ -395,7 +397,7 @@ class RoutedStream:
                 raise ServerLost(f"its stream ended with {passed.lost[:200]!r}", UNREADY)
         if self.record.marked or not self.record.events:
             raise ServerLost("its stream ended before its last line")
-        # a stream of another kind, which may end without such a line
+        # a foreign stream, which may end without a [DONE] line
         assert self.response is not None
         if splitter.rest:
             await self.response.write(splitter.rest)
@@ -416,13 +418,13 @@ class RoutedStream:
         self.response = response
 
     def _completed(self) -> bool:
-        """The server was lost between the last choice's end and the stream's."""
+        """Whether all choices have ended, so that only the stream's end is missing."""
         return self.response is not None and self.record.finished(
             max(1, self.call.choices()), self.call.wants_usage()
         )
 
     async def _end(self) -> web.StreamResponse:
-        """Nobody goes on."""
+        """No server can continue: end the stream."""
         if self.response is None:
             if self.refused is not None:
                 return self.refused

@@ -1,4 +1,4 @@
-"""Looks at every server's /health, ends leases, and gives up streams of servers that are down."""
+"""Checks every server's /health, ends leases, and aborts streams of servers that are down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("rorqual.route")
 
 
 class HealthChecks:
-    """A task for each server of the list, and one that keeps these in step with it."""
+    """Runs a task for each server of the list."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class HealthChecks:
             self.tasks[server] = asyncio.create_task(self._watch(server))
 
     def leave(self, server: Server, why: str) -> None:
-        """No new requests; those under way end as they do, and are watched until then. A server
-        that comes again is another."""
+        """Remove a server: no new requests; open ones continue, and the server is checked until
+        they end. If it registers again it is a new Server."""
         log.info("%s left: %s", server.url, why)
         self.servers.remove(server)
         self.metrics.forget(server.url)
@@ -65,22 +65,22 @@ class HealthChecks:
                 await asyncio.wait_for(server.look.wait(), self.config.health_interval)
             except TimeoutError:
                 continue
-            await asyncio.sleep(min(0.1, self.config.health_interval))  # failures come in crowds
+            await asyncio.sleep(min(0.1, self.config.health_interval))  # failures cluster
 
     async def look(self, server: Server) -> None:
-        """Once."""
+        """Check a server once."""
         timeout = aiohttp.ClientTimeout(total=self.config.health_timeout)
         before = server.state
         try:
             async with self.session.get(f"{server.url}/health", timeout=timeout) as answer:
                 state = state_after(answer.status)
             server.missed = 0
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no host's name
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: bad host
             if is_own_fault(error):
                 log.warning("%s cannot be looked at: %s", server.url, error)
                 return
             server.missed += 1
-            # nobody listens: there is no need to ask again
+            # connection refused: no need to retry
             refused = isinstance(error, aiohttp.ClientConnectorError)
             state = DOWN if refused or server.missed >= self.config.health_failures else before
         self.servers.set_state(server, state)
@@ -95,8 +95,8 @@ class HealthChecks:
             self._give_up(server)
 
     def _give_up(self, server: Server) -> None:
-        """Whatever waits for it and has heard nothing for long enough."""
+        """Abort attempts on this server that have received nothing for `stall_timeout`."""
         now = time.monotonic()
         for attempt in list(server.attempts):
-            if now - attempt.heard >= self.config.stall_timeout:
+            if now - attempt.last_received >= self.config.stall_timeout:
                 attempt.give_up(f"no sign of life for {self.config.stall_timeout:g} s")

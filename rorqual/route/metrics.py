@@ -1,4 +1,4 @@
-"""What /metrics tells."""
+"""The metrics of /metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "rorqual_router"
 
 
 class RouteMetrics:
-    """Labels: `server` is a URL. Series of a server that left are taken away."""
+    """Labels: `server` is a URL. Series of a removed server are deleted."""
 
     def __init__(self) -> None:
         disable_created_metrics()
@@ -49,7 +49,8 @@ class RouteMetrics:
         return Gauge(f"{PREFIX}_{name}", about, labels, registry=self.registry)
 
     def note(self, server: Server, outcome: str) -> None:
-        """An attempt ended: ok, error (the server's), lost, or left (the client went away)."""
+        """Count an ended attempt: ok, error (the server's), lost, or left (the client
+        disconnected)."""
         self.outcomes.add((server.url, outcome))
         self.requests.labels(server.url, outcome).inc()
 
@@ -58,7 +59,7 @@ class RouteMetrics:
 
     def forget(self, url: str) -> None:
         for metric in (self.in_flight, self.up, self.breaker):
-            with suppress(KeyError):  # it was never looked at
+            with suppress(KeyError):  # it was never checked
                 metric.remove(url)
         for pair in [pair for pair in self.outcomes if pair[0] == url]:
             self.requests.remove(*pair)

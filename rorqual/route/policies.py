@@ -1,4 +1,4 @@
-"""Which server takes a request."""
+"""Load balancing policies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 BLOCK = 512  # bytes of prompt: about 128 tokens, eight pages
-BLOCKS = 256  # of a prompt that are looked at
-REMEMBERED = 1 << 17  # beginnings of prompts, over all servers
-EXCESS = 1.25  # times the average load from which on a prefix does not decide
+BLOCKS = 256  # most blocks of a prompt that are hashed
+REMEMBERED = 1 << 17  # prompt prefixes, over all servers
+EXCESS = 1.25  # times the average load above which prefix affinity is ignored
 
 
 class Loaded(Protocol):
@@ -23,13 +23,13 @@ S = TypeVar("S", bound=Loaded)
 
 
 class Policy:
-    """choose: of at least one candidate, for a prompt whose text begins with `key`."""
+    """choose: from at least one candidate, for a prompt whose text begins with `key`."""
 
     def choose(self, servers: Sequence[S], key: bytes) -> S:
         raise NotImplementedError
 
-    def forget(self, server: Loaded) -> None:
-        """It has left."""
+    def remove_server(self, server: Loaded) -> None:
+        """The server was removed."""
 
 
 class RoundRobin(Policy):
@@ -48,8 +48,8 @@ class LeastLoaded(Policy):
 
 
 class PowerOfTwo(Policy):
-    """Nearly as even as the least loaded, and no herd where several routers share servers
-    (Mitzenmacher 2001)."""
+    """Power of two choices: nearly as even as the least loaded, and without herding where several
+    routers share servers (Mitzenmacher 2001)."""
 
     def choose(self, servers: Sequence[S], key: bytes) -> S:
         drawn = random.sample(servers, min(2, len(servers)))
@@ -57,9 +57,10 @@ class PowerOfTwo(Policy):
 
 
 class Prefix(Policy):
-    """Where the longest known beginning of the prompt went last, for its pages may be cached there;
-    a prompt of which nothing is known goes where its first block hashes to. Loads stay within
-    EXCESS of the average (Mirrokni et al., arXiv 1608.01350), one request more in any case."""
+    """Cache-aware: the server that last received the prompt's longest known prefix, as its pages
+    may be cached there; an unknown prompt goes to the server that its first block hashes to. Loads
+    are bounded by EXCESS times the average, but at least one request above it (Mirrokni et al.,
+    arXiv 1608.01350)."""
 
     def __init__(self) -> None:
         self.seen: OrderedDict[bytes, str] = OrderedDict()
@@ -83,16 +84,17 @@ class Prefix(Policy):
         return server
 
     def _went(self, chain: list[bytes]) -> list[str]:
-        """Where beginnings of the prompt went, the longest first."""
+        """Servers that received prefixes of the prompt, the longest first."""
         return [self.seen[block] for block in reversed(chain) if block in self.seen]
 
-    def forget(self, server: Loaded) -> None:
+    def remove_server(self, server: Loaded) -> None:
         for block in [block for block, url in self.seen.items() if url == server.url]:
             del self.seen[block]
 
 
 def beginnings(key: bytes) -> list[bytes]:
-    """A hash of each beginning of whole blocks; of the whole key where it is shorter than one."""
+    """A hash of each prefix of whole blocks, or of the whole key where it is shorter than one
+    block."""
     chain: list[bytes] = []
     last = b""
     for at in range(0, max(1, len(key) - BLOCK + 1), BLOCK):

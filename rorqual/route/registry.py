@@ -1,9 +1,9 @@
-"""Servers that are found in etcd: a list, a watch on what changes, and the list again and again, by
-which the router knows that etcd is there and that it missed nothing.
+"""Server discovery through etcd: a list, a watch for changes, and periodic lists, which show that
+etcd is reachable and that no change was missed.
 
-While etcd is away the router keeps the servers that it knows for as long as they are ready; one
-that has not been ready for KEEP_SECONDS is forgotten. When it is back nothing leaves for as long as
-servers need to come again: it may have lost its data, or have slept past the end of every lease.
+While etcd is unreachable the router keeps known servers as long as they are ready; one not ready
+for KEEP_SECONDS is removed. When etcd is back nothing is removed until servers have had time to
+register again: etcd may have lost its data, or been suspended past the end of every lease.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from rorqual.route.servers import READY, ServerList
 
 log = logging.getLogger("rorqual.route")
 
-# between two lists: a sleeping etcd is noticed before a lease ends in its sleep
+# between two lists: a suspended etcd is noticed before leases expire meanwhile
 LIST_SECONDS = 5.0
-RETRY_SECONDS = 1.0  # while etcd is away
+RETRY_SECONDS = 1.0  # while etcd is unreachable
 KEEP_SECONDS = 600.0
 
 
 class RegistryWatch:
-    """found: what was joined for each key. away: etcd does not answer. grace: until when nothing
-    leaves. seen: the newest revision that the present watch told of."""
+    """found: the server added for each key. away: etcd does not respond. grace: until then nothing
+    is removed. seen: the newest revision received from the current watch."""
 
     def __init__(
         self,
@@ -59,27 +59,27 @@ class RegistryWatch:
         self.checks = checks
         self.session = session
         self.found: dict[str, ServerRecord] = {}
-        self.refused: dict[str, str] = {}  # why, by key
+        self.refused: dict[str, str] = {}  # reasons, by key
         self.away = False
         self.grace = 0.0
         self.seen = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             try:
                 self.seen = 0
                 revision = await self.refresh()
                 self._note(None)
                 await self._watch_and_list(revision)
-            except Exception as error:  # whatever an answer holds, the watch goes on
+            except Exception as error:  # whatever a response contains, the watch continues
                 self._note(f"{type(error).__name__}: {error}")
                 self._keep()
                 self.bases.append(self.bases.pop(0))
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def start(self) -> None:
-        """The first list, where etcd is there."""
+        """Fetch the first list, if etcd is reachable."""
         try:
             await self.refresh()
         except Exception as error:
@@ -93,17 +93,17 @@ class RegistryWatch:
             self.grace = time.monotonic() + LEASE_SECONDS
         self.away = error is not None
 
-    # ---- what is there
+    # ---- list and watch
 
     async def refresh(self) -> int:
-        """Takes in all records; returns etcd's revision."""
+        """Process all records; returns etcd's revision."""
         asked = {**keys_below(self.prefix), "limit": str(MOST_RECORDS)}
         timeout = aiohttp.ClientTimeout(total=SECONDS)
         url = f"{self.bases[0]}/v3/kv/range"
         async with self.session.post(url, json=asked, timeout=timeout) as answer:
             data = await self._read(answer)
         revision = int(data["header"]["revision"])
-        if revision < self.seen:  # the watch was faster
+        if revision < self.seen:  # the watch was ahead
             return revision
         there = dict(decoded(kv) for kv in data.get("kvs", ()))
         for key, value in there.items():
@@ -125,7 +125,7 @@ class RegistryWatch:
         return found
 
     async def _watch_and_list(self, revision: int) -> None:
-        """Until one of both fails."""
+        """Run both until one fails."""
         watch = asyncio.create_task(self._watch(revision + 1))
         try:
             while True:
@@ -139,7 +139,7 @@ class RegistryWatch:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _watch(self, revision: int) -> None:
-        """Takes in what changes from a revision on. Ends where etcd ends it."""
+        """Process changes from a revision on. Returns when etcd ends the watch."""
         asked = {"create_request": {**keys_below(self.prefix), "start_revision": str(revision)}}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS)
         url = f"{self.bases[0]}/v3/watch"
@@ -166,7 +166,7 @@ class RegistryWatch:
             else:
                 self._join(key, value)
 
-    # ---- what comes of it
+    # ---- changes of the server list
 
     def _join(self, key: str, value: bytes) -> None:
         try:
@@ -197,7 +197,7 @@ class RegistryWatch:
     def _leave(self, key: str, why: str) -> None:
         record = self.found.get(key)
         if record is None or self.away or time.monotonic() < self.grace:
-            return  # if it does not come again, a later list says so
+            return  # if it does not register again, a later list removes it
         del self.found[key]
         server = self.servers.servers.get(record.url)
         if server is None or server.leases.get(record.role) is None:
@@ -208,7 +208,7 @@ class RegistryWatch:
             del server.leases[record.role]
 
     def _keep(self) -> None:
-        """Nobody can say who is there: those who are ready are."""
+        """While etcd is unreachable: keep the servers that are ready."""
         now = time.monotonic()
         for record in self.found.values():
             server = self.servers.servers.get(record.url)

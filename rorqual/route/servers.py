@@ -1,5 +1,4 @@
-"""The servers that a router knows: what each is for, whether it can take requests, and which one
-takes the next."""
+"""The servers that a router knows: their roles and state, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from rorqual.route.policies import Policy
 PREFILL = "prefill"
 ANSWERS = frozenset(("replica", "decode"))
 READY = "ready"
-UNREADY = "unready"  # it answers, but takes no requests: starting, draining, without an engine
+UNREADY = "unready"  # it responds, but takes no requests: starting, draining, without an engine
 DOWN = "down"
 
 
 @dataclass(eq=False)
 class Server:
-    """`state` is what /health said last. leases: by role, when its registration ends; None for
-    roles named at the start. strikes: requests that failed in a row; after `breaker_failures` there
-    are none before `closed_until`, and then one at a time."""
+    """`state`: result of the last /health. leases: by role, when its registration ends; None for
+    roles configured at start. strikes: consecutive failed requests; after `breaker_failures` it
+    gets none before `closed_until` (circuit breaker), and then one at a time."""
 
     url: str
     leases: dict[str, float | None]
@@ -33,7 +32,7 @@ class Server:
     strikes: int = 0
     closed_until: float = 0.0
     attempts: set[Any] = field(default_factory=set)
-    look: asyncio.Event = field(default_factory=asyncio.Event)  # set: look at /health now
+    look: asyncio.Event = field(default_factory=asyncio.Event)  # set: check /health now
 
     @property
     def roles(self) -> Set[str]:
@@ -41,12 +40,12 @@ class Server:
 
     @property
     def lease(self) -> float | None:
-        """When the last registration ends; None where a role has no end."""
+        """When the last registration ends; None where a role does not expire."""
         ends = list(self.leases.values())
         return None if None in ends else max(end for end in ends if end is not None)
 
     def end_roles(self, now: float) -> None:
-        """Those whose registration has ended beside others: it was started anew as another."""
+        """Remove expired roles beside others: the server was restarted with another role."""
         left = {role: end for role, end in self.leases.items() if end is None or end > now}
         self.leases = left or self.leases
 
@@ -61,8 +60,8 @@ class Server:
             return True
         return time.monotonic() >= self.closed_until and not self.in_flight
 
-    def told(self) -> dict[str, Any]:
-        """For /admin/servers."""
+    def as_json(self) -> dict[str, Any]:
+        """As shown by /admin/servers."""
         return {
             "url": self.url,
             "roles": sorted(self.roles),
@@ -77,8 +76,8 @@ class Server:
 
 
 class ServerList:
-    """By URL. Policies are one for prompts and one for answers, so that neither's turns or
-    memory mix with the other's."""
+    """Servers by URL. Prefill and other requests have separate policies, so that their state does
+    not mix."""
 
     def __init__(self, prefill: Policy, answers: Policy, breaker_failures: int, seconds: float):
         self.servers: dict[str, Server] = {}
@@ -91,7 +90,7 @@ class ServerList:
         return iter(list(self.servers.values()))
 
     def add(self, url: str, role: str, lease: float | None = None) -> Server:
-        """A server in one more role, or with a lease of that role that ends later."""
+        """Add a server, a role of it, or a longer lease of that role."""
         server = self.servers.get(url)
         if server is None:
             server = self.servers[url] = Server(url, {role: lease})
@@ -100,19 +99,19 @@ class ServerList:
         return server
 
     def knows(self, server: Server) -> bool:
-        """Whether it has not left."""
+        """Whether the server has not been removed."""
         return self.servers.get(server.url) is server
 
     def remove(self, server: Server) -> None:
         if self.knows(server):
             del self.servers[server.url]
         for policy in self.policies.values():
-            policy.forget(server)
+            policy.remove_server(server)
 
     def usable(self, prefill: bool) -> list[Server]:
-        """Where the breakers of all are open, whoever says that it is ready answers: failures in a
-        row may be those of one client's requests, and to refuse everybody helps nobody. A prompt
-        needs no prefill server."""
+        """Usable servers. If the breakers of all are open, every ready server is usable: the
+        failures may be due to one client's requests, and rejecting everyone does not help. Prompts
+        do not need a prefill server."""
         ready = [
             server
             for server in self.servers.values()
@@ -122,7 +121,7 @@ class ServerList:
         return found if found or prefill else ready
 
     def pick(self, prefill: bool, key: bytes, without: Collection[Server] = ()) -> Server | None:
-        """For a prompt that begins like `key`; of those `without` one only where there is no
+        """A server for a prompt that begins with `key`; one of `without` only where there is no
         other."""
         usable = self.usable(prefill)
         rest = [server for server in usable if server not in without] or usable
@@ -140,7 +139,7 @@ class ServerList:
             if server is not None or left <= 0:
                 return server
             try:
-                # the breaker opens by the clock, which tells nobody
+                # a breaker's time runs out without a notification
                 await asyncio.wait_for(self.changed.wait(), min(left, 0.25))
             except TimeoutError:
                 continue
@@ -151,7 +150,7 @@ class ServerList:
             self.changed.set()
 
     def failed(self, server: Server, state: str | None = None) -> None:
-        """A request did not get its answer."""
+        """A request failed on this server."""
         server.strikes += 1
         if server.strikes >= self.breaker_failures:
             server.closed_until = time.monotonic() + self.breaker_seconds

@@ -9,7 +9,7 @@ from aiohttp import web
 from rorqual.route.calls import GENERATES, RoutedCall
 from rorqual.telemetry.spans import RequestSpan, RequestTracer, SpanKind, Value
 
-LONGEST_REASON = 300  # characters of why a server was left
+LONGEST_REASON = 300  # characters of the reason for leaving a server
 
 
 def request_span(tracer: RequestTracer, request: web.Request) -> RequestSpan:
@@ -26,7 +26,7 @@ def request_span(tracer: RequestTracer, request: web.Request) -> RequestSpan:
 
 
 def note_call(call: RoutedCall) -> None:
-    """What the request says of itself."""
+    """Set attributes of the request on its span."""
     if not call.span.recording:
         return
     found: dict[str, Value] = {"gen_ai.request.id": call.headers["X-Request-Id"]}
@@ -42,10 +42,10 @@ def attempt_span(
     call: RoutedCall, url: str, why: str, after: BaseException | str = ""
 ) -> RequestSpan:
     """why: prefill, first, retry (nothing was sent to the client) or resume (the stream goes on).
-    after: what became of the attempt before."""
+    after: how the previous attempt ended."""
     call.attempts += 1
     if not call.span.recording:
-        return call.span.child("")  # that others may go on with the same trace
+        return call.span.child("")  # so that the trace context is still passed on
     parts = urlsplit(url)
     found: dict[str, Value] = {
         "http.request.method": call.method,

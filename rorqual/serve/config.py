@@ -206,18 +206,18 @@ class ServeConfig:
             raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
 
     def events(self) -> KVEventsConfig | None:
-        """Where events of the cache are told; None where nobody asks."""
+        """Where cache events are published; None where not configured."""
         if self.kv_events is None:
             return None
         return KVEventsConfig(self.kv_events, self.kv_events_replay, self.kv_events_topic)
 
     def transfer(self) -> TransferConfig | None:
-        """How pages travel, with the secret read from its file; None without a role."""
+        """KV transfer settings, with the secret read from its file; None without a role."""
         if self.role not in ROLES:
             return None
         assert self.kv_secret_file is not None
         if self.kv_transport in LIBRARIES:
-            package_of(self.kv_transport)  # not after minutes of loading weights
+            package_of(self.kv_transport)  # fail now, not after minutes of loading weights
         try:
             secret = Path(self.kv_secret_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:

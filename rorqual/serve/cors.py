@@ -1,5 +1,5 @@
-"""Cross-origin requests: which pages of other origins a browser lets at the server. Needs nothing
-of the extra `serve` until an app is wrapped."""
+"""Cross-origin requests: which origins' pages a browser allows to call the server. Needs nothing of
+the extra `serve` until an app is wrapped."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_cors(app: Any, config: CorsConfig) -> Any:
-    """The app behind what answers preflights and adds the headers. It stands before everything
-    else: a preflight carries no API key, and errors need the headers too."""
+    """The app wrapped in middleware that answers preflights and adds the headers. It must be
+    outermost: a preflight carries no API key, and errors need the headers too."""
     if not config.allowed_origins:
         return app
     from starlette.middleware.cors import CORSMiddleware

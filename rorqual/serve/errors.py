@@ -1,15 +1,14 @@
-"""Errors in the shape OpenAI's clients know: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
 import msgspec
 
-BUSY_SECONDS = 5  # after which an engine that is busy may have room again
+BUSY_SECONDS = 5  # after which a busy engine may have room again
 
 
 class ApiError(Exception):
-    """An answer that is not a success. `param` names the field at fault; retry_after is in
-    seconds."""
+    """An error response. `param` names the field at fault; retry_after is in seconds."""
 
     def __init__(
         self,
@@ -46,12 +45,12 @@ class ApiError(Exception):
 
 
 def encodable(text: str) -> str:
-    """What a caller wrote may be no text; the answer must be."""
+    """A caller's text, made valid Unicode for the response."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class Disconnected(Exception):
-    """The client has gone; nobody reads an answer."""
+    """The client has disconnected."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

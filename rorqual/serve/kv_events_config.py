@@ -1,4 +1,4 @@
-"""Where an engine tells what its prefix cache holds. Needs nothing of the extra `serve`."""
+"""Where an engine publishes its prefix cache events. Needs nothing of the extra `serve`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rorqual.errors import ConfigError
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """endpoint, replay: tcp://ADDRESS:PORT, on loopback or a private network; replay may be
-    empty. Each further engine has the next ports."""
+    """endpoint, replay: tcp://ADDRESS:PORT, on loopback or a private network; replay may be empty.
+    Each further engine uses the next ports."""
 
     endpoint: str
     replay: str | None = None

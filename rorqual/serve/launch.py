@@ -46,10 +46,10 @@ from rorqual.text.tool_calls import detect
 log = logging.getLogger("rorqual.serve")
 
 SAMPLE_SECONDS = 0.5
-# bytes the kernel is asked to keep for a slow reader; connections inherit it
+# socket send buffer in bytes, for slow readers; connections inherit it
 SEND_BUFFER = 128 << 10
 SPARE_FILES = 128  # open files besides the connections of requests: libraries, sockets, probes
-# how long a server that lost its engine still answers, so that callers and probes learn of it
+# how long a server that lost its engine still responds, so that callers and probes see it
 RED_SECONDS = 2.0
 
 
@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
 
 
 def run(config: ServeConfig, version: str, early: EarlyEngines | None = None) -> int:
-    """Serve until told to stop; returns the exit status. early: engine processes begun before."""
+    """Serve until a signal; returns the exit status. early: engine processes started before."""
     tracer = start_tracer(config.otlp_endpoint, "rorqual-server", version)
     folder = model_folder(config.model)
     served = read_served(config, folder)
@@ -126,7 +126,7 @@ def _names(config: ServeConfig, folder: Path) -> tuple[str, ...]:
 
 
 def profile_dir(config: ServeConfig) -> Path | None:
-    """The folder for profiles, made where it is not there."""
+    """The folder for profiles, created if missing."""
     if config.profile_dir is None:
         return None
     folder = Path(config.profile_dir).expanduser().absolute()
@@ -140,7 +140,7 @@ def profile_dir(config: ServeConfig) -> Path | None:
 
 
 def _bind(config: ServeConfig) -> socket.socket:
-    """Before anything is loaded: a port in use is said at once."""
+    """Bind before anything is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,8 +160,8 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
     """One set a replica; on GPUs replica i of an engine with W ranks takes W GPUs from
     first_device + i * W on.
 
-    Raises ConfigError for options that no engine could have, and for launchers that start the
-    ranks of one engine alone."""
+    Raises ConfigError for invalid options, and for replicas with launchers that only start the
+    ranks of one engine."""
     base = {**config.engine, "model": str(folder)}
     engine = EngineConfig.from_dict(base)
     if config.replicas > 1 and ":" in engine.device:
@@ -175,7 +175,7 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
             "replicas nor restart"
         )
     if engine.kv_host_memory and engine.launcher == "local":
-        # replicas start side by side, and each alone would find enough
+        # replicas start concurrently, and each by itself would find enough memory
         check_room(engine.kv_host_memory, config.replicas * engine.parallel.world)
     return [
         {**base, "first_device": engine.first_device + i * engine.parallel.world}
@@ -192,10 +192,10 @@ async def serve(
     tracer: RequestTracer,
     early: EarlyEngines | None = None,
 ) -> int:
-    """options: those of each replica's engine."""
+    """options: of each replica's engine."""
     limits = config.limits
     where = served.tokenizer.folder
-    fleet = EnginePool(
+    pool = EnginePool(
         options,
         limits,
         config.restart,
@@ -207,30 +207,30 @@ async def serve(
         early,
     )
     shown = _shown(config, options[0]["model"], str(where))
-    api = Api(served, fleet, limits, version, shown, config.metrics_names)
+    api = Api(served, pool, limits, version, shown, config.metrics_names)
     routes = create_app(api, config.api_key, profile_dir(config), tracer)
     app = DirectSend(with_cors(routes, config.cors))
     server = HttpServer(_uvicorn(app, limits))
-    told = asyncio.Event()
+    stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stopping.set)
     http = asyncio.create_task(server.serve([sock]))
-    engines = asyncio.create_task(fleet.run())
+    engines = asyncio.create_task(pool.run())
     known = registration(config, address(sock))
     beside = (_sample(api), _announce(api, sock, known), api.memory.run())
     others = [asyncio.create_task(work) for work in beside]
-    stop = asyncio.create_task(told.wait())
+    stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({engines, http, stop}, return_when=asyncio.FIRST_COMPLETED)
         if known is not None:
             others[1].cancel()
-            await known.leave()
-        return await _end(api, engines, told)
+            await known.deregister()
+        return await _end(api, engines, stopping)
     finally:
         for task in others:
             task.cancel()
-        await fleet.stop()
+        await pool.stop()
         engines.cancel()
         stop.cancel()
         server.should_exit = True
@@ -238,10 +238,11 @@ async def serve(
         await asyncio.to_thread(tracer.close)
 
 
-async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> int:
-    """Told to stop: let open requests finish. An engine lost: stay red for a moment, then fail."""
-    if told.is_set():
-        await _drain(api, told)
+async def _end(api: Api, engines: asyncio.Task[None], stopping: asyncio.Event) -> int:
+    """On a signal: let open requests finish. When an engine is lost: report unhealthy for a moment,
+    then exit with an error."""
+    if stopping.is_set():
+        await _drain(api, stopping)
         return 0
     api.draining = True
     error = (
@@ -256,20 +257,20 @@ async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> in
 
 
 def _last_clients(api: Api) -> list[Any]:
-    return [engine.client for engine in api.fleet.engines if engine.client is not None]
+    return [engine.client for engine in api.pool.engines if engine.client is not None]
 
 
-async def _drain(api: Api, told: asyncio.Event) -> None:
-    """New requests are turned away; open ones have `drain` seconds, or until a second signal."""
+async def _drain(api: Api, stopping: asyncio.Event) -> None:
+    """Reject new requests; open ones have `drain` seconds, or until a second signal."""
     api.draining = True
-    told.clear()
+    stopping.clear()
     loop = asyncio.get_running_loop()
     deadline = loop.time() + api.limits.drain
     if api.running:
         log.warning(
             "shutting down: %d requests have up to %g s", len(api.running), api.limits.drain
         )
-    while api.running and loop.time() < deadline and not told.is_set():
+    while api.running and loop.time() < deadline and not stopping.is_set():
         await asyncio.sleep(0.05)
     for job in list(api.running):
         job.fail(drained())
@@ -284,14 +285,14 @@ async def _sample(api: Api) -> None:
 
 
 async def _announce(api: Api, sock: socket.socket, known: Registration | None) -> None:
-    """Once it is ready; then to routers, for as long as it serves."""
-    while not api.fleet.healthy:
+    """Log once the server is ready; then register with routers while it serves."""
+    while not api.pool.healthy:
         await asyncio.sleep(0.05)
-    check_open_files(api.fleet.room)
-    slowest = max(api.fleet.clients, key=lambda client: client.start_seconds)
-    phases = {"api": api.fleet.began, **slowest.startup}
-    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
-    log.warning("ready after %.1f s: %s", sum(phases.values()), told)
+    check_open_files(api.pool.room)
+    slowest = max(api.pool.clients, key=lambda client: client.start_seconds)
+    phases = {"api": api.pool.began, **slowest.startup}
+    shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    log.warning("ready after %.1f s: %s", sum(phases.values()), shown)
     log.warning("serving %s on %s (docs at /docs)", ", ".join(api.served.names), address(sock))
     if known is not None:
         await known.run()
@@ -334,7 +335,7 @@ def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:
         loop="none",
         lifespan="off",
         access_log=False,
-        log_config=None,  # its own would write a stranger's text as it came
+        log_config=None,  # uvicorn's own would log callers' text unescaped
         log_level="error",
         server_header=False,
         date_header=False,
@@ -345,7 +346,8 @@ def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:
 
 
 def _shown(config: ServeConfig, folder: str, tokenizer: str) -> dict[str, Any]:
-    """What /server_info tells; never the key. root, tokenizer_root: by what clients load them."""
+    """The content of /server_info; never the key. root, tokenizer_root: names by which clients load
+    them."""
     where = {"model": folder, "tokenizer": tokenizer, "pid": os.getpid()}
     words = config.tokenizer or (config.model if tokenizer == folder else None)
     where["root"] = loaded_as(config.model, Path(folder))

@@ -1,5 +1,4 @@
-"""What one request may ask for, and what the server holds at once: every number in one place,
-each with its flag."""
+"""Limits of one request, and of the whole server: every number in one place, each with its flag."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
 from rorqual.text.grammar_limits import GrammarLimits
 
-# seconds after `patience` at which a body that still comes is cut off without an answer
+# seconds after `patience` at which a body still arriving is cut off without a response
 BODY_GRACE = 10.0
 
 _limit = partial(option, group="Limits")
 
-GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` of them
+GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` wrong keys
 MOST_GUESSERS = 10_000  # addresses remembered
 LONGEST_REQUEST_ID = 128  # characters of a caller's X-Request-Id
-LARGE_BODIES = 4 << 20  # bytes of bodies after which freed memory is given back to the system,
-TRIM_SECONDS = 5.0  # a few times, so far apart
+LARGE_BODIES = 4 << 20  # bytes of bodies after which freed memory is returned to the system,
+TRIM_SECONDS = 5.0  # a few times, this far apart
 
 
 @dataclass(frozen=True)

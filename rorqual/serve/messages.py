@@ -1,10 +1,9 @@
-"""What the API process and an engine process say to each other: msgspec structs in msgpack over
-ZeroMQ. No torch.
+"""Messages between the API process and an engine process: msgspec structs in msgpack over ZeroMQ.
+No torch.
 
-The engine sends one `StepOutputs` a step, whatever the number of requests. A request whose caller
-needs its text as it grows (streaming, or stop strings to be found) has `every_step`; any other is
-heard of once, when it ends. Times are seconds on the machine's monotonic clock, which all processes
-share.
+The engine sends one `StepOutputs` a step, whatever the number of requests. A request whose text is
+needed as it grows (streaming, or stop strings) has `every_step`; any other gets a single output,
+when it ends. Times are seconds on the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rorqual.request import Request
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """traced: somebody wants to know of its phases."""
+    """traced: send RequestPhase messages for it."""
 
     request: Request
     every_step: bool
@@ -26,41 +25,40 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    """End these requests: the caller has gone, or has all it wants. Their pages are free before
-    the next step; no answer is sent."""
+    """End these requests: the caller has disconnected, or has all it wants. Their pages are free
+    before the next step; no output is sent."""
 
     ids: list[str]
 
 
 class ResetPrefix(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Drop every cached page that nobody uses."""
+    """Drop every cached page that is not in use."""
 
 
 class StartTrace(msgspec.Struct, tag="trace", array_like=True, frozen=True):
-    """Record the next steps into files that begin with `prefix`, which the API process made of
-    the folder it was given. One at a time."""
+    """Record the next steps into files that begin with `prefix`, a path in the API process's
+    profile folder. One trace at a time."""
 
     prefix: str
     steps: int
 
 
 class StopTrace(msgspec.Struct, tag="untrace", array_like=True, frozen=True):
-    """Record no further step, and write those that were."""
+    """Stop recording, and write the steps recorded so far."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
-    """Leave after this message; nothing under way is finished."""
+    """Exit after this message; open requests are not finished."""
 
 
 ToEngine = Add | Cancel | ResetPrefix | StartTrace | StopTrace | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one request; none where those that it came with are all that it may have.
-    `finish` and `stop_token` on the last; `cached` counts prompt
-    tokens the prefix cache held. `prompt_logprobs`: with the first, where asked for, one for each
-    token of the prompt but its first. `transfer`: kv_transfer_params of an answer whose tokens go
-    on elsewhere, with the last."""
+    """New tokens of one request; none where its given output already reaches its limit. `finish`
+    and `stop_token` on the last; `cached` counts prompt tokens the prefix cache held.
+    `prompt_logprobs`: with the first, where requested, one for each token of the prompt but its
+    first. `transfer`: kv_transfer_params of a request that is decoded elsewhere, with the last."""
 
     id: str
     tokens: list[int]
@@ -77,9 +75,9 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A request that can never be served, and why: the caller's mistake. busy: it could be,
-    later. pages_lost: its prompt was computed elsewhere, and did not come. experts_missing: no
-    server holds an expert that it needs."""
+    """A rejected request, and why: by default the caller's mistake. busy: it may be retried later.
+    pages_lost: its prompt was computed elsewhere, and its pages were not received. experts_missing:
+    no server holds an expert that it needs."""
 
     id: str
     message: str
@@ -106,7 +104,7 @@ class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Times of one request that came to its end, seconds; tpot is None for a single token."""
+    """Times of one finished request, seconds; tpot is None for a single token."""
 
     at: float
     ttft: float
@@ -116,17 +114,16 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
-    """Counts since the engine started, gauges of this moment, histograms as cumulative counts,
-    and the requests that ended since the last snapshot. expert_load: tokens by layer and logical
-    expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
-    rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
-    moved. prompts and cached_prompts: tokens of the prompts whose first token has
-    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers,
-    traffic: KVTransfers.figures and traffic; empty where pages do not travel. host_cache: pages
-    that host memory can hold and does, tokens looked for there and found, bytes copied out and in
-    by one rank of each data-parallel one; empty where there is none. expert_servers: of each its
-    name, whether it is linked, seconds of a call, and its share of rows that others could take
-    too."""
+    """Counts since the engine started, current gauges, histograms as cumulative counts, and the
+    requests that ended since the last snapshot. expert_load: tokens by layer and logical expert,
+    where recorded; expert_balancedness: by layer, of the last windows. expert_moves: rebalances,
+    moves applied, slots changed by them, moves failed; empty without load balancing. prompts and
+    cached_prompts: tokens of the prompts whose first token was sampled, and how many of those were
+    cached; prompt_tokens are those computed. transfers, traffic: KVTransfers.figures and traffic;
+    empty without KV transfers. host_cache: pages that host memory can hold and does, tokens queried
+    and hit there, bytes copied out and in by one rank of each data-parallel rank; empty without a
+    host tier. expert_servers: of each its name, whether it is connected, seconds of a call, and its
+    share of rows that other servers could take too."""
 
     at: float
     running: int = 0
@@ -165,8 +162,8 @@ class HistogramState(msgspec.Struct, array_like=True):
 
 
 class RequestPhase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
-    """A phase of a traced request is over; sent before the outputs that it ends with. `arrival`:
-    the request's; details: attributes of the phase's span."""
+    """A phase of a traced request has ended; sent before the outputs that end it. `arrival`: the
+    request's; details: attributes of the phase's span."""
 
     id: str
     name: str
@@ -177,14 +174,14 @@ class RequestPhase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
 
 
 class TraceDone(msgspec.Struct, tag="traced", array_like=True, frozen=True):
-    """What came of StartTrace: the files that were written, and why others were not."""
+    """The result of StartTrace: the files written, and why others were not."""
 
     files: list[str]
     errors: list[str]
 
 
 class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
-    """The engine cannot go on. `user`: because of how it was started (the message says what to
+    """The engine cannot continue. `user`: because of its configuration (the message says what to
     change), not of a defect."""
 
     message: str
@@ -199,10 +196,10 @@ def encoder() -> msgspec.msgpack.Encoder:
 
 
 def engine_decoder() -> msgspec.msgpack.Decoder[ToEngine]:
-    """Reads what an engine receives."""
+    """Decodes what an engine receives."""
     return msgspec.msgpack.Decoder(ToEngine)
 
 
 def client_decoder() -> msgspec.msgpack.Decoder[FromEngine]:
-    """Reads what an engine sends."""
+    """Decodes what an engine sends."""
     return msgspec.msgpack.Decoder(FromEngine)

@@ -1,5 +1,5 @@
-"""A server makes itself known to routers (`rorqual route`), to each or through etcd, again and
-again for as long as it serves."""
+"""A server registers with routers (`rorqual route`), with each or through etcd, and renews the
+registration while it serves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROLES = {"none": ("replica",), "attention": ("replica",), "both": ("prefill", "d
 
 @dataclass
 class Registration:
-    """routers: their URLs. etcd: where several routers look. url: where they find this server.
-    role: as --role."""
+    """routers: their URLs. etcd: a registry that several routers watch. url: this server's address
+    for them. role: as --role."""
 
     routers: tuple[str, ...]
     secret: str
@@ -43,22 +43,23 @@ class Registration:
         self.memberships = [
             Membership(address, self.secret, self.url, self.roles) for address in self.etcd
         ]
-        # not the loop's: who is told may be silent for long, and requests need those
+        # not the loop's executor: a silent router may block for long, and requests need those
+        # threads
         count = len(self.routers) + len(self.memberships)
         self.threads = ThreadPoolExecutor(count, "registration")
 
     async def run(self) -> None:
-        """Until cancelled. A router or an etcd that is away is told when it is back."""
+        """Register and renew until cancelled, also with a router or an etcd that was
+        unreachable."""
         await asyncio.gather(
             *(self._renew(router, self._register, router) for router in self.routers),
-            *(self._renew(m.client.bases[0], self._join, m) for m in self.memberships),
+            *(self._renew(m.client.bases[0], self._join_registry, m) for m in self.memberships),
         )
 
-    async def _renew(self, where: str, tell: Callable[[T], str | None], whom: T) -> None:
-        """Each of those who are told has a rhythm of its own: one that does not answer holds up no
-        other."""
+    async def _renew(self, where: str, send: Callable[[T], str | None], target: T) -> None:
+        """Each router or etcd has its own loop: one that does not respond delays no other."""
         while True:
-            self._note(where, await self._on_thread(tell, whom))
+            self._note(where, await self._on_thread(send, target))
             await asyncio.sleep(LEASE_SECONDS / 5)
 
     def _note(self, where: str, error: str | None) -> None:
@@ -68,27 +69,27 @@ class Registration:
             log.warning("%s takes this server again", where)
         (self.away.discard if error is None else self.away.add)(where)
 
-    async def leave(self) -> None:
-        """No more requests, please."""
-        told = [
-            *(self._on_thread(self._leave, router) for router in self.routers),
-            *(self._on_thread(self._part, one) for one in self.memberships),
+    async def deregister(self) -> None:
+        """Deregister, so that no more requests are sent here."""
+        waiting = [
+            *(self._on_thread(self._deregister, router) for router in self.routers),
+            *(self._on_thread(self._leave_registry, one) for one in self.memberships),
         ]
-        await asyncio.wait(told, timeout=TIMEOUT)
+        await asyncio.wait(waiting, timeout=TIMEOUT)
 
-    def _on_thread(self, tell: Callable[[T], str | None], whom: T) -> asyncio.Future[str | None]:
-        return asyncio.get_running_loop().run_in_executor(self.threads, tell, whom)
+    def _on_thread(self, send: Callable[[T], str | None], target: T) -> asyncio.Future[str | None]:
+        return asyncio.get_running_loop().run_in_executor(self.threads, send, target)
 
-    # ---- on a thread: what went wrong, if anything did
+    # ---- on a thread; each returns an error message or None
 
-    def _join(self, membership: Membership) -> str | None:
+    def _join_registry(self, membership: Membership) -> str | None:
         try:
             membership.renew()
         except EtcdError as error:
             return str(error)
         return None
 
-    def _part(self, membership: Membership) -> str | None:
+    def _leave_registry(self, membership: Membership) -> str | None:
         try:
             membership.leave()
         except EtcdError as error:
@@ -103,7 +104,7 @@ class Registration:
                 return error
         return None
 
-    def _leave(self, router: str) -> str | None:
+    def _deregister(self, router: str) -> str | None:
         return self._post(f"{router}/admin/leave", {"url": self.url})
 
     def _post(self, url: str, fields: dict[str, object]) -> str | None:

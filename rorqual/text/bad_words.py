@@ -1,4 +1,4 @@
-"""Words that an answer must not hold, as the sequences of tokens that would write them."""
+"""Bad words as the token sequences that would write them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rorqual.text.tokenizer import Tokenizer
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same with `bad_word_ids` for `bad_words`: each word as a text's beginning, and behind a
-    space. Other ways to spell a word in tokens are not banned, as in vLLM."""
+    """The parameters with `bad_word_ids` for `bad_words`: each word at a text's start, and after a
+    space. Other tokenizations of a word are not banned, as in vLLM."""
     if not params.bad_words:
         return params
     if tokenizer is None:

@@ -1,7 +1,7 @@
-"""Chat templates: the model's own, in a sandbox; never one that a request brings.
+"""Chat templates: the model's own, in a sandbox; never one from a request.
 
-A base model has none. So that its chat route can be tried, its turns are written as plain lines,
-`role: content`.
+A base model has none: so that the chat route works, turns are written as plain lines, `role:
+content`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rorqual.errors import LoadError, RequestError, quoted
 from rorqual.request import check_object
 from rorqual.text.tokenizer import Tokenizer
 
-BIGGEST_PROMPT = 16 << 20  # characters a template may make of a request
-# Variables that a request gives to a template: its loops may run over them.
+BIGGEST_PROMPT = 16 << 20  # most characters a template may render
+# Template variables of a request, over which a template's loops may run.
 MOST_VARIABLES = 4096  # characters of all of them, as JSON
 DEEPEST_VARIABLES = 8
 LARGEST_NUMBER = 1_000_000
-MOST_COUNTED = 1_000_000  # numbers that the template's own ranges may run over
+MOST_COUNTED = 1_000_000  # most numbers in the template's own ranges
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FIELDS = ("add_generation_prompt", "continue_final_message")
 OWN = frozenset(
@@ -34,18 +34,17 @@ OWN = frozenset(
         *("raise_exception", "strftime_now", "varargs", "kwargs"),
     )
 )
-# Whether a template asks if a turn has content at all, as DeepSeek's do; not of reasoning_content.
+# Whether a template tests if a turn has content, as DeepSeek's do; not for reasoning_content.
 ASKS_FOR_NULL = re.compile(r"(?<!\w)content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 class RawJson(str):
-    """Arguments of a tool call, JSON already: some templates paste them, others put them through
-    tojson. Both give the same here."""
+    """Arguments of a tool call, already JSON: some templates insert them, others apply tojson; both
+    give the same."""
 
 
 class ChatTemplate:
-    """`encode` turns a conversation into token ids and says whether the prompt ends inside a
-    <think> block."""
+    """Renders conversations with the model's template, or as plain lines, and encodes them."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -64,17 +63,17 @@ class ChatTemplate:
         continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. continue_final: it ends with the last message's text. `variables` are as
-        check_variables lets them be."""
+        """The prompt. continue_final: it ends with the last message's text. `variables` must have
+        passed check_variables."""
         if not self.takes_null:
-            # a turn of calls alone has none, and most templates take it for text
+            # a turn with only tool calls has none, and most templates expect text
             messages = [
                 {**message, "content": ""} if message.get("content", "") is None else message
                 for message in messages
             ]
         if not continue_final:
             return self._render(messages, tools, add_generation_prompt, variables or {})
-        mark = f"the-end-{secrets.token_hex(8)}"  # found again wherever the text comes to stand
+        mark = f"the-end-{secrets.token_hex(8)}"  # marks the text's end in the rendered prompt
         last = messages[-1]
         marked = [*messages[:-1], {**last, "content": f"{last['content']}{mark}"}]
         text, found, _ = self._render(marked, tools, False, variables or {}).rpartition(mark)
@@ -121,8 +120,8 @@ class ChatTemplate:
 
 
 def check_variables(name: str, given: Mapping[str, Any]) -> None:
-    """What a request may give to a template: nothing of the template's own, and nothing that could
-    keep it busy for long."""
+    """Check a request's template variables: not the template's own names, and not so large that
+    rendering takes long."""
     for variable in given:
         if not variable.isidentifier() or variable.startswith("_"):
             raise RequestError(f"{name}={quoted(variable)} is no name of a variable")
@@ -134,7 +133,7 @@ def check_variables(name: str, given: Mapping[str, Any]) -> None:
 
 
 class _Ranges:
-    """`range` for one rendering, which may count so far in all."""
+    """`range` for one rendering, limited to MOST_COUNTED numbers in all."""
 
     def __init__(self) -> None:
         self.left = MOST_COUNTED
@@ -161,7 +160,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-    """The built-in form for base models, ending where the answer begins."""
+    """The built-in format for base models, ending where the response begins."""
     lines = [f"{message['role']}: {message.get('content') or ''}" for message in messages]
     return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 

@@ -1,5 +1,4 @@
-"""From token ids to what a caller sees: text without half characters, stop strings, log
-probabilities."""
+"""From token ids to output: text without partial characters, stop strings, log probabilities."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from rorqual.text.tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one completion. `index` is the prompt's, `output` the sample's
-    among n."""
+    """What one step added to one completion. `index`: of the prompt; `output`: of the sample among
+    n."""
 
     index: int
     output: int
@@ -40,7 +39,7 @@ def logprob_entry(
 def prompt_entries(
     prompt: Sequence[int], found: Sequence[TokenLogprobs], show: Callable[[int], str | None]
 ) -> list[dict[int, Logprob] | None]:
-    """One a token; None for the first, before which there is nothing."""
+    """One entry per token; None for the first, which has no context."""
     pairs = zip(prompt[1:], found, strict=True)
     return [None, *(logprob_entry(token, entry, show) for token, entry in pairs)]
 
@@ -77,7 +76,7 @@ class Completion:
                 found = sequence.prompt_logprobs
                 result.prompt_logprobs = prompt_entries(result.prompt_token_ids, found, self._show)
         if delta.finish_reason is not None:
-            # Steps in flight go on counting.
+            # Steps in flight still increase the counts.
             self.out.drafted = list(sequence.drafted)
             self.out.accepted = list(sequence.accepted)
             if result is not None:
@@ -85,8 +84,8 @@ class Completion:
         return delta, stopped
 
     def grow(self, tokens: Sequence[int]) -> str:
-        """`take` for tokens that do not end anything, where nothing is asked for but their text
-        and no stop string is looked for: a stream's usual step."""
+        """`take` for tokens that cannot finish the completion, where only their text is needed and
+        there are no stop strings: a stream's usual step."""
         out = self.out
         stream = self.stream
         out.token_ids += tokens
@@ -103,7 +102,7 @@ class Completion:
         finish: FinishReason | None = None,
         stop_token: int | None = None,
     ) -> tuple[Delta, bool]:
-        """`push` for a token whose sequence lives in another process."""
+        """`push` for a token whose sequence is in another process."""
         self.out.token_ids.append(token)
         if logprobs is not None:
             self._add_logprobs(token, logprobs)

@@ -1,4 +1,4 @@
-"""generation_config.json: the model's end-of-sequence ids and its default way of sampling."""
+"""generation_config.json: the model's end-of-sequence ids and default sampling parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GenerationDefaults:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def params(self, **changes: Any) -> SamplingParams:
-        """SamplingParams with the model's defaults under `changes`."""
+        """SamplingParams with the model's defaults, overridden by `changes`."""
         return replace(
             SamplingParams(),
             **{**self.sampling, **{k: v for k, v in changes.items() if v is not None}},

@@ -1,10 +1,10 @@
 """Structured output through xgrammar: matchers for the sampler, and compilation in a process that
 can be stopped.
 
-A schema or regular expression comes from a stranger and may take for ever to compile, or all
-memory. So it is compiled in a child of `grammar_process`, under limits on time and memory; the
-result comes back serialized and is kept. Most compile in an instant: each is tried for a moment
-first, and what takes longer waits for a second process, so that it holds up its like alone.
+An untrusted schema or regular expression may take forever to compile, or all memory. So it is
+compiled in a child of `grammar_process`, under limits on time and memory; the result is returned
+serialized and cached. Most compile quickly: each gets a short try first, and slower ones wait for a
+second process, so that they only delay each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rorqual.text.schema_refs import check_refs
 
 
 def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
-    """Raises RequestError where the text is longer than will be tried."""
+    """Raises RequestError where the text is longer than the limit."""
     most = limits.regex if structure.kind == "regex" else limits.size
     if len(structure.value) > most:
         raise RequestError(
@@ -40,14 +40,14 @@ def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
         )
 
 
-class TooMuch(RequestError):
-    """A structure that met the limits of its try."""
+class GrammarLimitError(RequestError):
+    """A structure that exceeded the limits of its try."""
 
 
 class XGrammars:
     """Compiled grammars of one model's vocabulary; see engine.grammar.Grammars. `matcher` may be
-    called from the engine's thread at any time: it is quick for whatever `prepare` has brought
-    in."""
+    called from the engine's thread at any time: it is quick for structures that `prepare` has
+    compiled."""
 
     def __init__(
         self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits
@@ -59,12 +59,12 @@ class XGrammars:
         self.info: Any = None
         self.info_lock = threading.Lock()
         self.compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
-        # Also what has been dropped but a live request still holds: one that was preempted asks
-        # again.
+        # Also evicted ones that a live request still holds, which needs them again after
+        # preemption.
         self.alive: WeakValueDictionary[StructuredOutput, Any] = WeakValueDictionary()
-        self.sizes: dict[StructuredOutput, int] = {}  # of those, characters as they were received
+        self.sizes: dict[StructuredOutput, int] = {}  # of those, serialized size in characters
         self.jobs: dict[StructuredOutput, GrammarJob] = {}  # waiting or being compiled
-        self.lock = threading.Lock()  # of all of these, never held for long
+        self.lock = threading.Lock()  # for all of these, never held for long
         self.first = Lane(self._start_helper)
         self.slow = Lane(self._start_helper)
         self.queue = GrammarQueue(limits.waiting)
@@ -84,12 +84,11 @@ class XGrammars:
         return cls(folder, vocab_size, eos_token_ids, limits) if there else None
 
     def warm(self) -> None:
-        """Bring up the compiling process now, beside everything else, rather than at the first
-        request."""
+        """Start the compiling process now, in the background, rather than at the first request."""
         self.prepare(StructuredOutput("json_object"), lambda error: None)
 
     def ready(self, structure: StructuredOutput) -> bool:
-        """True where `matcher` need not compile; the structure then counts as used last."""
+        """True where `matcher` need not compile; marks the structure as most recently used."""
         with self.lock, suppress(KeyError):
             self.compiled.move_to_end(structure)
             return True
@@ -102,10 +101,9 @@ class XGrammars:
         client: str = "",
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Compile on a thread of its own and call done(error or None), from there or at once; to
-        keep what has been compiled, `hold` it there.
-        Clients take turns; BusyError where too many wait. What is not `wanted` any more when its
-        turn comes is passed over."""
+        """Compile on another thread and call done(error or None), from there or at once; to keep
+        the compiled grammar, call `hold` there. Clients take turns; BusyError where too many wait.
+        A structure no longer `wanted` when its turn comes is skipped."""
         with self.lock:
             job = self.jobs.get(structure)
             if job is not None:
@@ -128,15 +126,15 @@ class XGrammars:
             self._finish(dropped, BusyError(f"{message}; try again later"))
 
     def _try_all(self) -> None:
-        """Where a client has several, each gets a short try before any gets its whole first one:
-        a small grammar does not wait for what its own client sent before."""
+        """Where a client has several jobs, each gets a short try before any gets a full one: a
+        small grammar does not wait for its client's earlier ones."""
         while (job := self.queue.pop()) is not None:
             if self._still_wanted(job):
                 short = self._is_one_of_several(job)
                 job.tries += 1
                 seconds = self.limits.short if short else self.limits.quick
                 error = self._try(job, self.first, seconds)
-                if isinstance(error, TooMuch):
+                if isinstance(error, GrammarLimitError):
                     self._push(self.queue if short else self.slow_queue, job)
                 else:
                     self._finish(job, error)
@@ -155,7 +153,7 @@ class XGrammars:
         with self.lock:
             wanted = job.wanted
             if not wanted:
-                del self.jobs[job.structure]  # whoever asks from now on makes a new one
+                del self.jobs[job.structure]  # later requests make a new job
             return wanted
 
     def _try(self, job: GrammarJob, lane: Lane, seconds: float) -> Exception | None:
@@ -173,7 +171,7 @@ class XGrammars:
             done(error)
 
     def hold(self, structure: StructuredOutput | None) -> Any:
-        """What keeps a compiled grammar at hand for as long as the caller keeps it."""
+        """A reference that keeps the compiled grammar in memory."""
         return None if structure is None else self.alive.get(structure)
 
     def matcher(self, structure: StructuredOutput) -> XMatcher:
@@ -184,11 +182,12 @@ class XGrammars:
         return self._find(structure, self.first, self.limits.seconds).serialize_json()
 
     def vocabulary(self) -> str:
-        """Known once something has been compiled."""
+        """Available once something has been compiled."""
         return self.info.serialize_json()
 
     def _find(self, structure: StructuredOutput, lane: Lane, seconds: float) -> Any:
-        """The engine's thread asks for what is there, and never waits for what is compiled."""
+        """A cached grammar, else compile it. For structures that were prepared the engine's thread
+        never waits."""
         found = self.alive.get(structure)
         if found is None:
             found, size = self._compile(structure, lane, seconds)
@@ -197,8 +196,8 @@ class XGrammars:
         return found
 
     def _keep(self, structure: StructuredOutput, found: Any, size: int) -> None:
-        """The newest stay, as far as they fit. Those in use stay in any case, so where they are
-        too many no more come: in memory each takes several times its size."""
+        """Cache a grammar, evicting the oldest. Those in use cannot be evicted, so no more are
+        accepted when they are too many: in memory each takes several times its serialized size."""
         self.sizes = {it: size for it, size in self.sizes.items() if it in self.alive}
         in_use = sum(self.sizes.values()) - sum(self.sizes.get(it, 0) for it in self.compiled)
         if in_use + size > self.limits.in_use:
@@ -213,13 +212,14 @@ class XGrammars:
             kept -= self.sizes[self.compiled.popitem(last=False)[0]]
 
     def _compile(self, structure: StructuredOutput, lane: Lane, seconds: float) -> tuple[Any, int]:
-        """The grammar, and how many characters it came in."""
+        """The grammar, and its serialized size in characters."""
         import xgrammar
 
         check_size(structure, self.limits)
         check_refs(structure)
         if not any(0 <= token < self.vocab_size for token in self.eos):
-            # After its text a grammar would allow no token at all, and the sampler must draw one.
+            # Without stop tokens a grammar would allow no token after its text, but the sampler
+            # needs one.
             raise RequestError(
                 f"structured output needs an end-of-sequence id in the model's vocabulary, which "
                 f"has ids 0 to {self.vocab_size - 1}; the model names {list(self.eos)}"
@@ -235,12 +235,12 @@ class XGrammars:
         try:
             answer = lane.ask((*request, seconds), seconds + 5.0)
         except (TimeoutError, EOFError):
-            raise TooMuch(
+            raise GrammarLimitError(
                 f"the {kind} could not be compiled; accepted: one that compiles within "
                 f"{seconds:g} s"
             ) from None
         if "error" in answer:
-            error = TooMuch if answer.get("limit") else RequestError
+            error = GrammarLimitError if answer.get("limit") else RequestError
             raise error(f"the {kind} cannot be compiled: {answer['error']}")
         return answer["compiled"]
 
@@ -265,8 +265,8 @@ class XGrammars:
 
 
 def compile_request(structure: StructuredOutput) -> tuple[str, str]:
-    """What to ask of xgrammar, and its text. JSON comes on one line: whitespace without bound
-    would let a model never end."""
+    """The compiler's kind and text for a structure. JSON is on one line: unbounded whitespace could
+    let a model generate forever."""
     if structure.kind == "json_object":
         return "json_schema", '{"type": "object"}'
     if structure.kind == "choice":
@@ -281,8 +281,8 @@ def _one_of(choices: list[str]) -> str:
 
 
 def tokenizer_info(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> Any:
-    """xgrammar's view of the vocabulary. Special tokens are left blank, else a grammar could
-    spell text with them, which is then not shown; the end-of-sequence ids are the stop tokens."""
+    """xgrammar's view of the vocabulary. Special tokens are left blank, else a grammar could use
+    them for text, which would not be shown; the end-of-sequence ids are the stop tokens."""
     import xgrammar
     from transformers import PreTrainedTokenizerFast
 

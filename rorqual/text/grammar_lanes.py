@@ -1,5 +1,5 @@
-"""Where grammars wait and are compiled: queues that are fair by client, and the child processes
-that compile."""
+"""Grammar compilation: queues that are fair between clients, and the child processes that
+compile."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rorqual.request import StructuredOutput
 
 @dataclass(eq=False)
 class GrammarJob:
-    """One structure to compile, for whoever waits for it: (what to call with the error or None,
-    whether it is still wanted). `found` keeps what came of it until all have been called."""
+    """One structure to compile, and its waiters: (callback for the error or None, whether it is
+    still wanted). `found` keeps the result until all callbacks were called."""
 
     structure: StructuredOutput
     client: str = ""
@@ -38,9 +38,9 @@ class GrammarJob:
 
 
 class GrammarQueue:
-    """At most `most` jobs; clients take turns, and of one client's jobs those with the fewest
-    tries come first. Where it is full, the client that has most of them gives way, so that nobody
-    can fill it for the others."""
+    """At most `most` jobs; clients take turns, and a client's jobs with the fewest tries come
+    first. When full, a job of the client with most jobs is dropped, so that no client can block the
+    others."""
 
     def __init__(self, most: int):
         self.most = most
@@ -49,7 +49,7 @@ class GrammarQueue:
         self.closed = False
 
     def push(self, job: GrammarJob) -> list[GrammarJob]:
-        """Returns the jobs that have no place: nobody's any more, another's, or this one."""
+        """Returns the jobs dropped: unwanted ones, another client's, or this one."""
         with self.changed:
             dropped = self._unwanted() if len(self) >= self.most else []
             if len(self) >= self.most:
@@ -62,8 +62,8 @@ class GrammarQueue:
         return dropped
 
     def pop(self) -> GrammarJob | None:
-        """The next client's least tried, the oldest of these, once there is one; None when the
-        queue is closed."""
+        """The next client's least tried job, oldest first; waits for one. None when the queue is
+        closed."""
         with self.changed:
             while not self.turns and not self.closed:
                 self.changed.wait()
@@ -77,7 +77,7 @@ class GrammarQueue:
             return job
 
     def has(self, client: str) -> bool:
-        """Whether something of it waits."""
+        """Whether the client has a waiting job."""
         with self.changed:
             return client in self.turns
 
@@ -100,7 +100,7 @@ class GrammarQueue:
 
 
 class Framed:
-    """Messages of msgpack with a length before them, over a child's standard input and output."""
+    """Length-prefixed msgpack messages over a child's standard input and output."""
 
     def __init__(self, command: list[str]):
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -110,8 +110,8 @@ class Framed:
         self.output = self.child.stdout
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """Send one message, wait for its answer; raises TimeoutError, or EOFError where the
-        child has gone."""
+        """Send one message and wait for its response; raises TimeoutError, or EOFError where the
+        child has ended."""
         data = msgspec.msgpack.encode(message)
         try:
             self.input.write(len(data).to_bytes(8, "little") + data)
@@ -145,7 +145,7 @@ class Framed:
 
 
 class Lane:
-    """One compiling process, which works at one grammar at a time; started when it is needed."""
+    """One compiling process, for one grammar at a time; started on demand."""
 
     def __init__(self, start: Callable[[], Framed]):
         self.start = start

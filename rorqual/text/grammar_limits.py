@@ -1,4 +1,4 @@
-"""What compiling a stranger's grammar may take."""
+"""Limits of compiling untrusted grammars."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _grammar = partial(option, group="Structured output")
 @dataclass(frozen=True)
 class GrammarLimits:
     """compiled: characters of the compiled form; kept: compiled grammars kept for reuse, and
-    kept_size: characters of all of these; in_use: of those that open requests hold besides; short:
-    processor seconds of a try before the first, where one client has several waiting."""
+    kept_size: characters of all of these; in_use: of those that open requests also hold; short:
+    processor seconds of a short first try, where one client has several waiting."""
 
     size: int = _grammar(
         65_536,

@@ -1,9 +1,9 @@
-"""Compiles grammars from strangers: each in a fork of its own, with limits on processor time and
-memory, thrown away afterwards.
+"""Compiles untrusted grammars: each in its own forked process, with limits on processor time and
+memory.
 
-Framed msgpack on standard input and output. The first message says whose vocabulary and which
-limits; each further one is (kind, text, processor seconds) and is answered by {"compiled": ...} or
-{"error": ...}, with "limit" where more seconds or memory might have done it.
+Framed msgpack on standard input and output. The first message has the vocabulary and the limits;
+each further one is (kind, text, processor seconds), and the response is {"compiled": ...} or
+{"error": ...}, with "limit" where more time or memory might have sufficed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def compile_text(info: Any, kind: str, text: str) -> str:
 
 
 def _check_start(matcher: Any, vocab_size: int) -> None:
-    """A grammar that allows no first token would leave the sampler nothing to choose from."""
+    """Rejects a grammar that allows no first token, which would leave the sampler without a
+    choice."""
     mask = array("i", [0] * (-(-vocab_size // 32)))
     if matcher.fill_next_token_bitmask(
         np.frombuffer(mask, dtype=np.int32).reshape(1, -1)
@@ -77,7 +78,7 @@ def _check_start(matcher: Any, vocab_size: int) -> None:
 
 
 def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str, Any]:
-    """Compile in a child; what it says, or that it said nothing."""
+    """Compile in a child process; its result, or an error if it returned none."""
     source, target = os.pipe()
     said = os.memfd_create("said")
     child = os.fork()
@@ -102,7 +103,7 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
 
 
 def _redirect(said: int) -> None:
-    """What xgrammar prints holds the stranger's text as it came, so it goes to a file first."""
+    """Redirect output to a file first: xgrammar prints the caller's text unescaped."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_SAID, MOST_SAID))
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -116,15 +117,14 @@ def _log_said(said: int) -> None:
 
 
 def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimits) -> None:
-    """Never returns. Ends without a word where a limit is hit: the kernel's signal, or no memory
-    to say it with."""
+    """Never returns. Ends without a message where a limit is hit: by signal, or out of memory."""
     try:
         seconds = max(1, round(limits.seconds))
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(
             resource.RLIMIT_CPU, (seconds + int(used.ru_utime + used.ru_stime), seconds + 60)
         )
-        # That one knows whole seconds alone.
+        # RLIMIT_CPU has whole seconds only.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
         with open("/proc/self/statm") as file:
@@ -144,13 +144,13 @@ def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimit
 
 
 def _first_line(error: Exception) -> str:
-    """What xgrammar says, without the time and the line of its own source."""
+    """xgrammar's message, without its timestamp and source line."""
     text = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).strip())
     return escaped(" ".join(text.split())[:300]) or type(error).__name__
 
 
 def _drain(source: int, deadline: float, most: int) -> bytes | None:
-    """Everything the child writes; None where it writes nothing, too much, or too late."""
+    """The child's whole output; None where there is none, too much, or none in time."""
     parts: list[bytes] = []
     size = 0
     while select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -167,7 +167,7 @@ def _drain(source: int, deadline: float, most: int) -> bytes | None:
 def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not stand between messages
+    os.dup2(2, 1)  # library output must not mix with messages
     log_to_stderr("rorqual grammar: %(message)s", logging.WARNING)
     first = read(source)
     die_with_parent(first["parent"])

@@ -1,5 +1,5 @@
-"""Reading {"name": ..., "arguments": ...} character by character, so that the arguments can be
-passed on before the object ends."""
+"""Incremental parser of {"name": ..., "arguments": ...}, so that the arguments can be streamed
+before the object ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class CallObject:
-    """push(text) takes in what belongs to the object and returns what follows it. `state`: open,
-    done, or bad (this is no such object).
+    """push(text) consumes what belongs to the object and returns what follows it. `state`: open,
+    done, or bad (not such an object).
 
     take_arguments() returns the text of the arguments that has become known since it was last
     called.
@@ -25,11 +25,11 @@ class CallObject:
         self.depth = 0
         self.quoted = self.escaped = self.value_next = False
         self.key: str | None = None
-        # the string now read, where it is a key or a value of the object itself
+        # the current string, where it is a key or a value of the object itself
         self.string: list[str] = []
-        self.kind = ""  # first character of the arguments, once they have begun
+        self.kind = ""  # first character of the arguments, once they have started
         self.inside = False  # within the arguments
-        self.cut = 0  # where in the chunk the arguments go on
+        self.cut = 0  # where in the chunk the arguments continue
         self.pending: list[str] = []
 
     @property
@@ -38,8 +38,8 @@ class CallObject:
 
     @property
     def arguments_begun(self) -> bool:
-        """Objects are passed on as they come; anything else (a string that holds JSON) once it
-        is complete."""
+        """Objects are streamed; anything else (a string that contains JSON) is returned once
+        complete."""
         return self.kind == "{" or (bool(self.kind) and not self.inside)
 
     def push(self, text: str) -> str:
@@ -95,13 +95,13 @@ class CallObject:
         text = _loads("".join(self.string))
         if self.key is None:
             self.key = text if isinstance(text, str) else ""
-        elif self.key == "name" and isinstance(text, str) and not self._told:
+        elif self.key == "name" and isinstance(text, str) and not self._name_settled:
             self.name = text
 
     @property
-    def _told(self) -> bool:
-        """Whether the name was passed on, or could be: a later one comes too late, in whatever
-        pieces the object comes."""
+    def _name_settled(self) -> bool:
+        """Whether the name was sent, or could have been: a later name is ignored, however the text
+        is split."""
         return self.name is not None and self.arguments_begun
 
     def _begin_value(self, char: str, pos: int) -> None:

@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer: <think> ... </think>, over a stream of text pieces."""
+"""Splits reasoning, <think> ... </think>, from content in a stream of text pieces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ END = "</think>"
 
 
 class Reasoning:
-    """push(text) returns (reasoning, content). `inside`: the prompt ended with <think>, so that
-    the text begins with reasoning; else it does so where it begins with <think> itself. The
-    newlines beside the tags belong to neither part."""
+    """push(text) returns (reasoning, content). `inside`: the prompt ended with <think>, so the text
+    begins with reasoning; else it does only if it begins with <think> itself. Newlines next to the
+    tags belong to neither part."""
 
     def __init__(self, inside: bool):
         self.state = "inside" if inside else "start"
@@ -27,7 +27,7 @@ class Reasoning:
         return "", self._content() if self.state == "outside" else ""
 
     def _start(self) -> None:
-        """Wait until it is clear whether the text begins with the tag."""
+        """Hold text until it is clear whether it begins with the tag."""
         begun = self.held.lstrip()
         if begun.startswith(BEGIN):
             self.state = "inside"
@@ -47,7 +47,7 @@ class Reasoning:
             self.strip = True
             return reasoning, self._content()
         keep = overlap(self.held, END)
-        # newlines may turn out to stand before the tag
+        # newlines may precede the tag
         shown = self.held[: len(self.held) - keep].rstrip("\n")
         self.held = self.held[len(shown) :]
         return shown, ""

@@ -1,5 +1,5 @@
-"""References of a JSON schema. xgrammar follows those within the schema; any other it would leave
-out, so that the part would not be constrained at all."""
+"""References of a JSON schema. xgrammar resolves those within the schema; it ignores any other,
+which would leave that part unconstrained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUES = frozenset(("const", "enum", "default", "examples"))  # data, not schema
 
 
 def check_refs(structure: StructuredOutput) -> None:
-    """Raises RequestError for a schema with a `$ref` that is not followed."""
+    """Raises RequestError for a schema with an unsupported `$ref`."""
     if structure.kind not in ("json_schema", "structural_tag"):
         return
     try:

@@ -1,5 +1,5 @@
-"""Stop strings over a stream of text pieces: found across token boundaries, and never shown in
-part."""
+"""Stop strings in a stream of text pieces: matched across token boundaries, and never partly
+shown."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CHARS = 0x110000
 
 
 class StopAutomaton:
-    """Aho and Corasick's: a state for every beginning of a stop string, so that a character of
+    """Aho-Corasick automaton: a state for every prefix of a stop string, so that a character of
     text costs one step on average, however many and long the stops are.
 
-    depth[state]: characters of that beginning, the longest one that ends the text so far.
+    depth[state]: length of that prefix, the longest that is a suffix of the text so far.
     complete[state]: index of the longest stop that is complete there, -1 if none is.
     """
 
@@ -22,7 +22,7 @@ class StopAutomaton:
         self.edges: dict[int, int] = {}  # state * CHARS + character -> state
         self.depth = [0]
         self.complete = [-1]
-        self.shorter = [0]  # the state of the next shorter beginning that ends the same text
+        self.shorter = [0]  # failure links: the next shorter prefix that is a suffix of the text
         children: list[list[int]] = [[]]
         for index, stop in enumerate(stops):
             self._insert(stop, index, children)
@@ -44,7 +44,7 @@ class StopAutomaton:
         self.complete[state] = index
 
     def _link(self, children: list[list[int]]) -> None:
-        """By depth: a state's shorter one is known before its own children ask."""
+        """By depth: a state's failure link is known before its children need it."""
         waiting = deque((0,))
         while waiting:
             state = waiting.popleft()
@@ -66,7 +66,7 @@ class StopAutomaton:
             state = self.shorter[state]
 
 
-# Those of texts still under way: choices of one request share theirs.
+# Cached while in use: choices of one request share theirs.
 _made: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
 
@@ -80,9 +80,9 @@ def automaton_of(stops: tuple[str, ...]) -> StopAutomaton:
 class StopStrings:
     """Holds back any tail that could still become a stop string.
 
-    push(text) returns what is safe to show; once `found` is set, nothing more comes. flush()
-    returns the held tail. Of stop strings the one that is complete first counts; of those complete
-    at the same place, the longest.
+    push(text) returns what is safe to show; nothing more after `found` is set. flush() returns the
+    held tail. The stop string that is complete first counts; of those complete at the same
+    position, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
@@ -124,7 +124,7 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of text that begins stop, short of all of it."""
+    """Length of the longest suffix of text that is a proper prefix of stop."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

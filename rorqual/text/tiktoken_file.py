@@ -16,11 +16,11 @@ from tokenizers.models import BPE
 from rorqual.errors import LoadError
 
 FILE = "tiktoken.model"
-RESERVED = 256  # ids behind the vocabulary for special tokens, as Kimi-K2's tokenizer has them
+RESERVED = 256  # ids after the vocabulary for special tokens, as in Kimi-K2's tokenizer
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# How Kimi-K2's tokenizer cuts a text before it joins bytes.
+# Kimi-K2's pre-tokenization pattern.
 PATTERN = "|".join(
     (
         r"[\p{Han}]+",
@@ -54,7 +54,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter by which byte-level BPE writes each byte: printable ones are themselves."""
+    """The character by which byte-level BPE writes each byte: printable ones are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     found = {byte: chr(byte) for byte in printable}
@@ -62,7 +62,7 @@ def byte_letters() -> dict[int, str]:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to join two tokens into a third, by the rank of what comes out."""
+    """Every pair of tokens that joins to a third, by the rank of the result."""
     found = []
     for token, rank in ranks.items():
         for cut in range(1, len(token)):
@@ -73,8 +73,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def tiktoken_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
-    """`settings`: tokenizer_config.json, which names special tokens by their ids; ids behind the
-    vocabulary that it leaves out are reserved."""
+    """`settings`: tokenizer_config.json, which names special tokens by their ids; ids after the
+    vocabulary that it does not name are reserved."""
     ranks = read_ranks(path)
     letters = byte_letters()
 
@@ -96,7 +96,7 @@ def tiktoken_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def _special(settings: Mapping[str, Any], first: int, path: Path) -> list[AddedToken]:
-    """In the order of their ids, which follow the vocabulary without a gap."""
+    """Special tokens in order of their ids, which follow the vocabulary without gaps."""
     named = {
         int(number): str(token["content"])
         for number, token in (settings.get("added_tokens_decoder") or {}).items()

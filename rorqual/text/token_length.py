@@ -1,5 +1,4 @@
-"""How much text one token can stand for: what a text is sure to have too many tokens by, before
-it is tokenized."""
+"""The most text one token can cover: a lower bound of a text's tokens before it is tokenized."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-# Code points that normalizing can make one of: no character decomposes into more than four.
+# Code points that normalization can merge into one: no character decomposes into more than four.
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1}
 KEEPS = frozenset(("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"))
 
 
 def longest_token(raw: Tokenizer) -> int | None:
-    """The most characters of a text that become one token; None where that is not known: parts
-    of the text may be dropped, or made one unknown token."""
+    """Most characters of a text that become one token; None if unknown: parts of the text may be
+    dropped, or become one unknown token."""
     shrink = 1
     for part in _parts(raw.normalizer):
         found = _shrinks(part)
@@ -36,7 +35,7 @@ def longest_token(raw: Tokenizer) -> int | None:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """Those of a sequence, of sequences in it too, or the component itself."""
+    """The parts of a (nested) sequence, or the component itself."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop()
@@ -55,7 +54,7 @@ def _shrinks(part: dict[str, Any]) -> int | None:
 
 
 def _covers(model: Any, pre: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
-    """Whether every text has tokens: each byte has one of its own."""
+    """Whether every text can be tokenized: each byte has its own token."""
     if not isinstance(model, BPE):
         return False
     if any(part["type"] == "ByteLevel" for part in pre):

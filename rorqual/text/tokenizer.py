@@ -23,7 +23,7 @@ from rorqual.text.token_length import longest_token
 log = logging.getLogger("rorqual.serve")
 
 REPLACEMENT = "\ufffd"
-# Classes that put tokens around a text by their settings; others leave that to tokenizer.json.
+# Classes that add tokens around a text by their settings; others leave that to tokenizer.json.
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
@@ -52,9 +52,9 @@ class Tokenizer:
         )
 
     def _follow_settings(self) -> None:
-        """DeepSeek's models name Llama's tokenizer class. Their tokenizer.json puts nothing around
-        a text: that it begins with the BOS token is said by `add_bos_token` alone. Where neither
-        flag is given they are in tokenizer.json already, as newer transformers writes them."""
+        """DeepSeek's models name Llama's tokenizer class. Their tokenizer.json adds no tokens: only
+        `add_bos_token` says that a text begins with BOS. Where neither flag is given,
+        tokenizer.json already has them, as newer transformers writes them."""
         given = [self.settings.get(name) for name in ("add_bos_token", "add_eos_token")]
         if self.settings.get("tokenizer_class") not in LLAMA or given == [None, None]:
             return
@@ -67,7 +67,7 @@ class Tokenizer:
         self.raw.post_processor = TemplateProcessing(single=around, special_tokens=before + after)
 
     def _named(self, name: str) -> tuple[str, int]:
-        """A special token that must be there, and its id."""
+        """A special token that must exist, and its id."""
         text = _text(self.settings.get(name))
         found = None if text is None else self.raw.token_to_id(text)
         if text is None or found is None:
@@ -81,8 +81,8 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
     def info(self) -> dict[str, Any]:
-        """What vLLM's /tokenizer_info tells: tokenizer_config.json, each named token as its text,
-        and the chat template wherever it lies."""
+        """As vLLM's /tokenizer_info: tokenizer_config.json, each named token as its text, and the
+        chat template from wherever it is stored."""
         named = {
             name: _text(value) if name.endswith("_token") else value
             for name, value in self.settings.items()
@@ -92,9 +92,9 @@ class Tokenizer:
         return {**named, "tokenizer_class": kind, "chat_template": self.template}
 
     def cover(self, vocab_size: int) -> None:
-        """Serve a model that this tokenizer was not made for. An id that only the model has is
-        shown as <ID>, so that each of its tokens has a text; tokens that only the tokenizer has
-        would be no rows of the embedding, and are refused."""
+        """Use this tokenizer for a model with another vocabulary size. Ids that only the model has
+        are decoded as <ID>; tokens that only the tokenizer has would have no embedding row, and are
+        rejected."""
         known = self.raw.get_vocab(with_added_tokens=True)
         count = max(known.values(), default=-1) + 1
         if count > vocab_size:
@@ -103,31 +103,31 @@ class Tokenizer:
             raise ConfigError(f"{message}; accepted: {accepted}")
         names = [f"<{token}>" for token in range(count, vocab_size)]
         if len(known) == count and not any(name in known for name in names):
-            # Added tokens take the ids that follow, which they do only where none is left out.
+            # Added tokens get the next ids, so none may be skipped.
             self.raw.add_tokens([AddedToken(name, normalized=False) for name in names])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The same of each text. Other threads run meanwhile, which `encode` does not let them,
-        whatever its thread."""
+        """`encode` for each text. Releases the interpreter lock meanwhile, which `encode` does
+        not."""
         found = self.raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [item.ids for item in found]
 
     @cached_property
     def longest(self) -> int | None:
-        """The most characters of a text that become one token, where that is known."""
+        """Most characters of a text that become one token; None if unknown."""
         return longest_token(self.raw)
 
     @cached_property
     def joins_bytes(self) -> bool:
-        """Whether a text is no more than its tokens' bytes side by side."""
+        """Whether a text is just its tokens' bytes concatenated."""
         return isinstance(self.raw.decoder, ByteLevel)
 
     def whole_text(self, token_id: int) -> str | None:
         """What a token adds to a text that ends with a whole character; None where it ends inside
-        one, or what it adds depends on others."""
+        one, or its text depends on other tokens."""
         try:
             return self._whole_texts[token_id]
         except KeyError:
@@ -143,7 +143,7 @@ class Tokenizer:
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """The text of one token alone, for log probabilities."""
+        """The text of a single token, for log probabilities."""
         return self.raw.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
@@ -174,8 +174,8 @@ def tokenizer_of(
     named: str | Path | None,
     random: bool,
 ) -> Tokenizer:
-    """The tokenizer of the model in `folder`: the `named` one (a folder or an id), else the
-    model's own. Random weights need none of their own: any text will do, the bundled one's."""
+    """The tokenizer of the model in `folder`: the `named` one (a folder or an id), else the model's
+    own. With random weights the bundled one serves."""
     if named is None and (not random or (folder / "tokenizer.json").exists()):
         return Tokenizer(folder)
     tokenizer = Tokenizer(BUNDLED if named is None else model_folder(named, weights=False))
@@ -187,7 +187,7 @@ def tokenizer_of(
 
 
 class TextStream:
-    """Incremental detokenizing of one request that never puts out half a character."""
+    """Incremental detokenizing of one request that never returns partial characters."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
@@ -196,12 +196,12 @@ class TextStream:
         self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self.ids: list[int] = []
         self.length = 0
-        self.inside = False  # the text so far ends within a character
+        self.inside = False  # the text so far ends inside a character
 
     def push(self, token: int) -> str:
         """The text this token completes; empty while a character is unfinished."""
         if token in self.hidden:
-            return ""  # the stream would keep it, and decode it anew with every token that follows
+            return ""  # the stream would keep it, and decode it again with every later token
         self.ids.append(token)
         if not self.inside:
             whole = self.tokenizer.whole_text(token)
@@ -212,22 +212,21 @@ class TextStream:
 
     def _step(self, token: int) -> str:
         if not self.inside:
-            # what came before is whole characters, of which this token's text knows nothing
+            # the text before is whole characters, which this token's text does not depend on
             self.stream = DecodeStream(skip_special_tokens=self.skip)
         try:
             text = self.stream.step(self.tokenizer.raw, token) or ""
             self.inside = not text or not self.tokenizer.joins_bytes
         except Exception:
-            # Byte fallback: one bad byte changes how those before it are shown, and the library
-            # gives up.
+            # Byte fallback: one invalid byte changes the decoding of those before it, and the
+            # library fails.
             self.stream = DecodeStream(skip_special_tokens=self.skip)
             text = self.tokenizer.decode(self.ids, self.skip)[self.length :]
         self.length += len(text)
         return text
 
     def flush(self) -> str:
-        """What remains at the end: the bytes of a character that never came are shown as a
-        replacement."""
+        """The remaining text: bytes of an incomplete character become a replacement character."""
         rest = self.tokenizer.decode(self.ids, self.skip)[self.length :]
         self.length += len(rest)
         return rest

@@ -1,9 +1,8 @@
-"""Tool calls in the text of a model: found as the text comes, and told as the deltas of the OpenAI
-API.
+"""Parsers of tool calls in a model's text, incremental, with results as deltas of the OpenAI API.
 
-Every parser reads each character a bounded number of times and evaluates nothing. What begins like
-a call but is none is given back as plain text where nothing of it has been told yet. A call that
-was cut off is told as far as it is known, and what is not known of it is no text for the reader.
+Every parser reads each character a bounded number of times and evaluates nothing. Text that starts
+like a call but is none is returned as plain text, unless a part of it was already sent as a call. A
+truncated call is sent as far as it is known; the rest of its text is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import Any, Protocol
 from rorqual.text.json_scan import CallObject
 from rorqual.text.stop import overlap
 
-OBJECT = re.compile(r'\\?"arguments\\?"\s*:')  # also within a string of the template's
+OBJECT = re.compile(r'\\?"arguments\\?"\s*:')  # also inside a string of the template
 
 
 @dataclass
-class Told:
-    """What a push made known: plain text, and deltas of calls, {index, id, type, function:
-    {name, arguments}}."""
+class ToolParserOutput:
+    """The result of a push: plain text, and deltas of calls, {index, id, type, function: {name,
+    arguments}}."""
 
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, index: int, name: str, call_id: str | None = None) -> None:
-        """call_id: what the model itself calls it, where its form says."""
+        """call_id: the model's own id, in formats that have one."""
         call = {
             "id": call_id or f"call_{secrets.token_hex(12)}",
             "type": "function",
@@ -45,83 +44,82 @@ class Told:
 class ToolParser(Protocol):
     count: int  # calls found so far
 
-    def push(self, text: str) -> Told: ...
+    def push(self, text: str) -> ToolParserOutput: ...
 
-    def flush(self, cut: bool = False) -> Told:
-        """At the end of the text. cut: the model was not done."""
+    def flush(self, cut: bool = False) -> ToolParserOutput:
+        """Called at the end of the text. cut: the output was truncated."""
 
 
 class HermesParser:
-    """Qwen3's form: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as there
-    are calls."""
+    """Qwen3's format: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once per call."""
 
     BEGIN = "<tool_call>"
     END = "</tool_call>"
 
     def __init__(self) -> None:
         self.held = ""
-        self.space = ""  # before the opening tag, to be given back with what is no call
+        self.space = ""  # before the opening tag, returned if no call follows
         self.call: CallObject | None = None
-        self.ending = False  # the object is complete, its closing tag is not
+        self.ending = False  # the object is complete, its closing tag is pending
         self.told_name = False
         self.count = 0
 
-    def push(self, text: str) -> Told:
-        told = Told()
+    def push(self, text: str) -> ToolParserOutput:
+        output = ToolParserOutput()
         self.held += text
-        while self._advance(told):
+        while self._advance(output):
             pass
-        return told
+        return output
 
-    def _advance(self, told: Told) -> bool:
+    def _advance(self, output: ToolParserOutput) -> bool:
         if self.ending:
             return self._end()
-        return self._inside(told) if self.call is not None else self._outside(told)
+        return self._inside(output) if self.call is not None else self._outside(output)
 
-    def _outside(self, told: Told) -> bool:
+    def _outside(self, output: ToolParserOutput) -> bool:
         start = self.held.find(self.BEGIN)
         if start >= 0:
             before = self.held[:start]
-            told.content += before.rstrip()
+            output.content += before.rstrip()
             self.space = before[len(before.rstrip()) :]
             self.held = self.held[start + len(self.BEGIN) :]
             self.call = CallObject()
             self.told_name = False
             return True
         shown = self.held[: len(self.held) - overlap(self.held, self.BEGIN)].rstrip()
-        told.content += shown
+        output.content += shown
         self.held = self.held[len(shown) :]
         return False
 
-    def _inside(self, told: Told) -> bool:
+    def _inside(self, output: ToolParserOutput) -> bool:
         assert self.call is not None
         self.held = self.call.push(self.held)
         if self.call.name is not None and self.call.arguments_begun and not self.told_name:
-            told.start(self.count, self.call.name)
+            output.start(self.count, self.call.name)
             self.told_name = True
         if self.told_name:
-            told.arguments(self.count, self.call.take_arguments())
+            output.arguments(self.count, self.call.take_arguments())
         if self.call.state == "open":
             return False
-        self._close(told)
+        self._close(output)
         return True
 
-    def _close(self, told: Told) -> None:
-        """The object has ended, well or badly."""
+    def _close(self, output: ToolParserOutput) -> None:
+        """The object has ended, validly or not."""
         assert self.call is not None
         if not self.told_name and self.call.state == "done" and self.call.name is not None:
-            told.start(self.count, self.call.name)
-            told.arguments(self.count, self.call.take_arguments() or "{}")
+            output.start(self.count, self.call.name)
+            output.arguments(self.count, self.call.take_arguments() or "{}")
             self.told_name = True
         if self.told_name:
             self.count += 1
             self.ending = True
         else:
-            told.content += self.space + self.BEGIN + self.call.raw
+            output.content += self.space + self.BEGIN + self.call.raw
         self.call = None
 
     def _end(self) -> bool:
-        """Pass over the closing tag and the whitespace around it."""
+        """Skip the closing tag and the whitespace around it."""
         rest = self.held.lstrip()
         if rest.startswith(self.END):
             self.held = rest[len(self.END) :]
@@ -133,30 +131,30 @@ class HermesParser:
             return True
         return False
 
-    def flush(self, cut: bool = False) -> Told:
-        told = Told()
+    def flush(self, cut: bool = False) -> ToolParserOutput:
+        output = ToolParserOutput()
         if self.call is not None:
             if cut and self.call.name is not None and not self.told_name:
-                told.start(self.count, self.call.name)
+                output.start(self.count, self.call.name)
                 self.told_name = True
             if self.told_name:
                 self.count += 1
             elif not cut:
-                told.content = self.space + self.BEGIN + self.call.raw
+                output.content = self.space + self.BEGIN + self.call.raw
         elif not self.ending and not self._nothing(self.held.strip(), cut):
-            told.content = self.held
+            output.content = self.held
         self.held = ""
         self.call = None
-        return told
+        return output
 
     def _nothing(self, held: str, cut: bool) -> bool:
-        """After a call: whitespace, or the beginning of the next one's tag."""
+        """Whether `held` after a call is only whitespace, or the start of the next call's tag."""
         return self.count > 0 and (not held or (cut and self.BEGIN.startswith(held)))
 
 
 class MarkedParser:
-    """Forms whose calls stand between marks that are tokens of their own: CALLS, for each call CALL
-    header SEP arguments CALL_END, then CALLS_END."""
+    """Formats whose calls are delimited by special tokens: CALLS, for each call CALL header SEP
+    arguments CALL_END, then CALLS_END."""
 
     CALLS: str
     CALLS_END: str
@@ -166,38 +164,38 @@ class MarkedParser:
 
     def __init__(self) -> None:
         self.held = ""
-        self.space = ""  # before the first mark, to be given back with what is no call
+        self.space = ""  # before the first mark, returned if no call follows
         self.state = "text"
-        self.fenced = False  # the arguments stand in a fenced block
+        self.fenced = False  # the arguments are in a fenced block
         self.count = 0
 
-    def push(self, text: str) -> Told:
-        told = Told()
+    def push(self, text: str) -> ToolParserOutput:
+        output = ToolParserOutput()
         self.held += text
-        while getattr(self, f"_{self.state}")(told):
+        while getattr(self, f"_{self.state}")(output):
             pass
-        return told
+        return output
 
-    def _text(self, told: Told) -> bool:
+    def _text(self, output: ToolParserOutput) -> bool:
         hits = [
             (self.held.find(mark), mark) for mark in (self.CALLS, self.CALL) if mark in self.held
         ]
         if hits:
             start, mark = min(hits)
             before = self.held[:start]
-            told.content += before.rstrip()
+            output.content += before.rstrip()
             self.space = before[len(before.rstrip()) :]
             self.held = self.held[start + len(mark) :]
             self.state = "between" if mark == self.CALLS else "header"
             return True
         keep = max(overlap(self.held, self.CALLS), overlap(self.held, self.CALL))
         shown = self.held[: len(self.held) - keep].rstrip()
-        told.content += shown
+        output.content += shown
         self.held = self.held[len(shown) :]
         return False
 
-    def _between(self, told: Told) -> bool:
-        """Before a call, or after the last: nothing here is text for the reader."""
+    def _between(self, output: ToolParserOutput) -> bool:
+        """Between calls, or after the last: text here is dropped."""
         for mark, state in ((self.CALL, "header"), (self.CALLS_END, "after")):
             start = self.held.find(mark)
             if start >= 0 and not self.held[:start].strip():
@@ -206,68 +204,68 @@ class MarkedParser:
                 return True
         return False
 
-    def _after(self, told: Told) -> bool:
+    def _after(self, output: ToolParserOutput) -> bool:
         self.held = ""
         return False
 
-    def _header(self, told: Told) -> bool:
+    def _header(self, output: ToolParserOutput) -> bool:
         found = self._name(self.held)
         if found is None:
             return False
         name, call_id, self.held = found
-        told.start(self.count, name, call_id)
+        output.start(self.count, name, call_id)
         self.state = "arguments"
         return True
 
     def _name(self, held: str) -> tuple[str, str | None, str] | None:
-        """Name, id and what follows the header, once it is complete."""
+        """Name, id and the text after the header, once it is complete."""
         raise NotImplementedError
 
     def _cut_name(self) -> tuple[str, str | None] | None:
-        """Name and id in a header that was cut off, if they are known all the same."""
+        """Name and id in a truncated header, if they are known."""
         raise NotImplementedError
 
-    def _arguments(self, told: Told) -> bool:
+    def _arguments(self, output: ToolParserOutput) -> bool:
         end = self.held.find(self.CALL_END)
         if end >= 0:
-            told.arguments(self.count, self._without_fence(self.held[:end]))
+            output.arguments(self.count, self._without_fence(self.held[:end]))
             self.held = self.held[end + len(self.CALL_END) :]
             self.state = "between"
             self.count += 1
             return True
         safe = self._known_arguments()
-        told.arguments(self.count, safe)
+        output.arguments(self.count, safe)
         self.held = self.held[len(safe) :]
         return False
 
     def _known_arguments(self) -> str:
-        """What is held, without a tail that may begin the closing mark."""
+        """The held text, without a tail that may start the closing mark."""
         return self._without_fence(self.held[: len(self.held) - overlap(self.held, self.CALL_END)])
 
     def _without_fence(self, text: str) -> str:
         return text.rstrip().rstrip("`").rstrip() if self.fenced else text.rstrip()
 
-    def flush(self, cut: bool = False) -> Told:
-        told = Told()
+    def flush(self, cut: bool = False) -> ToolParserOutput:
+        output = ToolParserOutput()
         if self.state == "text":
-            told.content = self.held
+            output.content = self.held
         elif self.state == "header" and cut:
             found = self._cut_name()
             if found is not None:
-                told.start(self.count, *found)
+                output.start(self.count, *found)
                 self.count += 1
         elif self.state == "header":
-            told.content = (self.space if not self.count else "") + self.CALL + self.held
+            output.content = (self.space if not self.count else "") + self.CALL + self.held
         elif self.state == "arguments":
-            told.arguments(self.count, self._known_arguments())
+            output.arguments(self.count, self._known_arguments())
             self.count += 1
         self.held = ""
-        return told
+        return output
 
 
 class DeepSeekParser(MarkedParser):
-    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block
-    of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
+    """DeepSeek's format: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block of
+    JSON, V3.1 `NAME<sep>ARGUMENTS`."""
 
     CALLS = "<｜tool▁calls▁begin｜>"
     CALLS_END = "<｜tool▁calls▁end｜>"
@@ -298,7 +296,7 @@ class DeepSeekParser(MarkedParser):
 
 
 class KimiParser(MarkedParser):
-    """Kimi-K2's form: `functions.NAME:INDEX<argument begin>ARGUMENTS`. What stands before the
+    """Kimi-K2's format: `functions.NAME:INDEX<argument begin>ARGUMENTS`. The part before the
     arguments is the call's id, by which the template names its result."""
 
     CALLS = "<|tool_calls_section_begin|>"
@@ -316,20 +314,20 @@ class KimiParser(MarkedParser):
     def _cut_name(self) -> tuple[str, str | None] | None:
         head, sep, _ = self.held.partition(self.SEP)
         call_id = head.strip()
-        # before the mark it is not clear where the name ends
+        # without the mark the name's end is unknown
         return (_function_of(call_id), call_id) if sep else None
 
 
 def _function_of(call_id: str) -> str:
-    """functions.NAME:INDEX; a name may itself hold dots."""
+    """NAME of functions.NAME:INDEX; it may contain dots."""
     name, colon, index = call_id.rpartition(":")
     return (name if colon and index.isdigit() else call_id).removeprefix("functions.")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: the parser, and the pieces a grammar forces them with.
-    before, after: around all calls; separator: between two. index: what stands between a call's
+    """A model family's format of calls: the parser, and the parts with which a grammar forces
+    calls. before, after: around all calls; separator: between two. index: the text between a call's
     number, which the model writes itself, and its arguments."""
 
     parser: type[HermesParser] | type[DeepSeekParser] | type[KimiParser]
@@ -342,7 +340,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What a parser looks for."""
+        """The marks that a parser looks for."""
         if self.parser is HermesParser:
             return (HermesParser.BEGIN, HermesParser.END)
         found = self.parser
@@ -420,10 +418,10 @@ FORMATS = {
 
 
 def detect(vocabulary: dict[str, int], template: str | None) -> str | None:
-    """The format a model was trained on, by its vocabulary and template; None where they do not
-    say. The tokens of DeepSeek and Kimi are theirs alone; which of DeepSeek's two forms it is,
-    the template says by how it writes earlier calls. Hermes's tag others have too, around another
-    text than an object with arguments."""
+    """The format a model was trained on, by its vocabulary and template; None if unknown. The
+    tokens of DeepSeek and Kimi are unique to them; which of DeepSeek's two formats it is shows in
+    how the template writes earlier calls. Hermes's tag is also used by others, around text other
+    than an object with arguments."""
     if KimiParser.CALLS in vocabulary:
         return "kimi_k2"
     if DeepSeekParser.CALLS in vocabulary:

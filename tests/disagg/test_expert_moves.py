@@ -157,9 +157,9 @@ class Fault:
 
     def _run(self) -> None:
         deadline = time.monotonic() + 60
-        while not self.balancer.given and time.monotonic() < deadline:
+        while not self.balancer.orders_sent and time.monotonic() < deadline:
             time.sleep(0.001)
-        self.during = bool(self.balancer.given)
+        self.during = bool(self.balancer.orders_sent)
         self.act()
         self.ended.set()
 
@@ -194,7 +194,7 @@ def test_a_server_fails_in_the_midst_of_a_move(
         assert fault.during
         stats = balancer(llm).stats
         before = stats.plans
-        run_until(llm, greedy, lambda: whole(llm) and not balancer(llm).given)
+        run_until(llm, greedy, lambda: whole(llm) and not balancer(llm).orders_sent)
         run_until(llm, greedy, lambda: stats.plans >= before)
         fault.thread.join()
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg import handed_reader, handed_server
-from rorqual.disagg.handed_reader import HandedReads
-from rorqual.disagg.handed_server import HandedPages
+from rorqual.disagg import handle_reader, handle_server
+from rorqual.disagg.handle_reader import HandleReads
+from rorqual.disagg.handle_server import HandlePages
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig
@@ -89,7 +89,7 @@ class HandingKeeper(Keeper):
         self.transport = transport(True)
         size = WINDOW_PAGES * self.memory.size
         self.windows = StagingWindows(self.transport.memory.bytes, 0, size, WINDOWS)
-        self.handed = HandedPages(self.transport, self.windows, self.table, self.memory)
+        self.handed = HandlePages(self.transport, self.windows, self.table, self.memory)
         config = TransferConfig("prefill", SECRET)
         self.server = PageServer(config, LINKS, self.table, self.memory, MINE, self, self.handed)
 
@@ -103,7 +103,7 @@ class HandedReader:
         self.memory = memory()
         self.transport = transport(False)
         self.ranges = StagingRanges(self.transport.memory.bytes, 0, size)
-        self.reads = HandedReads(self.transport, self.ranges)
+        self.reads = HandleReads(self.transport, self.ranges)
         self.reader = PageReader(self.memory, MINE, self.reads)
 
     def fetch(self, keeper: Keeper, name: bytes | None = None) -> PageFetch:
@@ -203,9 +203,9 @@ def test_nobody_looks_without_a_pause(
 ) -> None:
     """The same with sleeps in place of looks; where windows are few, the reader hears of all that
     are filled before the keeper waits for one to become free."""
-    monkeypatch.setattr(handed_reader, "SPIN_SECONDS", 0.0)
-    monkeypatch.setattr(handed_server, "SPIN_SECONDS", 0.0)
-    monkeypatch.setattr(handed_server, "AHEAD", 3)
+    monkeypatch.setattr(handle_reader, "SPIN_SECONDS", 0.0)
+    monkeypatch.setattr(handle_server, "SPIN_SECONDS", 0.0)
+    monkeypatch.setattr(handle_server, "AHEAD", 3)
     taken = [keeper.windows.take(0) for _ in range(WINDOWS - windows)]
     assert None not in taken
     for pages in ([7, 3, 11, 5], None):
@@ -214,7 +214,7 @@ def test_nobody_looks_without_a_pause(
         start = time.monotonic()
         run(reader, found)
         assert (found.found, found.error) == (4, "")
-        assert time.monotonic() - start < min(handed_server.WINDOW_SECONDS, 10.0)
+        assert time.monotonic() - start < min(handle_server.WINDOW_SECONDS, 10.0)
         found.release()
     want = page_bytes(keeper.memory, keeper.pages)
     assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
@@ -274,7 +274,7 @@ def test_pages_that_have_no_room_on_the_device_come_to_the_host(
 def test_a_prompt_waits_for_room_and_then_goes_by_the_host(
     keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handed_reader, "ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(handle_reader, "ROOM_SECONDS", 0.05)
     taken = reader.ranges.take(SIZE - 2 * keeper.memory.size, 0)
     assert taken is not None
     found = reader.fetch(keeper)
@@ -285,9 +285,9 @@ def test_a_prompt_waits_for_room_and_then_goes_by_the_host(
 def test_no_room_at_all(
     keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handed_reader, "ROOM_SECONDS", 0.0)
-    monkeypatch.setattr(handed_reader, "WINDOW_SECONDS", 0.05)
-    monkeypatch.setattr(handed_server, "WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(handle_reader, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(handle_reader, "WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(handle_server, "WINDOW_SECONDS", 0.05)
     taken = reader.ranges.take(SIZE, 0)
     error = reader.fetch(keeper).error
     assert error == "no room of the staging memory here became free"
@@ -353,7 +353,7 @@ def test_a_window_that_was_taken_from_a_late_reader(
 def test_a_read_that_does_not_end_leaves_its_range_alone(
     keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handed_reader, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(handle_reader, "READ_SECONDS", 0.05)
     stuck = True
     monkeypatch.setattr(handles, "_launched", lambda stream: lambda: not stuck)
     found = reader.fetch(keeper)

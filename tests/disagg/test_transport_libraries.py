@@ -235,7 +235,7 @@ def test_no_wrong_page_while_processes_die(
     monkeypatch.setenv("UCX_TLS", ways)
     monkeypatch.setattr(staged_reader, "READ_SECONDS", 0.5)
     monkeypatch.setattr(isolated, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(isolated, "PAUSE", 0.1)
+    monkeypatch.setattr(isolated, "RESTART_PAUSE", 0.1)
     sides = Sides(library)
     sides.keeper.leases.most_pages = 4 * 50
     chance = random.Random(7)

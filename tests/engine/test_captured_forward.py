@@ -145,7 +145,7 @@ def test_counts_of_experts_go_on(folder: Path) -> None:
 def test_forgetting(folder: Path) -> None:
     llm = engine(folder)
     want = greedy(llm, BATCH)
-    llm.engine.executor.worker.runner.forget()  # type: ignore[attr-defined]
+    llm.engine.executor.worker.runner.drop_captured()  # type: ignore[attr-defined]
     assert sizes(llm) == {}
     assert greedy(llm, BATCH) == want
     assert all(sizes(llm).values())

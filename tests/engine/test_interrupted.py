@@ -22,7 +22,7 @@ from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameKind
 from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.executor import LaunchedStep
@@ -165,7 +165,7 @@ SPOTS: list[Spot] = [
     ("scheduler.schedulers.0", "_append", True, 9),
     ("scheduler.schedulers.0", "finish", True, 1),
     ("scheduler", "update", True, 6),
-    ("scheduler.schedulers.0", "_leave", False, 2),
+    ("scheduler.schedulers.0", "_release", False, 2),
 ]
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
@@ -322,14 +322,14 @@ class OtherRanks:
         self.ended = [threading.Event() for _ in range(3)]
         self.steps: list[list[int]] = [[] for _ in range(3)]
 
-    def start(self) -> list[JoinedWorker]:
+    def start(self) -> list[ConnectedWorker]:
         return [self._rank(index) for index in range(3)]
 
-    def _rank(self, index: int) -> JoinedWorker:
+    def _rank(self, index: int) -> ConnectedWorker:
         mine, theirs = socket.socketpair()
         channel = Channel(theirs)
         threading.Thread(target=self._serve, args=(index, channel), daemon=True).start()
-        return JoinedWorker(Channel(mine), index, host="here")
+        return ConnectedWorker(Channel(mine), index, host="here")
 
     def _serve(self, index: int, channel: Channel) -> None:
         with suppress(OSError):
@@ -367,7 +367,7 @@ class OwnRank:
     def collect(self, pending: StepResult) -> StepResult:
         return pending
 
-    def forget(self) -> None:
+    def drop_captured(self) -> None:
         pass
 
 
@@ -375,7 +375,7 @@ class OwnRank:
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     others = OtherRanks()
     monkeypatch.setattr(ranks, "make_launcher", lambda config: others)
-    monkeypatch.setattr(ranks, "VERDICT_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "FIND_FAILURE_SECONDS", 0.2)
     monkeypatch.setattr(ranks.DistributedExecutor, "_start", lambda self: None)
     made: Any = ranks.DistributedExecutor(EngineConfig(str(BUNDLED), dp=4))
     made.worker = SimpleNamespace(runner=OwnRank(), close=lambda: None)
@@ -427,7 +427,7 @@ def test_an_error_while_others_may_have_the_step_ends_the_group(
 
 def test_an_error_in_the_midst_of_ending_the_group_ends_it_with_the_next_call(group: Any) -> None:
     with (
-        struck(group, ("", "_end", False, 1), KeyboardInterrupt),
+        struck(group, ("", "_abort", False, 1), KeyboardInterrupt),
         struck(group, ("worker.runner", "launch", False, 1), MemoryError),
         pytest.raises(KeyboardInterrupt),
     ):

@@ -13,7 +13,7 @@ import torch
 
 from rorqual import LLM, SamplingParams
 from rorqual.config.model import MoEConfig
-from rorqual.engine.balance.initial import with_rank_in_front
+from rorqual.engine.balance.initial import with_rank_0_as
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.routing_simulator import SampledRouting, UniformRouting, sampled
@@ -77,9 +77,9 @@ def test_the_rank_that_is_timed() -> None:
     loads = np.random.default_rng(1).lognormal(0, 1, (6, 32))
     placement = place(loads[::-1], 36, 4)
     times = rank_loads(placement, loads, 4)
-    hottest = rank_loads(with_rank_in_front(placement, loads, 4, "hottest"), loads, 4)
+    hottest = rank_loads(with_rank_0_as(placement, loads, 4, "hottest"), loads, 4)
     assert hottest[:, 0].tolist() == times.max(1).tolist()
-    near = rank_loads(with_rank_in_front(placement, loads, 4, "mean"), loads, 4)[:, 0]
+    near = rank_loads(with_rank_0_as(placement, loads, 4, "mean"), loads, 4)[:, 0]
     assert (np.abs(near - times.mean(1)) <= np.abs(times.T - times.mean(1)).min(0) + 1e-9).all()
     assert (np.sort(hottest, 1) == np.sort(times, 1)).all()
 

@@ -90,7 +90,7 @@ def test_servers_that_come_and_go_move_few_prompts() -> None:
     policy = Prefix()
     for key in keys:
         policy.choose(four, key)
-    policy.forget(four[0])
+    policy.remove_server(four[0])
     assert four[0].url not in policy.seen.values()
 
 

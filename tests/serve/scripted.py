@@ -153,8 +153,8 @@ def scripted(reasoning: bool = True, key: str | None = None) -> Iterator[Scripte
         "hermes",
         "print",
     )
-    fleet = EnginePool([{}], ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
     slot: Any = SimpleNamespace(serving=engine, index=0, client=None, child=None)
-    fleet.engines = [slot]
-    yield Scripted(Api(served, fleet, ServerLimits(), "1", {"engine": {}}), engine, key)
-    fleet.kill()
+    pool.engines = [slot]
+    yield Scripted(Api(served, pool, ServerLimits(), "1", {"engine": {}}), engine, key)
+    pool.kill()

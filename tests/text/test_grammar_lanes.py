@@ -15,7 +15,7 @@ pytest.importorskip("xgrammar")
 from rorqual.errors import BusyError, ConfigError, RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
-from rorqual.text.grammar import TooMuch, XGrammars
+from rorqual.text.grammar import GrammarLimitError, XGrammars
 from rorqual.text.grammar_lanes import GrammarJob, GrammarQueue
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -93,7 +93,7 @@ def test_each_has_a_short_try_before_any_has_its_first(monkeypatch: pytest.Monke
         assert begun.wait(60)
         tried.append((structure.value, seconds))
         if structure.value.startswith("big"):
-            raise TooMuch("it takes longer")
+            raise GrammarLimitError("it takes longer")
 
     monkeypatch.setattr(grammars, "_find", find)
     heard: SimpleQueue[Exception | None] = SimpleQueue()

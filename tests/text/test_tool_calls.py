@@ -22,8 +22,8 @@ from rorqual.text.tool_calls import (
     DeepSeekParser,
     HermesParser,
     KimiParser,
-    Told,
     ToolParser,
+    ToolParserOutput,
     detect,
 )
 
@@ -203,7 +203,7 @@ def test_detect():
 
 
 def test_told_is_empty_by_default():
-    assert Told() == Told("", [])
+    assert ToolParserOutput() == ToolParserOutput("", [])
 
 
 def forced_text(name: str) -> str:

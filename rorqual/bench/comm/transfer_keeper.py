@@ -23,7 +23,7 @@ from rorqual.bench.comm.transfer_setup import (
 )
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.pool import KVPool
-from rorqual.disagg.handed_server import offered_pages
+from rorqual.disagg.handle_server import offered_pages
 from rorqual.disagg.leases import LeaseTable, lease_name
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rorqual.bench.comm.transfer_setup import CHUNK, HOST, TransferSetup, keys_of, staging_of
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg.handed_reader import fetched_pages
+from rorqual.disagg.handle_reader import fetched_pages
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.transports.interface import ReadState, Transport
 from rorqual.disagg.transports.ranges import HeldRange

@@ -30,7 +30,7 @@ from rorqual.engine.micro_batches.policy import (
 )
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
-from rorqual.engine.scheduling.scheduler_output import cut_together
+from rorqual.engine.scheduling.scheduler_output import split_lengths_of_ranks
 from rorqual.errors import ConfigError
 from rorqual.request import Request, SamplingParams
 
@@ -158,7 +158,7 @@ def foretold(
     found = {}
     for count in range(1, MOST_AUTO_PARTS + 1):
         totals = ((sum(lengths),) * ranks,)
-        parts = cut_together((lengths,) * ranks, count) if count > 1 else totals
+        parts = split_lengths_of_ranks((lengths,) * ranks, count) if count > 1 else totals
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
         if seconds is not None:
             found[str(count)] = seconds

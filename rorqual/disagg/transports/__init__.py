@@ -1,1 +1,1 @@
-"""Libraries that carry the bytes of pages from one engine's memory to another's."""
+"""Transports that carry the bytes of pages from one engine's memory to another's."""

@@ -1,8 +1,8 @@
-"""Keeps sockets that a library listens on, on every address, to one address. No torch.
+"""Restricts sockets that a library listens on, on all addresses, to one address. No torch.
 
-Mooncake cannot be told where to listen. A classic BPF filter on a listening socket sees the packets
-that ask for a connection; all that are not for the address are dropped, as if nobody listened. Put
-in place before any memory is registered. Linux.
+Mooncake cannot be told where to listen. A classic BPF filter on a listening socket sees the
+connection requests; those not for the address are dropped, as if nothing listened. Attached before
+any memory is registered. Linux.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ DESTINATION = 16  # of an IPv4 header
 
 
 def bind_listeners(host: str) -> int:
-    """Every socket of this process that listens on all addresses takes connections to `host` only,
-    an IPv4 address. How many there were. Raises TransportError where one cannot be kept to it."""
+    """Make every socket of this process that listens on all addresses accept connections to `host`,
+    an IPv4 address, only. Returns their number. Raises TransportError where a filter cannot be
+    attached."""
     bound = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             sock = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # no socket, or the folder's own descriptor
+            continue  # not a socket, or the folder's own descriptor
         with sock:
             if _listens_everywhere(sock):
                 _attach(sock, host)
@@ -53,7 +54,7 @@ def _listens_everywhere(sock: socket.socket) -> bool:
 def _attach(sock: socket.socket, host: str) -> None:
     code = _program(int(IPv4Address(host)))
     buffer = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
-    # struct sock_fprog: a count, and after padding where the instructions are
+    # struct sock_fprog: a count and, after padding, a pointer to the instructions
     program = struct.pack("@HP", len(code), ctypes.addressof(buffer))
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

@@ -1,9 +1,9 @@
 """Pages between GPUs of one host, by handles of the driver: a peer's staging memory on its GPU is
 mapped here, and copied over the link between the GPUs.
 
-The memory lives until the last of who made it and who mapped it is gone, so a peer that is killed
-is no hindrance to a copy that runs: its bytes come, and nobody confirms them. A peer is dropped,
-with its memory, when the socket ends that its descriptor came by.
+The memory exists until its owner and all that mapped it are gone, so a running copy survives the
+peer's death: it completes, but is not confirmed. A peer and its mapping are dropped when the socket
+closes over which its descriptor was received.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rorqual.parallel.shared.handle_passing import (
 from rorqual.parallel.shared.shared_block import SharedBlock
 from rorqual.platforms.base import Platform
 
-MOST_PEERS = 64  # that are mapped at once
+MOST_PEERS = 64  # mapped at once
 MOST_BYTES = 1 << 40  # of a peer's memory
-SPIN_SECONDS = 0.003  # that `poll` looks again without a pause: a prompt's pages take about one
+SPIN_SECONDS = 0.003  # of busy polling: a prompt's pages take about 1 ms
 PAUSE = 0.0002
 START_SECONDS = 2.0  # for a peer's descriptor
 
@@ -51,15 +51,15 @@ class DeviceStaging:
 
 @dataclass(frozen=True)
 class HandleAddress:
-    """Where a peer's memory of `size` bytes is to be had."""
+    """How to map a peer's memory of `size` bytes."""
 
     name: str
     token: bytes
     size: int
 
     def pack(self) -> bytes:
-        told = {"name": self.name, "token": self.token.hex(), "size": self.size}
-        return json.dumps(told).encode()
+        fields = {"name": self.name, "token": self.token.hex(), "size": self.size}
+        return json.dumps(fields).encode()
 
     @staticmethod
     def unpack(data: bytes) -> HandleAddress:
@@ -67,9 +67,9 @@ class HandleAddress:
         try:
             if len(data) > MOST_DESCRIPTION:
                 raise ValueError("it is too long")
-            told = json.loads(data)
+            fields = json.loads(data)
             found = HandleAddress(
-                str(told["name"]), bytes.fromhex(told["token"]), int(told["size"])
+                str(fields["name"]), bytes.fromhex(fields["token"]), int(fields["size"])
             )
         except (ValueError, KeyError, TypeError) as error:
             raise TransportError(f"the peer's description is none: {error}") from None
@@ -80,8 +80,8 @@ class HandleAddress:
 
 @dataclass(eq=False)
 class MappedPeer:
-    """memory: [size] uint8 of its device as ours sees it. link: open for as long as the peer's
-    process lives and offers the memory."""
+    """memory: [size] uint8 of the peer's device, mapped here. link: open while the peer's process
+    is alive and offers the memory."""
 
     memory: Tensor
     link: socket.socket
@@ -90,7 +90,8 @@ class MappedPeer:
 
 @dataclass
 class Copying:
-    """done: whether it is, without waiting. memory keeps the mapping until then."""
+    """A running copy. done: whether it is finished, without waiting. memory keeps the mapping until
+    then."""
 
     done: Callable[[], bool]
     peer: MappedPeer
@@ -112,10 +113,10 @@ class HandleTransport:
         self.closed = False
         self.server: DescriptorServer | None = None
         self.description = b""
-        # the lowest priority there is, that of the steps; copy engines do the work of this one
+        # the lowest priority, the same as the steps'; copy engines do this stream's work
         cuda = platform.device.type == "cuda"
         self.stream: Any = torch.cuda.Stream(platform.device) if cuda else None
-        # what brings pages to the cache at once is a kernel, in few programs
+        # writing pages to the cache at once is a kernel with few programs
         self.placing: Any = torch.cuda.Stream(platform.device) if cuda else None
         if serves:
             try:
@@ -142,17 +143,17 @@ class HandleTransport:
         return self.description
 
     def serve(self, windows: int) -> None:
-        """Peers need nothing of this process while they read."""
+        """Nothing to do: peers read without this process."""
 
     # ---- reads
 
     def wait_for(self, mark: Mark) -> None:
-        """Reads that are begun from now on come behind it."""
+        """Make later reads wait for the mark."""
         with self._launching():
             mark()
 
     def mark(self) -> Mark:
-        """After what has been launched by now, reads and what was placed."""
+        """A mark after everything launched so far: reads and placed pages."""
         if self.placing is None:
             return lambda: None
         event = torch.cuda.Event()
@@ -160,11 +161,11 @@ class HandleTransport:
         return lambda: torch.cuda.current_stream(self.platform.device).wait_event(event)
 
     def where_placed(self) -> AbstractContextManager[None]:
-        """The context in which `place` of `read` is called, for what has to come before."""
+        """The context in which `place` of `read` is called, for launching work before it."""
         return _OnStream(self.platform, self.placing)
 
     def _launching(self) -> Any:
-        """The context in which copies are launched: no other thread captures meanwhile."""
+        """The context in which copies are launched: no other thread may be capturing."""
         return _OnStream(self.platform, self.stream)
 
     def read(
@@ -175,8 +176,8 @@ class HandleTransport:
         size: int,
         place: Callable[[Tensor], None] | None = None,
     ) -> int:
-        """place: where there is one, nothing comes to `local`: it is called to launch what reads
-        the bytes where they lie, at the peer's; the read is over once that is."""
+        """place: if given, nothing is copied to `local`: it is called to launch work that reads the
+        bytes directly from the peer's memory; the read ends with that work."""
         with self.lock:
             found = self._peer(peer)
             if min(remote, local, size) < 0 or remote + size > found.memory.numel():
@@ -197,8 +198,8 @@ class HandleTransport:
             return self.tickets
 
     def poll(self, ticket: int, seconds: float) -> ReadState:
-        """ENDED also where the peer has ended meanwhile, though the bytes came: nobody is left to
-        say that they were good."""
+        """ENDED also where the peer has ended, even if the bytes arrived: it can no longer confirm
+        that they were valid."""
         started = time.monotonic()
         with self.lock:
             copying = self.copies[ticket]
@@ -206,7 +207,7 @@ class HandleTransport:
             waited = time.monotonic() - started
             if waited > seconds:
                 return ReadState.RUNNING
-            # 0 lets other threads have the interpreter, and no more
+            # 0 only yields the interpreter to other threads
             time.sleep(0 if waited < SPIN_SECONDS else PAUSE)
         with self.lock, self.platform.background():
             self.copies.pop(ticket, None)
@@ -225,7 +226,7 @@ class HandleTransport:
                 self.cancelled.append(copying)
 
     def restart(self) -> None:
-        """Copies cannot be taken back; they end, each within milliseconds."""
+        """Copies cannot be cancelled; wait for them, milliseconds each."""
         with self.lock, self._launching():
             self._wait()
             self.cancelled.clear()
@@ -238,7 +239,7 @@ class HandleTransport:
             self.closed = True
             peers = list(self.peers.values())
         for peer in peers:
-            _hang_up(peer.link)
+            _shut_down(peer.link)
         if self.server is not None:
             self.server.close()
         with self.lock, self._launching():
@@ -284,7 +285,7 @@ class HandleTransport:
         return found
 
     def _watch(self, description: bytes, peer: MappedPeer) -> None:
-        """Until the peer ends, or offers this memory no more. It says nothing."""
+        """Wait until the peer closes the socket, on which it sends nothing, then drop it."""
         with suppress(OSError):
             while peer.link.recv(64):
                 pass
@@ -293,11 +294,11 @@ class HandleTransport:
             if self.peers.get(description) is peer:
                 del self.peers[description]
             peer.link.close()
-            peer.memory = torch.empty(0, dtype=torch.uint8)  # copies that run hold what they read
+            peer.memory = torch.empty(0, dtype=torch.uint8)  # running copies keep a reference
 
 
 class _OnStream:
-    """`platform.background()`, and within it a stream of our own."""
+    """`platform.background()`, and within it our own stream."""
 
     def __init__(self, platform: Platform, stream: Any):
         self.background = platform.background()
@@ -315,7 +316,7 @@ class _OnStream:
 
 
 def _launched(stream: Any) -> Callable[[], bool]:
-    """Whether what was launched on the stream by now is done."""
+    """A function that returns whether everything launched so far on the stream is done."""
     if stream is None:
         return lambda: True
     event = torch.cuda.Event()
@@ -324,12 +325,12 @@ def _launched(stream: Any) -> Callable[[], bool]:
     return found
 
 
-def _hang_up(link: socket.socket) -> None:
-    """Wakes who waits for it."""
+def _shut_down(link: socket.socket) -> None:
+    """Shut down the socket, which wakes threads waiting on it."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
 
 
 def handles_label() -> str:
-    """The same at all engines of a host that is running, and nowhere else."""
+    """A label that is equal for engines on the same running host, and different elsewhere."""
     return f"handles on host {host_number():014x}"

@@ -1,4 +1,4 @@
-"""What of the transports' libraries is installed. No torch."""
+"""Which transport libraries are installed. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rorqual.errors import ConfigError
 
 TCP = "tcp"
 HANDLES = "handles"
-# modules that can be imported, and the distributions they come with
+# modules to import, and the distributions that provide them
 LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nixl": (NIXL_PACKAGES, ("nixl-cu12", "nixl-cu13")),
     "mooncake": (

@@ -1,5 +1,5 @@
-"""The engine's side of library_process.py: starts it, gives it reads, hears what became of them.
-It is started again when it has ended, or when its memory must be free."""
+"""The engine's side of library_process.py: starts it, sends it reads and receives their results. It
+is restarted when it has ended, or to free its memory."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from rorqual.disagg.transports.staging import StagingMemory
 log = logging.getLogger("rorqual.engine")
 RUNNING = ReadState.RUNNING
 START_SECONDS = 60.0
-SILENT_SECONDS = 10.0  # without an answer: it is started anew when it is needed
-PAUSE = 2.0  # seconds after a start that failed, before the next
+SILENT_SECONDS = 10.0  # without a response: it is restarted on next use
+RESTART_PAUSE = 2.0  # seconds between a failed start and the next
 SIOCGIFADDR = 0x8915  # the address of a network interface
 LINE = 2048  # bytes of a line of the library's that are logged
-MOST_LINES = 200  # of one life of its process
-# What the process needs of the environment: no keys, no tokens.
+MOST_LINES = 200  # per run of the process
+# Environment variables passed to the process: no keys, no tokens.
 PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 PASSED_OF_LIBRARIES = ("UCX_", "NIXL_", "MC_", "CUDA_", "NVIDIA_")
 
 
 @dataclass
 class Child:
-    """One life of the process. states: of the reads it was given; asked_at: since when it has not
-    answered, 0 where it has."""
+    """One run of the process. states: of its reads; asked_at: time of an unanswered request, 0 for
+    none."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
@@ -65,7 +65,7 @@ class IsolatedTransport:
         self.tickets = 0
         self.readers: dict[int, Child] = {}
         self.closed = False
-        self.failed_at = -PAUSE
+        self.failed_at = -RESTART_PAUSE
         self.restarts = 0
         self.child: Child | None = self._start()
 
@@ -73,15 +73,15 @@ class IsolatedTransport:
 
     def describe(self) -> bytes:
         with self.lock:
-            return self._living().description
+            return self._running_child().description
 
     def serve(self, windows: int) -> None:
         with self.lock:
             self.serving += windows
             if self.child is not None and self.child.alive:
-                self._tell_serving(self.child)
+                self._send_serving(self.child)
 
-    def _tell_serving(self, child: Child) -> None:
+    def _send_serving(self, child: Child) -> None:
         if not child.asked_at:
             child.asked_at = time.monotonic()
         self._send(child, {"serve": self.serving})
@@ -92,7 +92,7 @@ class IsolatedTransport:
         text = peer.decode(errors="replace")
         where = {"peer": text, "remote": remote, "local": local, "size": size}
         with self.lock:
-            child = self._living()
+            child = self._running_child()
             self.tickets += 1
             ticket = self.tickets
             self.readers[ticket] = child
@@ -142,7 +142,7 @@ class IsolatedTransport:
             self.child = None
         self.memory.close()
 
-    def _living(self) -> Child:
+    def _running_child(self) -> Child:
         child = self.child
         if child is not None and child.asked_at:
             silent = time.monotonic() - child.asked_at
@@ -157,7 +157,7 @@ class IsolatedTransport:
             self._kill(child)
             self.restarts += 1
             self.child = None
-        if time.monotonic() - self.failed_at < PAUSE:
+        if time.monotonic() - self.failed_at < RESTART_PAUSE:
             raise TransportError(f"{self.library} does not start")
         try:
             self.child = self._start()
@@ -165,7 +165,7 @@ class IsolatedTransport:
             self.failed_at = time.monotonic()
             raise
         if self.serving:
-            self._tell_serving(self.child)
+            self._send_serving(self.child)
         return self.child
 
     def _start(self) -> Child:
@@ -194,7 +194,7 @@ class IsolatedTransport:
         return child
 
     def _kill(self, child: Child) -> None:
-        """When this returns it has written its last."""
+        """When this returns the process writes nothing any more."""
         child.process.kill()
         child.process.wait()
         with child.changed:
@@ -205,15 +205,15 @@ class IsolatedTransport:
         try:
             send(child.sock, message, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            self._kill(child)  # it has not read for long
+            self._kill(child)  # it has not read its socket for long
         except OSError:
-            pass  # it has ended, which its listener finds out
+            pass  # it has ended, which the listening thread notices
 
     def _listen(self, child: Child) -> None:
-        """On a thread of the child's life."""
+        """On a thread for each child."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             while data := child.sock.recv(MOST_MESSAGE):
-                self._take(child, json.loads(data))
+                self._handle(child, json.loads(data))
         child.process.kill()
         child.process.wait()
         child.sock.close()
@@ -221,7 +221,7 @@ class IsolatedTransport:
             child.alive = False
             child.changed.notify_all()
 
-    def _take(self, child: Child, message: dict[str, Any]) -> None:
+    def _handle(self, child: Child, message: dict[str, Any]) -> None:
         with child.changed:
             if "ready" in message:
                 child.description = str(message["ready"]).encode()
@@ -249,8 +249,8 @@ class IsolatedTransport:
 
 
 def environment(given: Mapping[str, str], host: str) -> dict[str, str]:
-    """Of the library's process. UCX listens on each interface it may use: on that of `host`, where
-    nobody has said otherwise."""
+    """The environment of the library's process. UCX listens on each interface it may use: only on
+    that of `host`, unless configured otherwise."""
     found = dict(given)
     if "UCX_NET_DEVICES" not in found:
         found["UCX_NET_DEVICES"] = interface_of(host)

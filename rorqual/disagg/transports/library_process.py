@@ -1,10 +1,9 @@
 """A process that holds a transport's library and the staging memory, and nothing else. No torch.
 
-Neither library asks who reads, and UCX over TCP reads and writes any address of its process that a
-peer names, registered or not. So what a peer can reach is what is mapped here: the windows, no
-cache, no weights, no secret. A read that was given up can write for as long as this process lives;
-when it has been killed the memory is free for sure. And a library that crashes is no engine that
-crashes.
+Neither library authenticates readers, and UCX over TCP reads and writes any address of its process
+that a peer names, registered or not. So a peer can only reach what is mapped here: the windows; no
+cache, no weights, no secret. A cancelled read can write while this process runs; killing it frees
+the memory for certain. And a crash of the library does not crash the engine.
 
     parent -> {"read": ticket, "peer": description, "remote", "local", "size"}
               {"cancel": ticket}    {"serve": windows that peers may be reading}
@@ -35,8 +34,8 @@ from rorqual.disagg.transports.mooncake import MooncakeLibrary
 from rorqual.disagg.transports.nixl import NixlLibrary
 
 MOST_MESSAGE = 65_536
-NAP = 0.0001  # seconds between two looks while something is on its way
-IDLE = 0.05  # and while nothing is
+POLL_SECONDS = 0.0001  # seconds between two polls while reads are running
+IDLE_POLL_SECONDS = 0.05  # and while none is
 MOST_ERROR = 500  # characters
 
 
@@ -65,19 +64,19 @@ class LibraryProcess:
         self.serving = 0
 
     def run(self) -> None:
-        """Until the parent is gone."""
+        """Run until the parent is gone."""
         while True:
             busy = bool(self.running) or (self.serving > 0 and self.library.polls)
-            if select.select([self.sock], [], [], NAP if busy else IDLE)[0]:
+            if select.select([self.sock], [], [], POLL_SECONDS if busy else IDLE_POLL_SECONDS)[0]:
                 data = self.sock.recv(MOST_MESSAGE)
                 if not data:
                     return
-                self._take(json.loads(data))
+                self._handle(json.loads(data))
             self.library.progress()
             for ticket in list(self.running):
-                self._look(ticket)
+                self._poll(ticket)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "serve" in message:
             self.serving = message["serve"]
             send(self.sock, message)
@@ -90,11 +89,11 @@ class LibraryProcess:
             try:
                 self.library.start(ticket, message["peer"].encode(), *where)
             except Exception as error:
-                self._tell(ticket, ReadState.FAILED, error)
+                self._report(ticket, ReadState.FAILED, error)
                 return
             self.running.add(ticket)
 
-    def _look(self, ticket: int) -> None:
+    def _poll(self, ticket: int) -> None:
         problem: Exception | None = None
         try:
             state = self.library.poll(ticket)
@@ -103,9 +102,9 @@ class LibraryProcess:
             state, problem = ReadState.FAILED, error
         if state is not ReadState.RUNNING:
             self.running.discard(ticket)
-            self._tell(ticket, state, problem)
+            self._report(ticket, state, problem)
 
-    def _tell(self, ticket: int, state: ReadState, error: Exception | None) -> None:
+    def _report(self, ticket: int, state: ReadState, error: Exception | None) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"[:MOST_ERROR]
         send(self.sock, {"ticket": ticket, "state": state.value, "error": text})
 
@@ -115,17 +114,17 @@ def send(sock: socket.socket, message: dict[str, Any], flags: int = 0) -> None:
 
 
 def end_with(sock: socket.socket) -> None:
-    """On a thread: also where the library never comes back."""
+    """On a thread: exit with the parent even where a library call never returns."""
     poll = select.poll()
     poll.register(sock, select.POLLHUP | select.POLLRDHUP)
     while not poll.poll():
-        time.sleep(IDLE)
+        time.sleep(IDLE_POLL_SECONDS)
     os._exit(0)
 
 
 def main() -> int:
     name, package, handle, size, end, host = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(end))
     threading.Thread(target=end_with, args=(sock,), daemon=True).start()
@@ -140,7 +139,7 @@ def main() -> int:
     send(sock, {"ready": found.decode()})
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         LibraryProcess(sock, library).run()
-    os._exit(0)  # without the libraries' own goodbyes, which may wait for peers
+    os._exit(0)  # skips the libraries' exit handlers, which may wait for peers
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Mooncake's transfer engine, over TCP. No torch.
 
-Its reads are waited for on threads: what it can be asked about is asked in a loop that never
-sleeps. It gives a read up after 30 s by itself and may write what comes for it all the same.
+Reads block on threads: its asynchronous calls are polled in a loop that never sleeps. It times a
+read out after 30 s, and may still write its bytes.
 """
 
 from __future__ import annotations
@@ -69,4 +69,4 @@ class MooncakeLibrary:
         return ReadState.FAILED if result else ReadState.DONE
 
     def cancel(self, ticket: int) -> None:
-        """The thread ends by itself; its result is left behind."""
+        """The thread ends by itself; its result is ignored."""

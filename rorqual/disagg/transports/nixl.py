@@ -1,8 +1,8 @@
 """NIXL, over UCX. No torch.
 
-Its own thread for progress never sleeps, so there is none here: the loop of library_process.py asks
-for progress. It tells of a read that it has let go, and writes what comes for it all the same (UCX
-over TCP, 1.5.1), so that no read but a finished one leaves the memory free.
+Its own progress thread never sleeps, so it is off: the loop of library_process.py drives progress.
+It reports a released read as ended, but still writes its bytes (UCX over TCP, 1.5.1), so only a
+finished read frees its memory.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from rorqual.disagg.transports.interface import ReadState, TransportError
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-MOST_PEERS = 64  # known at once; each restart of a peer is another one
+MOST_PEERS = 64  # known at once; a restarted peer counts as a new one
 
 
 class NixlLibrary:
     """address, size: of the staging memory in this process."""
 
-    polls = True  # it moves only while it is asked
+    polls = True  # it progresses only while polled
 
     def __init__(self, package: str, address: int, size: int, host: str):
         api = importlib.import_module(f"{package}._api")
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        # A name that no other process has had: an agent that is known is never another's.
+        # A unique name, so that a known agent is never confused with another.
         self.agent: Any = api.nixl_agent(f"rorqual-{secrets.token_hex(16)}", config)
         if "UCX" not in self.agent.backends:
             raise TransportError("NIXL has no UCX plugin here")

@@ -1,5 +1,4 @@
-"""Ranges of staging memory of any size, for pages that stay where they came until they are
-placed."""
+"""Ranges of staging memory of any size, for pages that stay there until they are placed."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ ALIGNED = 512  # bytes
 
 @dataclass(eq=False)
 class HeldRange:
-    """Of `offset` bytes on in the staging memory; bytes: [size] uint8. marks: of what may still
-    read it for its holder before; who writes to it calls them first, where it launches that."""
+    """A range at `offset` bytes of the staging memory; bytes: [size] uint8. marks: of what may
+    still read it for its previous holder; a writer calls them before it launches its write."""
 
     offset: int
     bytes: Tensor
@@ -30,8 +29,8 @@ class HeldRange:
 
 
 @dataclass(frozen=True)
-class LeftBehind:
-    """What was launched when a range was given back."""
+class PendingReads:
+    """The mark of a released range: what may still read it."""
 
     offset: int
     stop: int
@@ -40,19 +39,19 @@ class LeftBehind:
 
 @dataclass
 class StagingRanges:
-    """Of `memory` [bytes] uint8, `size` bytes from `offset` on. The first room that is large enough
-    is taken."""
+    """Allocator over `memory` [bytes] uint8, `size` bytes from `offset` on. First fit."""
 
     memory: Tensor
     offset: int
     size: int
     held: list[HeldRange] = field(default_factory=list)  # in order
-    aside: list[HeldRange] = field(default_factory=list)  # of these: a read may still write there
-    left: list[LeftBehind] = field(default_factory=list)
+    aside: list[HeldRange] = field(default_factory=list)  # a read may still write to these
+    left: list[PendingReads] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, size: int, patience: float) -> HeldRange | None:
-        """Waits so many seconds at most; not at all for what can never be had."""
+        """A free range; None after `patience` seconds, or at once where `size` can never be
+        allocated."""
         deadline = time.monotonic() + patience
         with self.changed:
             while (start := self._room(size)) is None:
@@ -63,7 +62,7 @@ class StagingRanges:
             stop = start + size
             before = [one for one in self.left if one.offset < stop and start < one.stop]
             self.left = [one for one in self.left if one not in before]
-            # what of them lies beside this range is for the next holder to wait for
+            # the parts of them outside this range are for later holders to wait for
             for one in before:
                 self._leave(one.offset, start, one.mark)
                 self._leave(stop, one.stop, one.mark)
@@ -82,10 +81,10 @@ class StagingRanges:
 
     def _leave(self, start: int, stop: int, mark: Mark) -> None:
         if start < stop:
-            self.left.append(LeftBehind(start, stop, mark))
+            self.left.append(PendingReads(start, stop, mark))
 
     def release(self, held: HeldRange, mark: Mark | None = None) -> None:
-        """mark: of what may still read it (Platform.mark)."""
+        """Free a range. mark: of what may still read it (Platform.mark)."""
         with self.changed:
             if held not in self.held or held in self.aside:
                 return
@@ -95,7 +94,7 @@ class StagingRanges:
             self.changed.notify_all()
 
     def set_aside(self, held: HeldRange) -> None:
-        """A read may write into it yet: it is not to be used before `recover`."""
+        """A read may still write to it: keep it unused until `recover`."""
         with self.changed:
             if held not in self.aside:
                 self.aside.append(held)
@@ -105,7 +104,7 @@ class StagingRanges:
             return list(self.aside)
 
     def recover(self, ranges: Sequence[HeldRange]) -> None:
-        """Nothing writes into these any more."""
+        """Nothing writes to these any more: free them."""
         with self.changed:
             self.aside = [held for held in self.aside if held not in ranges]
         for held in ranges:

@@ -1,7 +1,7 @@
-"""Staging memory: host memory that a transport's library knows, in windows of equal size.
+"""Staging memory: host memory registered with a transport's library, in windows of equal size.
 
-A window is of one holder at a time. Each holding has a generation of its own, and only who has the
-newest one can read, offer or give back the window: a holder from whom it was taken changes nothing.
+A window has one holder at a time. Each holding has its own generation, and only the newest one can
+read, offer or release the window: a previous holder has no effect.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from rorqual.errors import ConfigError
 
 WINDOW_BYTES = 32 * 2**20
-OFFERED_SECONDS = 30.0  # after which another may take an offered window, if none is free
+OFFERED_SECONDS = 30.0  # after which an offered window may be reclaimed, if none is free
 
 
 class StagingMemory:
-    """Memory that a process of its own can map as well: `handle` is its file descriptor. `bytes`
-    [size] uint8."""
+    """Memory that a child process can map too: `handle` is its file descriptor. `bytes` [size]
+    uint8."""
 
     def __init__(self, size: int):
         self.size = size
@@ -34,14 +34,14 @@ class StagingMemory:
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """The map stays for as long as `bytes` is used."""
+        """The mapping stays while `bytes` is referenced."""
         os.close(self.handle)
 
 
 @dataclass(eq=False)
 class HeldWindow:
-    """Of `offset` bytes on in the staging memory; bytes: [size] uint8. offered_at: 0 while its
-    holder fills it."""
+    """A window at `offset` bytes of the staging memory; bytes: [size] uint8. offered_at: 0 while
+    its holder fills it."""
 
     place: int
     offset: int
@@ -63,7 +63,7 @@ class StagingWindows:
         self.changed = threading.Condition()
 
     def take(self, patience: float) -> HeldWindow | None:
-        """Waits so many seconds at most."""
+        """A free window; None after `patience` seconds."""
         deadline = time.monotonic() + patience
         with self.changed:
             while not self.free:
@@ -90,13 +90,12 @@ class StagingWindows:
                 return
 
     def offer(self, window: HeldWindow) -> None:
-        """It is filled, and a peer may read it."""
+        """The window is filled, and a peer may read it."""
         with self.changed:
             window.offered_at = time.monotonic()
 
     def is_held(self, window: HeldWindow) -> bool:
-        """Whether it has been this holder's since it was taken: what it was filled with is there
-        still."""
+        """Whether it still belongs to this holder, and so holds what it was filled with."""
         with self.changed:
             return self.held.get(window.place) is window
 
@@ -108,7 +107,7 @@ class StagingWindows:
                 self.changed.notify()
 
     def set_aside(self, window: HeldWindow) -> None:
-        """A library may write into it yet: it is not to be used before `recover`."""
+        """A library may still write to it: keep it unused until `recover`."""
         with self.changed:
             self.aside.append(window)
 
@@ -117,7 +116,7 @@ class StagingWindows:
             return list(self.aside)
 
     def recover(self, windows: Sequence[HeldWindow]) -> None:
-        """Nothing writes into these any more."""
+        """Nothing writes to these any more: free them."""
         with self.changed:
             self.aside = [window for window in self.aside if window not in windows]
         for window in windows:
@@ -130,7 +129,7 @@ def window_size(page: int, most: int = WINDOW_BYTES) -> int:
 
 
 def window_count(megabytes: int, page: int, sides: int, most: int = WINDOW_BYTES) -> int:
-    """Windows for each of `sides` (those that read, those that are read). Raises ConfigError."""
+    """Windows for each of `sides` (1 or 2: reading, serving). Raises ConfigError."""
     size = window_size(page, most)
     count = megabytes * 2**20 // size // sides
     if count < 1:

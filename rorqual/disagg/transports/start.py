@@ -18,15 +18,15 @@ from rorqual.disagg.transports.staging import (
 from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
 
-HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond on the link, thrice the host's work
-LEAST_WINDOWS = 4  # where a page leaves room for so many
+HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond to copy, three times the host's work
+LEAST_WINDOWS = 4  # where pages are small enough
 
 
 @dataclass
 class PageStaging:
-    """A transport that runs, and the windows of its memory: those that this engine fills for peers,
-    and those, or ranges, that it reads into; none where it does not. label: name and version, the
-    same on both sides."""
+    """A running transport and its memory: windows that this engine fills for peers, and windows or
+    ranges that it reads into; none where unused. label: name and version, the same on both
+    sides."""
 
     label: str
     transport: Transport

@@ -1,1 +1,1 @@
-"""Ranks with equally much to do: where an engine's experts lie at first, and how they move."""
+"""Expert load balancing (EPLB): the initial placement of experts, and moves while serving."""

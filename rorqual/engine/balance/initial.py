@@ -1,4 +1,4 @@
-"""Where experts lie when an engine starts. No torch."""
+"""The expert placement when an engine starts. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rorqual.parallel.eplb.placement import Ints, by_rank, identity_placement, p
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
-    """Numbers of all layers with experts; prediction modules stand behind the others."""
+    """Numbers of all layers with experts; prediction modules come after the others."""
     modules = range(model.num_layers, model.num_layers + model.num_mtp_layers)
     return [layer for layer, sparse in enumerate(model.moe_layers) if sparse] + list(modules)
 
 
 def initial_maps(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[int, ...]]:
-    """The logical expert of each slot, by layer; empty where experts lie in order and stay there.
+    """The logical expert of each slot, by layer; empty where experts are in order and never move.
     The same on all ranks."""
     sizes = config.parallel
     experts = model.moe.num_experts
@@ -30,7 +30,7 @@ def initial_maps(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[in
     rows = _rows(config, model, layers)
     if simulated is not None:
         loads = loads_by_layer(read_expert_load(simulated), layers, experts, simulated)
-        rows = with_rank_in_front(rows, loads, sizes.ep, config.simulated_rank)
+        rows = with_rank_0_as(rows, loads, sizes.ep, config.simulated_rank)
     return {layer: tuple(row) for layer, row in zip(layers, rows.tolist(), strict=True)}
 
 
@@ -48,9 +48,9 @@ def _rows(config: EngineConfig, model: ModelConfig, layers: list[int]) -> Ints:
     return place(loads, slots, sizes.ep)
 
 
-def with_rank_in_front(placement: Ints, loads: Any, ranks: int, which: str) -> Ints:
-    """In each layer the first rank in exchange with the `hottest`, or with that nearest to the
-    `mean`."""
+def with_rank_0_as(placement: Ints, loads: Any, ranks: int, which: str) -> Ints:
+    """In each layer swap rank 0's experts with those of the rank with the highest load (`hottest`)
+    or the load nearest the mean (`mean`)."""
     found = placement.copy()
     times = rank_loads(placement, loads, ranks)
     near = -np.abs(times - times.mean(1, keepdims=True))
@@ -62,7 +62,7 @@ def with_rank_in_front(placement: Ints, loads: Any, ranks: int, which: str) -> I
 
 
 def simulated_loads(config: EngineConfig, model: ModelConfig) -> dict[int, Any]:
-    """Counts by layer that picks are drawn from; empty without simulated_expert_load."""
+    """Counts by layer from which topk_ids are drawn; empty without simulated_expert_load."""
     path = config.simulated_expert_load
     if path is None:
         return {}

@@ -1,14 +1,14 @@
-"""Experts from rank to rank while the engine serves, as every rank sees it.
+"""Moves experts between ranks while the engine serves: every rank's side.
 
-A move has two halves. `begin` brings the experts that are new here into memory set aside, on a
-thread, a group and a stream of their own; the weights in use stay as they are. `switch`, on the
-thread and the stream of the steps, copies them into the live tensors and changes the tables: no
-address changes, so captured steps stay valid. All ranks switch before the same step, once all have
-said that they are through with the first half; until then every rank can still leave it.
+A move has two phases. `begin` transfers incoming experts into staging memory, on its own thread,
+process group and stream; the weights in use do not change. `switch`, on the steps' thread and
+stream, copies them into the live tensors and updates the tables: no address changes, so captured
+steps stay valid. All ranks switch before the same step, once all have reported that the first phase
+succeeded; until then any rank can still cancel it.
 
-Before anything is sent the ranks agree that all of them can take part: a rank that cannot tells the
-others, who then wait for nothing, and the next move may succeed. An error later leaves messages
-under way, so the group is of no use after it; the weights in use are not touched by that either.
+Before anything is sent the ranks agree that all can take part: if one cannot, none sends or waits,
+and the next move may succeed. A later error leaves messages in flight, so the group is unusable
+afterwards; the weights in use are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.engine.balance.moves import Answer, Move, changed_slots
+from rorqual.engine.balance.moves import Move, MoveResult, changed_slots
 from rorqual.layers.moe import MoE
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.mesh import WeightsGroup
@@ -41,19 +41,19 @@ class MoveRefusedError(Exception):
 
 
 def bytes_of(parts: Iterable[Tensor]) -> int:
-    """Of one slot."""
+    """Bytes of one slot."""
     return sum(part[0].nbytes for part in parts)
 
 
 def slots_per_move(layers: Iterable[MoE]) -> int:
-    """Slots of this rank that a move may change; the memory set aside is for so many."""
+    """Slots of this rank that a move may change: the size of staging memory."""
     most = max((bytes_of(layer.slot_parts()) for layer in layers), default=0)
     return max(2, min(MOST_SLOTS, STAGING_BYTES // most)) if most else MOST_SLOTS
 
 
 @dataclass
 class Transfer:
-    """An expert of a layer from one slot to another: (layer, slots, row of what is set aside)."""
+    """A copy of a layer's expert from one slot to another, by way of a row of staging memory."""
 
     layer: int
     source: int
@@ -62,8 +62,8 @@ class Transfer:
 
 
 @dataclass
-class Staged:
-    """What came with a move: its transfers here, and the tables of its layers."""
+class StagedMove:
+    """A received move: this rank's incoming transfers, and the new tables of its layers."""
 
     move: Move
     incoming: list[Transfer]
@@ -82,50 +82,50 @@ class ExpertMover:
         self.most = most
         self.maps = {number: layer.slots for number, layer in layers.items()}
         width = max((bytes_of(layer.slot_parts()) for layer in layers.values()), default=0)
-        self.aside = torch.empty(most, width, dtype=torch.uint8, device=platform.device)
+        self.staging = torch.empty(most, width, dtype=torch.uint8, device=platform.device)
         self.received = platform.host_empty((most, width), torch.uint8)
         self.sent = platform.host_empty((most, width), torch.uint8)
-        self.staged: Staged | None = None
+        self.staged: StagedMove | None = None
         self.switched: Callable[[], None] = lambda: None
         self.broken = ""
-        self.work: queue.SimpleQueue[tuple[Move, Callable[[Answer], None]] | None]
+        self.work: queue.SimpleQueue[tuple[Move, Callable[[MoveResult], None]] | None]
         self.work = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
-    # ---- the first half
+    # ---- the first phase
 
-    def begin(self, move: Move, answer: Callable[[Answer], None]) -> None:
-        """Returns at once; `answer` is called from the thread."""
-        self.work.put((move, answer))
+    def begin(self, move: Move, report: Callable[[MoveResult], None]) -> None:
+        """Returns at once; `report` is called from the thread."""
+        self.work.put((move, report))
 
     def close(self) -> None:
-        """Wait for a move under way, but not for long."""
+        """Wait for a move in progress, at most LEAVE_SECONDS."""
         self.work.put(None)
         self.thread.join(LEAVE_SECONDS)
 
     def _serve(self) -> None:
         while (item := self.work.get()) is not None:
-            move, answer = item
+            move, report = item
             start = time.perf_counter()
-            found: Answer
+            found: MoveResult
             try:
                 self.staged = None
                 self.staged = self._stage(move)
                 seconds = time.perf_counter() - start
-                found = Answer(move.number, len(self.staged.incoming), seconds)
+                found = MoveResult(move.number, len(self.staged.incoming), seconds)
             except MoveRefusedError as error:
-                found = Answer(move.number, error=str(error))
-            except Exception as error:  # rank 0 decides what it means
+                found = MoveResult(move.number, error=str(error))
+            except Exception as error:  # rank 0 decides how to react
                 self.broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                found = Answer(move.number, error=self.broken, broken=True)
+                found = MoveResult(move.number, error=self.broken, broken=True)
             try:
-                answer(found)
+                report(found)
             except OSError:
-                return  # rank 0 has gone, and this process ends
+                return  # rank 0 is gone, and this process ends
 
     @torch.inference_mode()
-    def _stage(self, move: Move) -> Staged:
+    def _stage(self, move: Move) -> StagedMove:
         transfers, rows = self._agreed(move)
         me = self.group.rank
         incoming = [found for found in transfers if self._rank(found.layer, found.slot) == me]
@@ -143,18 +143,18 @@ class ExpertMover:
         with self.platform.background() as wait:
             self.switched()
             for _, width, found in messages:
-                self.aside[found.row, :width].copy_(
+                self.staging[found.row, :width].copy_(
                     self.received[found.row, :width], non_blocking=True
                 )
             for found in incoming:
                 if self._rank(found.layer, found.source) == me:
-                    self._pack(found, self.aside[found.row])
+                    self._pack(found, self.staging[found.row])
             wait()
-        return Staged(move, incoming, rows)
+        return StagedMove(move, incoming, rows)
 
     def _agreed(self, move: Move) -> tuple[list[Transfer], dict[int, Tensor]]:
-        """What goes where, the same on all ranks, and the new tables. Raises MoveRefusedError on
-        every rank where one of them cannot take part."""
+        """The transfers, identical on all ranks, and the new tables. Raises MoveRefusedError on
+        every rank where one cannot take part."""
         if self.broken:
             raise MoveRefusedError(f"an earlier move has failed: {self.broken}")
         reason = ""
@@ -182,7 +182,7 @@ class ExpertMover:
         return found
 
     def _transfers(self, move: Move) -> list[Transfer]:
-        """Of this rank's layers, by all ranks of its group."""
+        """The transfers of this rank's layers, for all ranks of its group."""
         found = []
         ranks = len(self.group.ranks)
         used = [0] * ranks
@@ -211,7 +211,7 @@ class ExpertMover:
         return bytes_of(self.layers[layer].slot_parts())
 
     def _receive(self, transfer: Transfer) -> dist.Work:
-        """Messages of two ranks come in the order in which they were sent."""
+        """Messages between two ranks arrive in the order sent."""
         row = self.received[transfer.row, : self._width(transfer.layer)]
         source = self.group.ranks[self._rank(transfer.layer, transfer.source)]
         work = dist.irecv(row, source, group=self.group.group)
@@ -219,8 +219,8 @@ class ExpertMover:
         return work
 
     def _send(self, outgoing: list[Transfer]) -> None:
-        """All ranks have asked for what comes to them before they send, so a message always
-        leaves in the end, and its memory can be used again."""
+        """All ranks have posted their receives before they send, so every send completes, and its
+        memory can be reused."""
         pending: dict[int, dist.Work] = {}
         for index, transfer in enumerate(outgoing):
             place = index % self.most
@@ -239,12 +239,12 @@ class ExpertMover:
             work.wait()
 
     def _pack(self, transfer: Transfer, row: Tensor) -> None:
-        """The bytes of an expert that is here, part after part."""
+        """Copy a local expert's bytes into `row`, part after part."""
         for view, held in self._pieces(transfer.layer, transfer.source, row):
             held.copy_(view, non_blocking=True)
 
     def _pieces(self, layer: int, slot: int, row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """(bytes of each part of a slot, where they lie in a row)."""
+        """(bytes of each part of a slot, the matching bytes of a staging row)."""
         moe = self.layers[layer]
         start = 0
         for part in moe.slot_parts():
@@ -252,16 +252,16 @@ class ExpertMover:
             yield view, row[start : start + view.numel()]
             start += view.numel()
 
-    # ---- the second half
+    # ---- the second phase
 
     @torch.inference_mode()
     def switch(self, number: int) -> None:
-        """Put what move `number` brought in force; all ranks do, before the same step."""
+        """Apply move `number`; all ranks do, before the same step."""
         staged = self.staged
         assert staged is not None, f"move {number} was never begun"
         assert staged.move.number == number, f"move {number}, but {staged.move.number} came"
         for transfer in staged.incoming:
-            row = self.aside[transfer.row]
+            row = self.staging[transfer.row]
             for view, held in self._pieces(transfer.layer, transfer.slot, row):
                 view.copy_(held)
         for layer, slots in staged.move.layers:

@@ -1,4 +1,4 @@
-"""A move of experts between ranks as plain data, and what a rank answers. No torch."""
+"""A move of experts between ranks, and a rank's result of it, as plain data. No torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Of one rank: what comes to it has been put aside, or why not. slots: how many came.
-    broken: the ranks' link for experts is of no use any more."""
+class MoveResult:
+    """One rank's result of a move: its incoming experts are staged, or `error` says why not. slots:
+    number of incoming experts. broken: the process group for experts is unusable."""
 
     number: int
     slots: int = 0
@@ -41,12 +41,12 @@ class Answer:
         return json.dumps(values).encode()
 
     @staticmethod
-    def decode(data: bytes) -> Answer:
-        return Answer(*json.loads(data))
+    def decode(data: bytes) -> MoveResult:
+        return MoveResult(*json.loads(data))
 
 
 def changed_slots(old: Sequence[int], new: Sequence[int], ranks: int) -> list[int]:
-    """Of each rank."""
+    """The number of changed slots of each rank."""
     each = len(old) // ranks
     found = [0] * ranks
     for slot, (before, after) in enumerate(zip(old, new, strict=True)):
@@ -61,8 +61,8 @@ def moves(
     most: int,
     first: int,
 ) -> Iterator[Move]:
-    """From `present` to what is wanted of some layers, in their order: in each move at most `most`
-    slots of any rank, several layers where they fit."""
+    """Moves that lead from `present` to the wanted placements, layer by layer in the given order. A
+    move changes at most `most` slots of any rank, and covers several layers where they fit."""
     batch: dict[int, tuple[int, ...]] = {}
     used = [0] * ranks
     number = first

@@ -1,9 +1,9 @@
-"""When experts are moved, and where to: a pure function of counts. No torch.
+"""When experts are moved, and where to: a function of counts alone. No torch.
 
-Counts are looked at a window at a time. Where the newest window's balancedness is under the
-threshold, a plan is made that aims well above it, so that small changes do not bring it back under
-at once. The plan is carried out if it promises enough: more than noise would, and over the next
-HORIZON steps more time than the move costs. Where it does not, the next look is later and later.
+Counts are evaluated one window at a time. Where the newest window's balancedness is below the
+threshold, a plan is made that aims well above it, so that small changes do not trigger another at
+once. The plan is carried out if its expected gain exceeds noise and saves, over the next HORIZON
+steps, more time than the move costs. Otherwise the next plan waits, longer each time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rorqual.parallel.eplb.movement import WITHIN, rebalance
 from rorqual.parallel.eplb.placement import Floats, Ints, balancedness, balancedness_by_layer
 
 MIN_GAIN = 0.02  # of balancedness
-HORIZON = 2000  # steps that the next load is expected to be like this one
-# guesses, until measured: the share of a step that waits for the ranks' experts, and how much of
-# the time that a move takes it holds up the steps
+HORIZON = 2000  # steps for which the load is expected to stay the same
+# estimates, until measured: the share of a step spent on experts, and the share of a move's time
+# that delays steps
 EXPERT_SHARE = 0.4
 DISTURBANCE = 0.1
 SLOT_SECONDS = 0.05  # for one expert, before the first has been moved
@@ -31,8 +31,8 @@ LONGEST_PAUSE = 16  # windows
 
 @dataclass
 class LoadWindow:
-    """Counts of windows of at least `steps` steps: `newest`, and `load`, in which those before
-    count `decay` times as much with each further one."""
+    """Counts over windows of at least `steps` steps: `newest`, and `load`, the sum in which each
+    earlier window is weighted by a further factor `decay`."""
 
     steps: int
     decay: float
@@ -41,9 +41,10 @@ class LoadWindow:
     seen: tuple[int, Floats] | None = None
 
     def add(self, step: int, totals: Any) -> bool:
-        """Counts since the engine started, as of a step; whether they end a window."""
+        """Add counts since the engine started, as of a step; returns whether they complete a
+        window."""
         counts = np.asarray(totals, np.float64)
-        if self.seen is None or (counts < self.seen[1]).any():  # counted anew
+        if self.seen is None or (counts < self.seen[1]).any():  # counters were reset
             self.seen = (step, counts)
             return False
         if step - self.seen[0] < self.steps or (counts == self.seen[1]).all():
@@ -62,14 +63,14 @@ class Plan:
     placement: Ints
     before: float
     expected: float
-    slots: int  # that change on the rank with most of them
+    slots: int  # changed slots of the rank with most
     moves: list[Move]
 
 
 @dataclass
 class BalanceStats:
-    """balancedness: of the newest window. plans: how many were made, rebalances: carried out,
-    moves: put in force, slots: changed on the way. failed: moves that were given up."""
+    """balancedness: of the newest window. plans: number made, rebalances: plans carried out, moves:
+    applied, slots: changed by them. failed: moves cancelled."""
 
     balancedness: float | None = None
     plans: int = 0
@@ -81,7 +82,7 @@ class BalanceStats:
 
 
 class RebalancePolicy:
-    """placement [layers, slots]: the one in force. `layers`: their numbers in the model."""
+    """placement [layers, slots]: the current one. `layers`: their numbers in the model."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class RebalancePolicy:
         self.number = 0  # of the newest move
 
     def observe(self, step: int, totals: Any) -> bool:
-        """Counts as of a step; whether a plan should be made now."""
+        """Add counts as of a step; returns whether a plan should be made now."""
         if not self.window.add(step, totals):
             return False
         newest = self.window.newest
@@ -119,7 +120,7 @@ class RebalancePolicy:
         return step >= self.not_before
 
     def plan(self) -> Plan:
-        """May run on another thread, while nothing else is asked."""
+        """May run on another thread, while no other method is called."""
         load, newest = self.window.load, self.window.newest
         assert load is not None
         assert newest is not None
@@ -129,7 +130,7 @@ class RebalancePolicy:
             found = rebalance(self.placement, counts, self.ranks, within=within)
             expected = balancedness(found, counts, self.ranks) * noise_limit(counts, self.ranks)
             if balancedness(found, newest, self.ranks) > 1 - 1.5 * within:
-                break  # else the load has changed, and older windows mislead
+                break  # otherwise the load has changed, and older windows mislead
         changes = np.zeros(self.ranks, np.int64)
         for old, new in zip(self.placement.tolist(), found.tolist(), strict=True):
             changes += changed_slots(old, new, self.ranks)
@@ -137,7 +138,7 @@ class RebalancePolicy:
         return Plan(found, before, expected, int(changes.max()), self._moves(found, newest))
 
     def _moves(self, wanted: Ints, newest: Floats) -> list[Move]:
-        """The layers that are worst off first."""
+        """The least balanced layers first."""
         balance = balancedness_by_layer(self.placement, newest, self.ranks)
         order = np.argsort(balance, kind="stable").tolist()
         layers = [(index, wanted[index].tolist()) for index in order]
@@ -145,7 +146,7 @@ class RebalancePolicy:
         return list(moves(present, layers, self.ranks, self.most, self.number + 1))
 
     def decide(self, plan: Plan, step: int, step_seconds: float) -> list[Move]:
-        """The moves to make, none where they are not worth it."""
+        """The moves to make; none where the gain is too small."""
         self.stats.plans += 1
         saved = step_seconds * EXPERT_SHARE * (1 - plan.before / max(plan.expected, 1e-9))
         cost = plan.slots * self.slot_seconds * DISTURBANCE
@@ -157,12 +158,13 @@ class RebalancePolicy:
         return plan.moves
 
     def _wait(self, step: int) -> None:
-        """Longer each time, until the load is balanced or something has been moved."""
+        """Pause, longer each time, until the load is balanced or a plan is carried out."""
         self.not_before = step + self.pause * self.window.steps
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
     def applied(self, move: Move, slots: int, slots_here: int, seconds: float) -> None:
-        """A move is in force: `slots` changed in all, the fullest rank's in so many seconds."""
+        """A move was applied: `slots` changed in all, `slots_here` of the slowest rank, in
+        `seconds`."""
         for index, placement in move.layers:
             self.placement[index] = placement
         self.stats.moves += 1
@@ -171,18 +173,18 @@ class RebalancePolicy:
             self.slot_seconds += 0.5 * (seconds / slots_here - self.slot_seconds)
 
     def failed(self, step: int) -> None:
-        """A move was given up; what is in force stays."""
+        """A move was cancelled; the placement stays."""
         self.stats.failed += 1
         self._wait(step)
 
     def numbered(self, move: Move) -> Move:
-        """With the numbers of the model's layers in place of rows of `placement`."""
+        """The move with the model's layer numbers in place of rows of `placement`."""
         self.number = move.number
         return Move(move.number, tuple((self.layers[row], slots) for row, slots in move.layers))
 
 
 def noise_limit(load: Floats, ranks: int) -> float:
-    """Balancedness that chance leaves of so many picks, were every rank expected to get as many:
+    """Balancedness that this many random choices reach where every rank's expected load is equal:
     the largest of `ranks` Poisson counts lies sqrt(2 ln ranks) deviations above their mean."""
     mean = float(load.sum(1).mean()) / ranks
     return 1 / (1 + math.sqrt(2 * math.log(ranks) / mean)) if mean > 0 else 0.0

@@ -1,12 +1,11 @@
-"""Experts of other processes follow the load: an attention engine tells expert servers which to
-hold.
+"""Expert load balancing over expert servers: an attention engine orders which server holds which
+experts.
 
-A thread of its own looks at what servers hold. Where an expert has no holder, or a window's
-balancedness over servers is under the threshold, it makes a plan (parallel/eplb/servers.py) and
-gives orders that bring the servers nearer to it, one to a server at a time, and the next when all
-have told what they hold after. Steps never wait for it: rows go by what is held at the moment.
-What servers tell is all that it goes by, so whoever ends, stops or comes back in between only means
-another plan.
+A thread checks what the servers hold. Where an expert has no holder, or a window's balancedness
+over servers is below the threshold, it makes a plan (parallel/eplb/servers.py) and sends orders
+towards it, one per server at a time, the next when all servers have reported what they hold. Steps
+never wait for it: rows are routed by the present holdings. It relies only on what servers report,
+so a server that ends, hangs or reconnects in between only leads to another plan.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.wire import Holdings
 
 log = logging.getLogger("rorqual.engine")
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
 MOST_LOADS = 16  # of one order
-AGAIN_SECONDS = 5.0  # after an order was given up, or another process gives orders
-HOMELESS_SECONDS = 0.5  # for a link to be made anew, before others load what was there
+RETRY_SECONDS = 5.0  # after an order failed, or while another process gives orders
+UNHELD_SECONDS = 0.5  # for a server to reconnect, before others load its experts
 
 
 @dataclass
 class SlotsHeld:
-    """Who holds what: held [layers, servers, experts], room [layers, servers]. holdings: of each
-    of `links`, as they were then."""
+    """The current holdings: held [layers, servers, experts], room [layers, servers]. holdings: the
+    reports of `links` that these come from."""
 
     links: tuple[ServerLink, ...]
     holdings: tuple[Holdings, ...]
@@ -54,7 +53,7 @@ class SlotsHeld:
 
 @dataclass
 class SlotGoal:
-    """Who should hold what, of these links."""
+    """The wanted holdings of these servers."""
 
     links: tuple[ServerLink, ...]
     wanted: Bools
@@ -75,23 +74,23 @@ class SlotBalancer:
         self.threshold = threshold
         self.stats = BalanceStats()
         self.load: tuple[Floats, Floats] | None = None  # over some windows, and of the newest
-        self.fresh = False  # load has not been judged yet
+        self.fresh = False  # load has not been evaluated yet
         self.seen: tuple[ServerLink, ...] = ()
         self.goal: SlotGoal | None = None
         self.number = secrets.randbits(48)
-        self.given: dict[ServerLink, int] = {}
+        self.orders_sent: dict[ServerLink, int] = {}
         self.claimed: set[ServerLink] = set()
         self.not_before = 0.0
-        self.told = ""
-        self.homeless_since: float | None = None
-        self.pause = 1  # windows until another plan, after one that was not worth it
-        self.windows = 0  # still to be left out
+        self.warned = ""
+        self.unheld_since: float | None = None
+        self.pause = 1  # windows until another plan, after one with too little gain
+        self.windows = 0  # still to be skipped
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="slot balancer", daemon=True)
         self.thread.start()
 
     def observe(self, load: Floats, newest: Floats) -> None:
-        """Counts of picks [layers, experts], over some windows and of the newest. Any thread."""
+        """Add counts [layers, experts]: over some windows, and of the newest. Any thread."""
         self.load = (load, newest)
         self.windows = max(0, self.windows - 1)
         self.fresh = not self.windows
@@ -100,24 +99,24 @@ class SlotBalancer:
         self.closing.set()
 
     def _run(self) -> None:
-        while not self.closing.wait(LOOK_SECONDS):
+        while not self.closing.wait(POLL_SECONDS):
             try:
-                self._look()
+                self._check()
             except Exception:  # steps go on without it
                 log.exception("experts stay where they are")
-                self._later()
+                self._back_off()
 
-    def _later(self) -> None:
-        """Two processes that both want to give orders must not try in step."""
+    def _back_off(self) -> None:
+        """Wait a random time: two processes that compete to give orders must not retry in step."""
         self.goal = None
-        self.not_before = time.monotonic() + random.uniform(1, 2) * AGAIN_SECONDS
+        self.not_before = time.monotonic() + random.uniform(1, 2) * RETRY_SECONDS
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         links = self.servers.links
-        if not links or time.monotonic() < self.not_before or not self._may_order(links):
+        if not links or time.monotonic() < self.not_before or not self._claim_servers(links):
             return
         present = self._present(links)
-        if self._under_way(present):
+        if self._in_progress(present):
             return
         if self.goal is None or self.goal.links != links:
             self.goal = self._plan(present)
@@ -125,26 +124,28 @@ class SlotBalancer:
         if self.goal is not None:
             self._approach(self.goal, present)
 
-    def _may_order(self, links: tuple[ServerLink, ...]) -> bool:
-        """One process alone orders what servers hold; a server forgets whose it is with its link.
-        Who is refused by one of them leaves the others too."""
+    def _claim_servers(self, links: tuple[ServerLink, ...]) -> bool:
+        """Claim all servers: only one process may give orders. A server drops a claim with its
+        connection. When one server refuses, release the others too."""
         self.claimed &= set(links)
-        self.given = {link: number for link, number in self.given.items() if link in links}
+        self.orders_sent = {
+            link: number for link, number in self.orders_sent.items() if link in links
+        }
         for link in sorted(set(links) - self.claimed, key=lambda link: link.address):
             refused = link.order(SlotOrder(0, {}), ANSWER_SECONDS)
             if refused:
-                self._say(f"{link.name}: {refused}")
+                self._warn_once(f"{link.name}: {refused}")
                 for other in self.claimed:
                     other.order(SlotOrder(0, {}, release=True), ANSWER_SECONDS)
                 self.claimed.clear()
-                self._later()
+                self._back_off()
                 return False
             self.claimed.add(link)
         return True
 
-    def _say(self, reason: str) -> None:
-        if reason != self.told:
-            self.told = reason
+    def _warn_once(self, reason: str) -> None:
+        if reason != self.warned:
+            self.warned = reason
             log.warning("experts stay where they are: %s", reason)
 
     def _present(self, links: tuple[ServerLink, ...]) -> SlotsHeld:
@@ -158,53 +159,54 @@ class SlotBalancer:
                     room[row, number] = max(found.max_slots, len(found.layers[layer]))
         return SlotsHeld(links, holdings, held, room)
 
-    def _under_way(self, present: SlotsHeld) -> bool:
-        """Whether a server still carries out an order; takes note of those that have."""
+    def _in_progress(self, present: SlotsHeld) -> bool:
+        """Whether a server still carries out an order; records the finished ones."""
         found = dict(zip(present.links, present.holdings, strict=True))
-        for link, number in list(self.given.items()):
+        for link, number in list(self.orders_sent.items()):
             if found[link].finished != number:
                 continue
-            del self.given[link]
+            del self.orders_sent[link]
             if found[link].failure:
                 self.stats.failed += 1
                 log.warning(
                     "experts of %s: an order was given up: %s", link.name, found[link].failure
                 )
-                self._later()
+                self._back_off()
             else:
                 self.stats.moves += 1
-        return bool(self.given)
+        return bool(self.orders_sent)
 
     # ---- plans
 
     def _plan(self, present: SlotsHeld) -> SlotGoal | None:
-        """Where an expert has no holder, where servers came or went, or there is a new count."""
-        homeless = self._homeless(present)
-        if not (homeless or self.fresh or present.links != self.seen):
+        """A plan where an expert has no holder, servers connected or failed, or there are new
+        counts."""
+        unheld = self._has_unheld(present)
+        if not (unheld or self.fresh or present.links != self.seen):
             return None
         self.fresh = False
-        if self.load is None and not homeless:
+        if self.load is None and not unheld:
             return None
         ones = np.ones((len(self.layers), self.num_experts))
         load, newest = self.load or (ones, ones)
         before = self._balancedness(present.held, newest)
         self.stats.by_layer = before
         self.stats.balancedness = float(np.mean(before))
-        if not homeless and self.stats.balancedness >= self.threshold:
+        if not unheld and self.stats.balancedness >= self.threshold:
             return None
-        return self._goal(present, load, newest, homeless)
+        return self._goal(present, load, newest, unheld)
 
-    def _homeless(self, present: SlotsHeld) -> bool:
-        """Whether some expert has had no holder for a while."""
+    def _has_unheld(self, present: SlotsHeld) -> bool:
+        """Whether some expert has had no holder for UNHELD_SECONDS."""
         now = time.monotonic()
         if present.held.any(1).all():
-            self.homeless_since = None
-        elif self.homeless_since is None:
-            self.homeless_since = now
-        return self.homeless_since is not None and now - self.homeless_since > HOMELESS_SECONDS
+            self.unheld_since = None
+        elif self.unheld_since is None:
+            self.unheld_since = now
+        return self.unheld_since is not None and now - self.unheld_since > UNHELD_SECONDS
 
     def _goal(
-        self, present: SlotsHeld, load: Floats, newest: Floats, homeless: bool
+        self, present: SlotsHeld, load: Floats, newest: Floats, unheld: bool
     ) -> SlotGoal | None:
         self.stats.plans += 1
         enough = (1 + self.threshold) / 2
@@ -213,11 +215,11 @@ class SlotBalancer:
         before = float(np.mean(self._balancedness(present.held, newest)))
         expected = float(np.mean(self._balancedness(wanted, load)))
         expected *= noise_limit(load, len(present.links))
-        covered = homeless and wanted.any(1).sum() > present.held.any(1).sum()
+        covered = unheld and wanted.any(1).sum() > present.held.any(1).sum()
         if not covered and expected - before < MIN_GAIN:
-            if homeless:
-                self._say("no server has room for experts that none holds")
-                self._later()
+            if unheld:
+                self._warn_once("no server has room for experts that none holds")
+                self._back_off()
             self.windows = self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
             return None
@@ -244,21 +246,22 @@ class SlotBalancer:
             left = int((goal.wanted & ~present.held).sum())
             log.info("experts have moved; %d could not", left)
             if left:
-                self._later()
+                self._back_off()
             return
         for number, layers in changes.items():
             link = present.links[number]
             self.number += 1
             refused = link.order(SlotOrder(self.number, layers), ANSWER_SECONDS)
             if refused:
-                self._say(f"{link.name}: {refused}")
-                self._later()
+                self._warn_once(f"{link.name}: {refused}")
+                self._back_off()
                 return
-            self.given[link] = self.number
+            self.orders_sent[link] = self.number
             self.stats.slots += sum(len(change.load) for change in layers.values())
 
     def _changes(self, goal: SlotGoal, present: SlotsHeld) -> dict[int, dict[int, SlotChange]]:
-        """By server and layer, what can be done now: of some layers, where it is much."""
+        """The changes that can be made now, by server and layer; limited to some layers where there
+        are many."""
         found: dict[int, dict[int, SlotChange]] = {}
         counts = np.zeros(len(present.links), np.int64)
         for row, layer in enumerate(self.layers):

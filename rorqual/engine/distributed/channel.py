@@ -17,13 +17,13 @@ from rorqual.errors import EngineError
 
 HEADER = struct.Struct("!BI")
 LARGEST = 1 << 30  # bytes of a frame; a step of a million prompt tokens has 7 MB
-# a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
+# a host that does not respond for PROBE_SECONDS * (PROBES + 1) counts as gone
 PROBE_SECONDS = 5
 PROBES = 4
 
 
 class FrameKind(IntEnum):
-    HELLO = 1  # JSON: configuration, rank, GPU, where to meet
+    HELLO = 1  # JSON: configuration, rank, GPU, rendezvous
     READY = 2  # empty: the rank can compute; from rank 0: all can
     STEP = 3  # codec.encode_output, numbered
     RESULT = 4  # codec.encode_result, with the step's number
@@ -35,15 +35,15 @@ class FrameKind(IntEnum):
     ANSWER = 10
     WELCOME = 11
     REFUSED = 12  # text
-    LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
-    TRACE = 14  # JSON, tracing.py: what to record, or null; to rank 0: what came of it
-    MOVE = 15  # JSON: balance.moves.Move; the answer balance.moves.Answer
-    SERVICE_START = 16  # rank_service.py: its name, a line's end, its configuration
-    SERVICE = 17  # what a service is told, or tells rank 0
+    LOAD = 13  # numbered: an empty request; the response is expert_load.encode_load
+    TRACE = 14  # JSON, tracing.py: what to record, or null; to rank 0: the result
+    MOVE = 15  # JSON: balance.moves.Move; the response balance.moves.MoveResult
+    SERVICE_START = 16  # rank_service.py: its name, a newline, its configuration
+    SERVICE = 17  # a service's message, either way
 
 
 class FrameError(EngineError):
-    """What came is no frame, or a larger one than is accepted."""
+    """Not a valid frame, or larger than accepted."""
 
 
 class Channel:
@@ -55,7 +55,7 @@ class Channel:
         self.largest = largest
         self.lock = threading.Lock()
         if connection.family == socket.AF_INET:
-            # a step must not wait for the next
+            # small frames must not be delayed
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in (
@@ -83,7 +83,7 @@ class Channel:
         return self.own if between_hosts else None
 
     def patience(self, seconds: float) -> None:
-        """The other end counts as gone when nothing can be read, or sent, for so long."""
+        """The other end counts as gone when nothing can be read or sent for `seconds`."""
         self.socket.settimeout(seconds)
 
     def send(self, kind: FrameKind, data: bytes = b"") -> None:
@@ -92,8 +92,8 @@ class Channel:
             self.socket.sendall(HEADER.pack(kind, len(data)) + data)
 
     def receive(self) -> tuple[FrameKind, bytes] | None:
-        """The next frame, or None when the other end is gone. Raises FrameError; the link is of
-        no use after."""
+        """The next frame, or None when the other end is gone. Raises FrameError, after which the
+        channel is unusable."""
         header = self._read(HEADER.size)
         if header is None:
             return None
@@ -122,7 +122,7 @@ class Channel:
         return bytes(parts)
 
     def shut(self) -> None:
-        """End the link for both sides, and for the threads that wait on it here."""
+        """Disconnect both sides; threads waiting on the channel here return."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

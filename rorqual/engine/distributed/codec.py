@@ -1,5 +1,5 @@
 """Step outputs and results as bytes, for ranks in other processes: JSON of plain lists, never
-pickle. Token ids of prompts, thousands a step, come behind it as they are. No torch."""
+pickle. Prompt token ids, thousands a step, follow it in binary. No torch."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from rorqual.request import SamplingParams, StructuredOutput
 
 DEFAULTS = SamplingParams()
 NUMBER = struct.Struct("!Q")
-END = b"\0"  # of the JSON, which has no such byte
+END = b"\0"  # ends the JSON, which contains no such byte
 TOKEN = np.dtype("<i4")
 
 
 def numbered(number: int, data: bytes) -> bytes:
-    """What concerns step `number`: an answer belongs to what it answers by this alone."""
+    """Prefix `data` with the number of its step or request, by which responses are matched."""
     return NUMBER.pack(number) + data
 
 
 def number_of(data: bytes) -> tuple[int, bytes]:
-    """(number, data) of what `numbered` made."""
+    """The inverse of `numbered`: (number, data)."""
     return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
 
 
 class _Tokens:
-    """Token ids that come behind the JSON, one after another."""
+    """Reads the token ids after the JSON, one list after another."""
 
     def __init__(self, data: bytes):
         self.ids = array("q", np.frombuffer(data, TOKEN).astype(np.int64).tobytes())
@@ -93,7 +93,7 @@ def _to_entries(data: list[list[Any]]) -> list[TokenLogprobs]:
 
 
 def _from_tokens(ids: ReadOnly[int], tokens: list[bytes]) -> int:
-    """Puts them behind; returns how many they are."""
+    """Append them to `tokens`; returns their number."""
     tokens.append(np.asarray(ids, TOKEN).tobytes())
     return len(ids)
 
@@ -133,7 +133,7 @@ def _from_chunk(chunk: PrefillChunk, tokens: list[bytes]) -> list[Any]:
 
 
 def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
-    """Takes the tokens in the order in which `_from_part` gave them."""
+    """Reads the tokens in the order in which `_from_part` wrote them."""
     slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first = data
     made = [
         PrefillChunk(slot, start, tokens.take(count), sample, tuple(following), *scores)

@@ -1,16 +1,16 @@
-"""The ranks of an engine as rank 0 sees them: started by a launcher, watched and ended here. Rank 0
-computes along.
+"""Rank 0's executor: a launcher starts the other ranks, this watches and ends them. Rank 0 computes
+too.
 
-A rank that exits, reports a failure, or gives no sign of life for `watchdog_seconds` ends the
-group: children are killed and links are closed, at which every other rank ends itself, so that no
-collective waits for it; every later call raises EngineError with its name.
+A rank that exits, reports a failure, or sends no heartbeat for `watchdog_seconds` ends the group:
+children are killed and connections closed, upon which every other rank ends itself, so that no
+collective waits for the failed one; every later call raises EngineError with its name.
 
-Ranks stay together because all launch the same steps. An error in rank 0 alone, Ctrl-C among them,
-has three cases. Before any byte of a step has left, no other rank knows of it. From then on until
-rank 0 has launched it too, others may be in a collective of it that rank 0 never enters, or have
-half a frame: the group ends, but for Ctrl-C, which waits until the step is launched. After that the
-step runs on every rank, whether or not anybody wants its tokens: results carry its number, and
-whoever waits for a later one throws them away.
+Ranks stay in step because all launch the same steps. An error in rank 0 alone, including Ctrl-C,
+has three cases. Before any byte of a step is sent, no other rank is affected. From then until rank
+0 has launched the step, others may be in a collective that rank 0 never enters, or have half a
+frame: the group ends; Ctrl-C is deferred until the step is launched. After that the step runs on
+every rank even if its tokens are not wanted: results carry the step's number, and older ones are
+discarded.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
 from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
 from rorqual.engine.distributed.tracing import GroupTrace
-from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from rorqual.engine.distributed.worker_handle import ConnectedWorker, WorkerHandle
 from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
 from rorqual.engine.execution.grammar import Grammars, SharedGrammars
 from rorqual.engine.execution.grammar_matcher import GrammarSender
 from rorqual.engine.execution.worker import Worker, read_model
 from rorqual.engine.executor import LaunchedStep
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
@@ -61,29 +61,29 @@ from rorqual.platforms import make_platform
 log = logging.getLogger("rorqual.engine")
 
 CLOSE_SECONDS = 5.0
-BLAME_SECONDS = 1.0
-SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # silent for so long while another rank's collective failed
-# for the rest of a process whose groups were aborted, once its own handlers have run
-LAST_SECONDS = 20
-# a collective fails at once when a peer dies; whose death it was is known a little later
-VERDICT_SECONDS = 3.0
+FIRST_FAILURE_SECONDS = 1.0
+SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # of silence, when another rank's collective has failed
+# until SIGALRM ends a process whose groups were aborted, after its exit handlers
+EXIT_SECONDS = 20
+# a collective fails at once when a peer dies; which peer it was is known a little later
+FIND_FAILURE_SECONDS = 3.0
 
 
 class DistributedExecutor:
-    """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
+    """Rank 0's side. `doing`: the current activity, for error messages."""
 
     balancer: ExpertBalancer | None = None
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.sizes = config.parallel
-        # a layout the model cannot have is refused before any process is started
+        # an invalid layout is rejected before any process starts
         read_model(config)
         self.failed: str | None = None
         self.mesh: Mesh | None = None
         self.closed = False
         self.launched = 0  # the number of the newest step
-        self.alone = False  # rank 0 is in what all must do together, or was and did not end it
+        self.in_collective = False  # inside a collective operation, or interrupted in one
         self.doing = "starting"
         self._grammars: SharedGrammars | None = None
         self.service: RankService | None = None
@@ -91,7 +91,7 @@ class DistributedExecutor:
         self.handles: list[WorkerHandle] = []
         self.stopped = threading.Event()
         self.launcher = make_launcher(config)
-        # at once: an interrupt may come between any two lines
+        # first of all: an interrupt may come between any two lines
         atexit.register(self.close)
         try:
             self._start_ranks()
@@ -101,8 +101,8 @@ class DistributedExecutor:
         self._start()
 
     def _start_ranks(self) -> None:
-        for number, joined in enumerate(self.launcher.start(), 1):
-            self.handles.append(self._handle_of(number, joined))
+        for number, worker in enumerate(self.launcher.start(), 1):
+            self.handles.append(self._handle_of(number, worker))
         threading.Thread(
             target=send_heartbeats,
             args=([handle.channel for handle in self.handles], self.stopped),
@@ -120,14 +120,14 @@ class DistributedExecutor:
 
     @grammars.setter
     def grammars(self, grammars: Grammars | None) -> None:
-        """Must be SharedGrammars: other ranks get what rank 0 compiled."""
+        """Must be SharedGrammars: other ranks receive the grammars that rank 0 compiled."""
         self._grammars = cast("SharedGrammars | None", grammars)
         self.worker.runner.rows.grammars = grammars
 
-    def _handle_of(self, number: int, joined: JoinedWorker) -> WorkerHandle:
+    def _handle_of(self, number: int, worker: ConnectedWorker) -> WorkerHandle:
         stage, place = divmod(number, self.sizes.stage)
         dp, tp = divmod(place, self.sizes.tp)
-        handle = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
+        handle = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", worker)
         threading.Thread(target=handle.listen, daemon=True).start()
         return handle
 
@@ -195,20 +195,20 @@ class DistributedExecutor:
             handle.channel.send(FrameKind.READY)
 
     def _leader(self, dp: int) -> WorkerHandle | None:
-        """Whose results are those of a data-parallel rank; None is rank 0 itself."""
+        """The rank that sends a data-parallel rank's results; None is rank 0 itself."""
         number = (self.sizes.pp - 1) * self.sizes.stage + dp * self.sizes.tp
         return self.handles[number - 1] if number else None
 
     # ---- steps
 
     def launch(self, output: DataParallelOutput) -> LaunchedStep:
-        """Start a step on every rank: all get the same output."""
+        """Start a step on every rank; all receive the same output."""
         self._check()
         if self.balancer is not None:
             output = replace(output, switch=self.balancer.ready())
         data = encode_output(output)
         metadata = output.metadata()
-        with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
+        with uninterrupted(), self._collective(f"launching step {self.launched + 1}"):
             self.launched += 1
             if self._grammars is not None:
                 self.sender.send_missing(self._grammars, output.structures)
@@ -224,23 +224,23 @@ class DistributedExecutor:
         self.load.ask(lambda data: self._send(FrameKind.LOAD, data), self.worker.fetch_load(), step)
 
     @contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """Around what all ranks do or none. Left midway, by whatever exception, the group ends: at
-        once, or should that be cut short as well, with the next call."""
+    def _collective(self, doing: str) -> Iterator[None]:
+        """Wraps what all ranks must do or none. Any exception inside ends the group: at once or, if
+        that is interrupted too, with the next call."""
         self.doing = doing
-        self.alone = True
+        self.in_collective = True
         try:
             yield
         except (RuntimeError, OSError) as error:
             self._fail(error)
         except BaseException as error:
-            self._end(self._left_alone(error))
+            self._abort(self._interrupted_reason(error))
             if isinstance(error, Exception):
                 raise EngineError(self.failed) from error
             raise
-        self.alone = False
+        self.in_collective = False
 
-    def _left_alone(self, error: BaseException | None = None) -> str:
+    def _interrupted_reason(self, error: BaseException | None = None) -> str:
         found = [type(error).__name__, *str(error).split()] if error else ["interrupted"]
         reason = f"rank 0 failed while {self.doing}: {' '.join(found)}"
         return f"{reason}; the other ranks may have gone on without it and were ended"
@@ -258,12 +258,12 @@ class DistributedExecutor:
             own = self.worker.runner.collect(step.pending)
         except RuntimeError as error:
             self._fail(error)
-        # what waited for a rank that is gone was ended, and drew nothing that means anything
+        # collectives aborted after a rank's failure leave meaningless tokens
         self._check()
         return [self._result(leader, step.number) if leader else own for leader in self.leaders]
 
     def _result(self, handle: WorkerHandle, wanted: int) -> StepResult:
-        """Of step `wanted`; those of steps before it are nobody's any more."""
+        """The result of step `wanted`; results of earlier steps are discarded."""
         self.doing = f"waiting for the results of step {wanted} from {handle.name}"
         while True:
             try:
@@ -276,12 +276,12 @@ class DistributedExecutor:
             assert number < wanted, f"{handle.name} has passed over step {wanted}"
 
     def expert_load(self) -> Counts:
-        """Of all ranks' tokens, as of the newest step for which all have told it; asks for the
-        next."""
+        """Of all ranks' tokens, as of the last request that all ranks answered; requests the next
+        counts."""
         self._check()
         self.load.read()
         if self.load.own is None:
-            with uninterrupted(), self._together("asking for the load of experts"):
+            with uninterrupted(), self._collective("asking for the load of experts"):
                 self._ask_for_load(self.launched)
         return self.load.newest
 
@@ -289,12 +289,12 @@ class DistributedExecutor:
 
     def start_trace(self, prefix: str, steps: int) -> None:
         self._check()
-        with uninterrupted(), self._together("starting a trace"):
+        with uninterrupted(), self._collective("starting a trace"):
             self.trace.start(self.worker, prefix, steps)
 
     def stop_trace(self) -> None:
         self._check()
-        with uninterrupted(), self._together("ending a trace"):
+        with uninterrupted(), self._collective("ending a trace"):
             self.trace.stop()
 
     def traced(self) -> list[TraceFile] | None:
@@ -304,46 +304,48 @@ class DistributedExecutor:
     # ---- services
 
     def start_service(
-        self, name: str, config: bytes, hear: Callable[[int, bytes], None]
+        self, name: str, config: bytes, on_message: Callable[[int, bytes], None]
     ) -> RankService:
         self._check()
-        # first here: what cannot be made on rank 0 is refused before others know of it
-        service = make_service(name, ServicePlace(self.worker, None, partial(hear, 0)), config)
+        # rank 0 first: a failure to construct it does not reach the others
+        service = make_service(
+            name, ServiceContext(self.worker, None, partial(on_message, 0)), config
+        )
         self.service = service
         for handle in self.handles:
-            handle.hear = partial(hear, handle.number)
-        with uninterrupted(), self._together(f"starting {name}"):
+            handle.on_message = partial(on_message, handle.number)
+        with uninterrupted(), self._collective(f"starting {name}"):
             self._send(FrameKind.SERVICE_START, name.encode() + b"\n" + config)
         return service
 
-    def tell_service(self, message: bytes) -> None:
+    def send_to_service(self, message: bytes) -> None:
         self._check()
         assert self.service is not None
-        with uninterrupted(), self._together("telling all ranks what lies beside the steps"):
+        with uninterrupted(), self._collective("telling all ranks what lies beside the steps"):
             self._send(FrameKind.SERVICE, message)
-            done = self.service.take(message)
+            done = self.service.handle(message)
             if done is not None:
-                done()  # rank 0 has brought home its own part of every step it has results of
+                done()  # rank 0's device has finished every step whose result it has
 
-    # ---- life and death
+    # ---- failures
 
     def check(self) -> None:
         self._check()
 
     def _check(self) -> None:
-        if self.alone and not self.failed:
-            self._end(self._left_alone())
+        if self.in_collective and not self.failed:
+            self._abort(self._interrupted_reason())
         if self.failed:
             raise EngineError(self.failed)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """A call failed: say which rank is to blame, if that becomes known, and what was being
-        waited for."""
-        deadline = time.monotonic() + VERDICT_SECONDS
+        """A call failed: raise EngineError that names the failed rank, if that becomes known, and
+        the current activity."""
+        deadline = time.monotonic() + FIND_FAILURE_SECONDS
         while not self.failed and time.monotonic() < deadline:
             time.sleep(0.05)
         reason = " ".join(str(error).split())
-        self._end(
+        self._abort(
             f"{self.failed}: {reason}"
             if self.failed
             else f"rank 0 failed while {self.doing}: {reason}"
@@ -352,41 +354,45 @@ class DistributedExecutor:
 
     def _watch(self) -> None:
         while not self.closed and not self.failed:
-            verdict = self._verdict()
-            if verdict and not self.closed and not self.failed:
-                self._end(f"{verdict}; rank 0 was {self.doing}")
-                # at once: rank 0 itself may be in a collective that ends late
+            failure = self._find_failure()
+            if failure and not self.closed and not self.failed:
+                self._abort(f"{failure}; rank 0 was {self.doing}")
+                # log it now: rank 0 itself may be stuck in a collective for a while
                 log.error("%s", self.failed)
                 return
             time.sleep(0.1)
 
-    def _verdict(self) -> str | None:
-        """Which rank is to blame. A rank that failed may only have waited for one that died or
-        hangs: that one is named first, and gets a moment to show."""
-        gone = first(handle.gone(self._most_silent(handle)) for handle in self.handles)
-        failed = first(handle.failed() for handle in self.handles)
-        deadline = time.monotonic() + BLAME_SECONDS
-        while failed and not gone and time.monotonic() < deadline and not self.closed:
+    def _find_failure(self) -> str | None:
+        """Which rank failed first. A rank that reported a failure may only have waited for one that
+        died or hangs, so allow a moment to detect that one, and name it first."""
+        dead = first_error(
+            handle.liveness_error(self._max_silence(handle)) for handle in self.handles
+        )
+        failed = first_error(handle.reported_failure() for handle in self.handles)
+        deadline = time.monotonic() + FIRST_FAILURE_SECONDS
+        while failed and not dead and time.monotonic() < deadline and not self.closed:
             time.sleep(0.05)
-            gone = first(
-                handle.gone(SUSPECT_SECONDS) for handle in self.handles if handle.ready.is_set()
+            dead = first_error(
+                handle.liveness_error(SUSPECT_SECONDS)
+                for handle in self.handles
+                if handle.ready.is_set()
             )
-        return f"{gone}; {failed}" if gone and failed else gone or failed
+        return f"{dead}; {failed}" if dead and failed else dead or failed
 
-    def _most_silent(self, handle: WorkerHandle) -> float:
+    def _max_silence(self, handle: WorkerHandle) -> float:
         return self.config.watchdog_seconds if handle.ready.is_set() else START_SECONDS
 
-    def _end(self, verdict: str) -> None:
-        """`failed` is set before anything that waits is let go: nobody may take what it returns
-        for a result."""
-        self.failed = verdict
+    def _abort(self, failure: str) -> None:
+        """Set `failed` before aborting collectives, so that no caller takes what they return for a
+        result."""
+        self.failed = failure
         for handle in self.handles:
-            handle.end()
+            handle.kill()
         if self.mesh is not None:
             self.mesh.abort()
 
     def close(self) -> None:
-        """Ask the ranks to stop, and end those that do not."""
+        """Ask the ranks to stop, and kill those that do not."""
         if self.closed:
             return
         self.closed = True
@@ -398,13 +404,13 @@ class DistributedExecutor:
             try:
                 handle.channel.send(FrameKind.STOP)
             except OSError:
-                handle.end()
+                handle.kill()
         deadline = time.monotonic() + CLOSE_SECONDS
         for handle in self.handles:
-            bad_end = handle.leave(deadline)
-            # of an engine that served: one that failed has said why, and ended its ranks
-            if bad_end and handle.ready.is_set() and not self.failed:
-                log.warning("%s", bad_end)
+            exit_error = handle.wait_stopped(deadline)
+            # not after a failure, which was reported and killed the ranks
+            if exit_error and handle.ready.is_set() and not self.failed:
+                log.warning("%s", exit_error)
         if self.mesh is not None:
             self.mesh.release_kernels()
         if hasattr(self, "trace"):
@@ -412,14 +418,14 @@ class DistributedExecutor:
         if self.balancer is not None:
             self.balancer.mover.close()
         if hasattr(self, "worker"):
-            # NCCL leaves no group of which a captured graph holds a call
-            self.worker.runner.forget()
+            # NCCL cannot destroy a group while a captured graph holds its calls
+            self.worker.runner.drop_captured()
             self.worker.close()
         if self.mesh is not None and not self.mesh.wait_aborted(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():
             if self.failed and dist.get_backend() == "nccl":
-                leave_behind()
+                skip_group_teardown()
             else:
                 dist.destroy_process_group()
         self.launcher.close()
@@ -427,8 +433,8 @@ class DistributedExecutor:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block; a second one does not. Only where it raises
-    KeyboardInterrupt at all: on the main thread, under Python's own handler."""
+    """Defer Ctrl-C to the end of the block; a second one interrupts at once. Only on the main
+    thread and under Python's own handler, where it raises KeyboardInterrupt."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -449,19 +455,18 @@ def uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def leave_behind() -> None:
-    """Process groups that were aborted are not to be closed again, and taken apart where the
-    interpreter ends they may keep it from ending: it would wait for ranks that are no more. So
-    they outlive it, and the process ends without asking libraries to clean up."""
+def skip_group_teardown() -> None:
+    """Keep aborted process groups from being destroyed at interpreter exit, where they could wait
+    forever for dead ranks: leak a reference to each, and exit without the libraries' clean-up."""
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     libc = ctypes.CDLL(None)
-    # glibc's: called with the exit status, behind Python's own handlers and before the libraries'
+    # glibc: called with the exit status, after Python's handlers and before the libraries'
     if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)
-    # and should something else wait: a signal that nobody handles
-    atexit.register(signal.alarm, LAST_SECONDS)
+    # in case something else hangs: an unhandled signal ends the process
+    atexit.register(signal.alarm, EXIT_SECONDS)
 
 
-def first(found: Iterable[str | None]) -> str | None:
+def first_error(found: Iterable[str | None]) -> str | None:
     return next((text for text in found if text), None)

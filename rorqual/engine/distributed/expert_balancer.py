@@ -1,11 +1,10 @@
-"""Experts that follow the load, as rank 0 sees it: it counts, plans, has experts brought, and lets
-all ranks switch before the same step.
+"""Expert load balancing (EPLB), rank 0's side: count, plan, have experts transferred, and let all
+ranks switch before the same step.
 
-Nothing here holds up a step. Counts are asked for between two steps and come when all ranks have
-told them (expert_load.py); a plan is made on a thread; ranks bring experts on threads of their own
-and say when they are through; and the next step after the last of them carries the number of the
-move, at which every rank puts it in force. A move that some rank gives up is never put in force on
-any.
+Nothing here delays a step. Counts are requested between two steps and used once all ranks have
+responded (expert_load.py); plans are made on a thread; ranks receive experts on separate threads
+and report completion; the next step after the last report carries the move's number, and every rank
+applies the move before that step. A move that fails on one rank is applied on none.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections import deque
 from collections.abc import Callable
 
 from rorqual.engine.balance.mover import ExpertMover
-from rorqual.engine.balance.moves import Answer, Move, changed_slots
+from rorqual.engine.balance.moves import Move, MoveResult, changed_slots
 from rorqual.engine.balance.policy import BalanceStats, Plan, RebalancePolicy
 from rorqual.engine.distributed.expert_load import ExpertLoad
 from rorqual.engine.distributed.worker_handle import WorkerHandle
 
 log = logging.getLogger("rorqual.engine")
-SMOOTHING = 0.05  # of the time a step takes
+SMOOTHING = 0.05  # of the running mean of step times
 
 
 class ExpertBalancer:
@@ -41,12 +40,12 @@ class ExpertBalancer:
         self.steps = 0
         self.step_seconds = 0.0
         self.last = 0.0
-        self.seen = 0  # the step of the newest counts that were looked at
-        self.asked = 0  # the step before which counts were asked for last
-        self.off = ""  # why experts are moved no more
+        self.seen = 0  # the step of the newest counts processed
+        self.asked = 0  # the step before which counts were last requested
+        self.off = ""  # why balancing was disabled
         self.pending: deque[Move] = deque()
         self.moving: Move | None = None
-        self.own: Answer | None = None
+        self.own: MoveResult | None = None
         self.planning: threading.Thread | None = None
         self.plan: Plan | None = None
 
@@ -55,26 +54,28 @@ class ExpertBalancer:
         return self.policy.stats
 
     def ready(self) -> int:
-        """The number of the move that the next step should put in force on all ranks; 0 for
-        none. Nothing changes by asking."""
-        answers = self._answers()
-        able = len(answers) == 1 + len(self.workers) and not any(found.error for found in answers)
+        """The number of the move that all ranks should apply before the next step; 0 for none. Has
+        no side effects."""
+        results = self._results()
+        able = len(results) == 1 + len(self.workers) and not any(found.error for found in results)
         return self.moving.number if able and self.moving is not None else 0
 
-    def _answers(self) -> list[Answer]:
-        """To the move under way, of those ranks that have answered."""
+    def _results(self) -> list[MoveResult]:
+        """Results of the move in progress, from the ranks that have reported."""
         if self.moving is None:
             return []
-        told = [Answer.decode(data) for worker in self.workers if (data := worker.moved)]
-        found = [self.own, *told]
+        reported = [
+            MoveResult.decode(data) for worker in self.workers if (data := worker.move_result)
+        ]
+        found = [self.own, *reported]
         number = self.moving.number
-        return [answer for answer in found if answer is not None and answer.number == number]
+        return [result for result in found if result is not None and result.number == number]
 
     def after_step(
         self, switched: int, send: Callable[[bytes], None], ask: Callable[[int], None]
     ) -> None:
-        """A step has been launched on all ranks, with move `switched` before it: begin what comes
-        next, if anything does."""
+        """A step has been launched on all ranks, after applying move `switched` (0: none): start
+        the next move, plan or request, if one is due."""
         self._count()
         if switched:
             self._applied()
@@ -98,9 +99,9 @@ class ExpertBalancer:
         self.steps += 1
 
     def _applied(self) -> None:
-        """What is in force on all ranks from this step on."""
+        """Record the move that all ranks apply from this step on."""
         move = self.moving
-        answers = self._answers()
+        results = self._results()
         assert move is not None
         self.moving = None
         ranks = self.policy.ranks
@@ -108,14 +109,14 @@ class ExpertBalancer:
             sum(changed_slots(self.policy.placement[row].tolist(), new, ranks))
             for row, new in move.layers
         )
-        slowest = max(answers, key=lambda found: found.seconds)
+        slowest = max(results, key=lambda found: found.seconds)
         self.policy.applied(move, slots, slowest.slots, slowest.seconds)
         if not self.pending:
             self.stats.rebalances += 1
 
     def _check(self) -> None:
-        """Of a move under way: that no rank has given it up."""
-        failed = next((found for found in self._answers() if found.error), None)
+        """Cancel the move in progress if a rank has failed it."""
+        failed = next((found for found in self._results() if found.error), None)
         if failed is None:
             return
         self.moving = None
@@ -131,10 +132,10 @@ class ExpertBalancer:
         self.own = None
         told = self.policy.numbered(move)
         send(told.encode())
-        self.mover.begin(told, self._take)
+        self.mover.begin(told, self._on_result)
 
-    def _take(self, answer: Answer) -> None:
-        self.own = answer
+    def _on_result(self, result: MoveResult) -> None:
+        self.own = result
 
     def _watch(self, ask: Callable[[int], None]) -> None:
         self.load.read()

@@ -1,8 +1,8 @@
-"""How often each expert was picked, summed over an engine's ranks without making any of them wait.
+"""Expert load, summed over an engine's ranks without making any of them wait.
 
-Rank 0 asks between two steps. Every rank notes its counts behind the steps it had launched by then,
-so that all speak of the same steps, and answers once its device has come so far; rank 0 goes on
-meanwhile.
+Rank 0 sends a request between two steps. Every rank copies its counts after the steps it had
+launched by then, so that all count the same steps, and responds once its device has computed them;
+rank 0 continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,39 +30,40 @@ def decode_load(data: bytes, experts: int) -> Tensor:
 
 
 class ExpertLoad:
-    """Rank 0's side. `stage`: how many ranks hold the same layers. `newest`: the sums of what all
-    ranks answered last, none before the first."""
+    """Rank 0's side. `stage`: how many ranks hold the same layers. `newest`: the sums over all
+    ranks of the last complete request, empty before the first."""
 
     def __init__(self, members: list[WorkerHandle], stage: int, experts: int):
         self.workers = members
         self.stage = stage
         self.experts = experts
         self.newest: Counts = []
-        self.newest_step = 0  # the number of the last step that they count
+        self.newest_step = 0  # the last step that they count
         self.asked_step = 0
-        self.question = 0
-        self.own: Callable[[], Tensor] | None = None  # until the question is answered by all
+        self.request = 0
+        self.own: Callable[[], Tensor] | None = None  # until all ranks have responded
 
     def ask(self, send: Callable[[bytes], None], own: Callable[[], Tensor], step: int) -> None:
-        """step: the number of the newest one launched."""
-        self.question += 1
+        """Request the counts of all ranks. own: fetches rank 0's; step: the newest launched
+        step."""
+        self.request += 1
         self.asked_step = step
-        send(numbered(self.question, b""))
+        send(numbered(self.request, b""))
         self.own = own
 
     def read(self) -> None:
-        """Take in what was answered, if that is all."""
-        answers = [number_of(member.load) for member in self.workers if member.load is not None]
-        missing = len(answers) < len(self.workers)
-        if self.own is None or missing or any(number != self.question for number, _ in answers):
+        """Process the responses, once all ranks have sent theirs."""
+        responses = [number_of(member.load) for member in self.workers if member.load is not None]
+        missing = len(responses) < len(self.workers)
+        if self.own is None or missing or any(number != self.request for number, _ in responses):
             return
-        loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]
+        loads = [self.own(), *(decode_load(data, self.experts) for _, data in responses)]
         self.newest = self._summed(loads)
         self.newest_step = self.asked_step
         self.own = None
 
     def _summed(self, loads: list[Tensor]) -> Counts:
-        """Ranks of a stage count tokens of their own in the same layers; stages follow in order."""
+        """Ranks of a stage count their own tokens in the same layers; stages are in layer order."""
         found: Counts = []
         for first in range(0, len(loads), self.stage):
             found += torch.stack(loads[first : first + self.stage]).sum(0).tolist()

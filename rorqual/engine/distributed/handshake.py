@@ -1,14 +1,14 @@
-"""Who is at the other end of a fresh TCP connection: each side shows that it knows the secret, and
-neither sends it. No torch.
+"""Authenticates a new TCP connection: each side proves that it knows the secret without sending it.
+No torch.
 
     rank 0 -> CHALLENGE   a: 32 random bytes
     worker -> ANSWER      HMAC(secret, "worker" + a + b + identity), b: 32 random bytes;
                           identity: PeerIdentity as JSON
     rank 0 -> WELCOME     HMAC(secret, "rank 0" + a + b + identity), or REFUSED with a sentence
 
-HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an answer is looked at
-before its HMAC is right; no frame may be larger than FRAME bytes and no handshake longer than
-SECONDS. What follows on the connection is neither encrypted nor signed.
+HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an ANSWER is used before
+its HMAC is verified; no frame may be larger than FRAME bytes and no handshake longer than SECONDS.
+What follows on the connection is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ LONGEST_HOST = 255
 
 
 class HandshakeError(EngineError):
-    """The other end does not know the secret, or is not one that was expected."""
+    """The peer does not know the secret, or is not an expected one."""
 
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """What a worker says about itself: its rank, how many ranks it knows of, its process and
-    host."""
+    """A worker's claims: its rank, the world size it knows, its process and host."""
 
     rank: int
     world: int
@@ -60,8 +59,8 @@ def seal(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def challenge(channel: Channel, secret: bytes) -> tuple[PeerIdentity, bytes]:
-    """Rank 0's part: the worker's identity, and what to send it in a WELCOME. Raises
-    HandshakeError, having told the worker."""
+    """Rank 0's part: returns the worker's identity and the WELCOME's data. Raises HandshakeError
+    after sending REFUSED."""
     with hurried(channel):
         nonce = secrets.token_bytes(NONCE)
         channel.send(FrameKind.CHALLENGE, nonce)
@@ -74,8 +73,8 @@ def challenge(channel: Channel, secret: bytes) -> tuple[PeerIdentity, bytes]:
 
 
 def answer(channel: Channel, secret: bytes, identity: PeerIdentity) -> None:
-    """The worker's part. Raises HandshakeError where rank 0 refuses, or does not know the
-    secret; EOFError where it is not there."""
+    """The worker's part. Raises HandshakeError where rank 0 refuses or does not know the secret,
+    EOFError where it disconnects."""
     with hurried(channel):
         nonce = expect(channel, FrameKind.CHALLENGE)
         rest = secrets.token_bytes(NONCE) + identity.encode()
@@ -105,7 +104,8 @@ def expect(channel: Channel, wanted: FrameKind) -> bytes:
 
 @contextmanager
 def hurried(channel: Channel) -> Iterator[None]:
-    """Small frames alone, and the whole exchange within SECONDS, however slowly its bytes come."""
+    """Accept only small frames, and limit the whole handshake to SECONDS, however slowly bytes
+    arrive."""
     channel.largest = FRAME
     alarm = threading.Timer(SECONDS, channel.shut)
     alarm.daemon = True

@@ -1,5 +1,5 @@
-"""Where the ranks of other hosts come to: rank 0 listens on one address until all are there,
-then closes the door. No torch."""
+"""Accepts the ranks of other hosts: rank 0 listens on one address until all are connected. No
+torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rorqual.errors import ConfigError, EngineError
 
 log = logging.getLogger("rorqual.engine")
 
-# connections that have not shown that they know the secret; another is closed at once
+# unauthenticated connections; further ones are closed at once
 MOST_PENDING = 64
-MOST_TOLD = 10  # refused connections that the log tells of
-JOIN_SECONDS = 300.0  # from the first word that rank 0 listens until the last rank has come
+MAX_LOGGED = 10  # refused connections that are logged
+JOIN_SECONDS = 300.0  # for all ranks to connect
 RETRY_SECONDS = 0.5
 
 
 class Listener:
-    """Rank 0's door on `address`, an IPv4 address of this host. Raises ConfigError where nothing
-    can listen there."""
+    """Rank 0's listener on `address`, an IPv4 address of this host. Raises ConfigError where it
+    cannot listen there."""
 
     def __init__(self, address: str, world: int, secret: bytes):
         self.world = world
@@ -45,8 +45,8 @@ class Listener:
     def gather(
         self, check: Callable[[], None] = lambda: None
     ) -> dict[int, tuple[Channel, PeerIdentity]]:
-        """Channels and identities by rank, once ranks 1 to world - 1 are there. `check` is called
-        again and again; what it raises ends the wait. Raises EngineError after JOIN_SECONDS."""
+        """Channels and identities by rank, once ranks 1 to world - 1 are connected. `check` is
+        called repeatedly; its exceptions end the wait. Raises EngineError after JOIN_SECONDS."""
         deadline = time.monotonic() + JOIN_SECONDS
         self.socket.settimeout(0.1)
         while len(self.joined) < self.world - 1:
@@ -57,7 +57,7 @@ class Listener:
                 connection, peer = self.socket.accept()
             except TimeoutError:
                 continue
-            self._take(connection, peer[0])
+            self._accept(connection, peer[0])
         return self.joined
 
     def _missing(self) -> str:
@@ -68,7 +68,7 @@ class Listener:
             f"ranks {shown}; connections refused: {self.refused}"
         )
 
-    def _take(self, connection: socket.socket, peer: str) -> None:
+    def _accept(self, connection: socket.socket, peer: str) -> None:
         with self.lock:
             if self.pending >= MOST_PENDING:
                 connection.close()
@@ -94,7 +94,7 @@ class Listener:
             TypeError,
         ) as error:
             channel.close()
-            self._tell(peer, error)
+            self._log_refused(peer, error)
         finally:
             with self.lock:
                 self.pending -= 1
@@ -113,10 +113,10 @@ class Listener:
                 f"rank {identity.rank} is there already, from {self.joined[identity.rank][1].host}",
             )
 
-    def _tell(self, peer: str, error: Exception) -> None:
+    def _log_refused(self, peer: str, error: Exception) -> None:
         with self.lock:
             self.refused += 1
-            if self.refused <= MOST_TOLD:
+            if self.refused <= MAX_LOGGED:
                 log.warning("a connection from %s was refused: %s", peer, error)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Listener:
 
 
 def listening(address: str, backlog: int, port: int = 0) -> socket.socket:
-    """A socket that listens on one address; port 0 is a free one."""
+    """A socket that listens on one address; port 0 chooses a free one."""
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         found.bind((address, port))
@@ -136,8 +136,8 @@ def listening(address: str, backlog: int, port: int = 0) -> socket.socket:
 
 
 def join(address: str, port: int, secret: bytes, identity: PeerIdentity) -> Channel:
-    """A worker's way in. Tries again while nobody listens there or the door is crowded; raises
-    HandshakeError where it is refused, EngineError after JOIN_SECONDS."""
+    """Connect a worker to rank 0. Retries while nothing listens there or too many connections are
+    pending; raises HandshakeError where refused, EngineError after JOIN_SECONDS."""
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:

@@ -1,5 +1,4 @@
-"""This host's IPv4 interfaces and addresses: which one ranks listen on, and which one
-collectives take. No torch."""
+"""This host's IPv4 interfaces and addresses, for listening and for collectives. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ import struct
 from rorqual.errors import ConfigError
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7): the address of an interface
-DISCARD = 9  # a port that is never sent to; connecting a datagram socket only asks for the route
+DISCARD = 9  # nothing is sent to this port; connecting a datagram socket only looks up the route
 
 
 def interfaces() -> dict[str, str]:
-    """Name to address, of those that have one."""
+    """Name to address, of interfaces that have one."""
     return {
         name: address
         for _, name in socket.if_nameindex()
@@ -35,8 +34,8 @@ def _address(interface: str) -> str | None:
 
 
 def named_address(name: str) -> str:
-    """The address of an interface of this host, or such an address itself. Raises ConfigError
-    for what this host does not have: above all for an address that stands for all interfaces."""
+    """The address of an interface of this host, or such an address itself. Raises ConfigError for
+    any other, in particular for the wildcard address."""
     known = interfaces()
     if name in known:
         return known[name]
@@ -50,7 +49,7 @@ def named_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address; loopback has all of 127.0.0.0/8."""
+    """The interface with this address; loopback has all of 127.0.0.0/8."""
     return (
         "lo"
         if is_loopback(address)
@@ -59,8 +58,8 @@ def interface_of(address: str) -> str | None:
 
 
 def route_to(host: str) -> str:
-    """The address of this host from which `host` is reached. Raises ConfigError where it is
-    unknown or out of reach."""
+    """This host's address on the route to `host`. Raises ConfigError where `host` is unknown or
+    unreachable."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, DISCARD))

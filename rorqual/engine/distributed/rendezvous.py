@@ -14,13 +14,13 @@ from rorqual.engine.distributed.listener import listening
 from rorqual.parallel.mesh import ProcessGroups
 from rorqual.platforms.base import Platform
 
-START_SECONDS = 1800.0  # until a rank can compute: imports and loading may keep it silent for long
-LOOK_SECONDS = 0.05  # between two looks at who has come
+START_SECONDS = 1800.0  # until a rank can compute: imports and loading may take this long
+LOOK_SECONDS = 0.05  # between two checks for ranks that have joined
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """As it travels to the ranks: a file's path, or a host and port."""
+    """As sent to the ranks: a file's path, or a host and port."""
 
     file: str | None = None
     host: str = ""
@@ -34,11 +34,11 @@ class Rendezvous:
         watchdog: float,
         check: Callable[[], None] | None = None,
     ) -> ProcessGroups:
-        """Join the other ranks; returns the maker of groups whose collectives may take
-        `watchdog` seconds. The group of all waits for those that are still loading.
+        """Join the other ranks; returns a factory of process groups whose collectives time out
+        after `watchdog` seconds. The world group waits for ranks that are still loading.
 
-        check: called while this rank waits for others to come, and raises when one of them will
-        not. Joining itself waits in torch, where neither that nor Ctrl-C is noticed."""
+        check: called while this rank waits for the others, and raises when one of them has failed.
+        Joining itself blocks in torch, where neither that nor Ctrl-C is noticed."""
         patience = timedelta(seconds=START_SECONDS)
         if self.file is not None:
             store: dist.Store = dist.FileStore(self.file, world)
@@ -57,7 +57,7 @@ class Rendezvous:
 
 
 class RendezvousStore:
-    """Rank 0's store on `address`. It listens there alone: torch by itself would listen on all
+    """Rank 0's store. It listens only on `address`: torch by itself would listen on all
     interfaces."""
 
     def __init__(self, address: str, world: int):

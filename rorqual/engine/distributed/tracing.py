@@ -1,5 +1,5 @@
-"""Traces of an engine of several ranks: rank 0 says what to record, every rank records its own
-steps into a file of its own and says what came of it."""
+"""Traces of an engine of several ranks: rank 0 starts them, every rank records its own steps into
+its own file and reports the result."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
 
 
 class RankTrace:
-    """The side of a rank other than 0. answer: sends rank 0 what came of it."""
+    """The side of a rank other than 0. send: sends rank 0 the result."""
 
-    def __init__(self, worker: Worker, answer: Callable[[bytes], None]):
+    def __init__(self, worker: Worker, send: Callable[[bytes], None]):
         self.worker = worker
-        self.answer = answer
+        self.send = send
         self.trace: StepTrace | None = None
 
-    def take(self, question: bytes) -> None:
-        """Begin, or end the one that is under way."""
-        asked = json.loads(question)
-        if asked:
-            path = Path(asked["paths"][self.worker.mesh.rank])
-            self.trace = StepTrace(self.worker, path, asked["steps"], self._tell)
+    def take(self, request: bytes) -> None:
+        """Start a trace, or stop the running one."""
+        wanted = json.loads(request)
+        if wanted:
+            path = Path(wanted["paths"][self.worker.mesh.rank])
+            self.trace = StepTrace(self.worker, path, wanted["steps"], self._report)
         elif self.trace is not None:
             self.trace.end()
 
-    def _tell(self, result: TraceFile) -> None:
-        self.answer(json.dumps(asdict(result)).encode())
+    def _report(self, result: TraceFile) -> None:
+        self.send(json.dumps(asdict(result)).encode())
 
     def drop(self) -> None:
         if self.trace is not None:
@@ -39,7 +39,7 @@ class RankTrace:
 
 
 class GroupTrace:
-    """Rank 0's side. send: tells every other rank."""
+    """Rank 0's side. send: broadcasts to every other rank."""
 
     def __init__(self, members: list[WorkerHandle], send: Callable[[bytes], None]):
         self.members = members
@@ -50,7 +50,7 @@ class GroupTrace:
         world = len(self.members) + 1
         paths = [trace_path(prefix, rank, world) for rank in range(world)]
         for member in self.members:
-            member.trace = None
+            member.trace_result = None
         self.send(json.dumps({"paths": list(map(str, paths)), "steps": steps}).encode())
         self.own = StepTrace(worker, paths[0], steps)
 
@@ -60,11 +60,13 @@ class GroupTrace:
             self.own.end()
 
     def results(self) -> list[TraceFile] | None:
-        """Of all ranks, told once: when all have answered."""
-        answers = [member.trace for member in self.members if member.trace is not None]
-        if self.own is None or self.own.result is None or len(answers) < len(self.members):
+        """Of all ranks, returned once, when all have reported; else None."""
+        results = [
+            member.trace_result for member in self.members if member.trace_result is not None
+        ]
+        if self.own is None or self.own.result is None or len(results) < len(self.members):
             return None
-        found = [self.own.result, *(TraceFile(**json.loads(answer)) for answer in answers)]
+        found = [self.own.result, *(TraceFile(**json.loads(result)) for result in results)]
         self.own = None
         return found
 

@@ -1,5 +1,5 @@
-"""Another rank as rank 0 sees it, wherever it runs and whoever started it: its link, what it
-sent, and whether it lives. No torch."""
+"""Rank 0's view of another rank: its connection, its messages, and whether it is alive. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from typing import Any
 
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 
-LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status must be known
+EXIT_STATUS_SECONDS = 1.0  # from a child's disconnect until its exit status must be known
 
 
 @dataclass(frozen=True)
-class JoinedWorker:
+class ConnectedWorker:
     """A rank that has been started and connected. process: where this process started it; host:
-    empty on this one. device_index: which of its host's devices it takes, None where it decides
-    itself."""
+    empty on this one. device_index: of its host's devices, None where the rank decides itself."""
 
     channel: Channel
     pid: int
@@ -32,43 +31,43 @@ class JoinedWorker:
 
 
 class WorkerHandle:
-    """`listen` fills `results` and the signs of life, on a thread of its own."""
+    """`listen` runs on its own thread and fills `results`, heartbeats and the other fields."""
 
-    def __init__(self, number: int, name: str, joined: JoinedWorker):
+    def __init__(self, number: int, name: str, connected: ConnectedWorker):
         self.number = number
-        self.joined = joined
-        self.name = f"{name} on {joined.host}" if joined.host else name
-        self.channel = joined.channel
-        self.process = joined.process
-        self.pid = joined.pid
+        self.connected = connected
+        self.name = f"{name} on {connected.host}" if connected.host else name
+        self.channel = connected.channel
+        self.process = connected.process
+        self.pid = connected.pid
         self.results: queue.Queue[bytes] = queue.Queue()
-        self.load: bytes | None = None  # the newest answer
-        self.moved: bytes | None = None  # likewise
-        self.trace: bytes | None = None  # what came of the newest trace
-        self.hear: Callable[[bytes], None] | None = None  # what its service tells
+        self.load: bytes | None = None  # the newest response
+        self.move_result: bytes | None = None  # likewise
+        self.trace_result: bytes | None = None  # result of the newest trace
+        self.on_message: Callable[[bytes], None] | None = None  # receives its service's messages
         self.ready = threading.Event()
         self.ended = threading.Event()
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self.failure: str | None = None
         self.killed = False  # by this process
 
     def send_config(self, hello: dict[str, Any]) -> None:
-        """Tell it what to be. It starts loading."""
-        told = {**hello, "rank": self.number, "device_index": self.joined.device_index}
-        self.channel.send(FrameKind.HELLO, json.dumps(told).encode())
+        """Send its configuration; the rank starts loading."""
+        message = {**hello, "rank": self.number, "device_index": self.connected.device_index}
+        self.channel.send(FrameKind.HELLO, json.dumps(message).encode())
 
     def listen(self) -> None:
-        """Until the link ends."""
+        """Receive until the connection ends."""
         try:
             while (frame := self.channel.receive()) is not None:
-                self._take(*frame)
+                self._handle(*frame)
         except FrameError as error:
             self.failure = str(error)
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self.ended.set()
 
-    def _take(self, kind: FrameKind, data: bytes) -> None:
-        self.heard = time.monotonic()
+    def _handle(self, kind: FrameKind, data: bytes) -> None:
+        self.last_received = time.monotonic()
         if kind is FrameKind.READY:
             self.ready.set()
         elif kind is FrameKind.RESULT:
@@ -76,53 +75,53 @@ class WorkerHandle:
         elif kind is FrameKind.LOAD:
             self.load = data
         elif kind is FrameKind.TRACE:
-            self.trace = data
+            self.trace_result = data
         elif kind is FrameKind.MOVE:
-            self.moved = data
-        elif kind is FrameKind.SERVICE and self.hear is not None:
-            self.hear(data)
+            self.move_result = data
+        elif kind is FrameKind.SERVICE and self.on_message is not None:
+            self.on_message(data)
         elif kind is FrameKind.FAILED:
             self.failure = data.decode(errors="replace")
 
-    def gone(self, most_silent: float) -> str | None:
-        """That this rank has died, or hangs, or None. `most_silent`: seconds without a word. One
-        that reported a failure has said more than its end does."""
+    def liveness_error(self, max_silence: float) -> str | None:
+        """A message if this rank has died or hangs, else None. max_silence: seconds without a
+        frame. None for a rank that reported a failure, which says more than its exit."""
         if self.failure:
             return None
-        silent = time.monotonic() - self.heard
+        silent = time.monotonic() - self.last_received
         status = self.process.poll() if self.process else None
         if status is not None:
             return f"{self.name} ended with status {status}"
-        if self.ended.is_set() and (self.process is None or silent > LAST_WORDS_SECONDS):
+        if self.ended.is_set() and (self.process is None or silent > EXIT_STATUS_SECONDS):
             return (
                 f"{self.name} has closed its link: its process has ended, or its host is out "
                 "of reach"
             )
-        if silent > most_silent and not self.ended.is_set():
+        if silent > max_silence and not self.ended.is_set():
             return f"{self.name} has given no sign of life for {silent:.0f} s"
         return None
 
-    def failed(self) -> str | None:
-        """That this rank says it failed, or None."""
+    def reported_failure(self) -> str | None:
+        """A message if this rank reported a failure, else None."""
         return f"{self.name} failed: {self.failure}" if self.failure else None
 
-    def end(self) -> None:
-        """At once: a child is killed; a process elsewhere ends itself because its link does."""
+    def kill(self) -> None:
+        """Kill a child at once; a process elsewhere ends itself as its connection closes."""
         if self.process is not None and self.process.poll() is None:
             self.killed = True
             self.process.kill()
         self.channel.shut()
 
-    def leave(self, deadline: float) -> str | None:
-        """It was asked to stop: wait until it has, or end it. Returns what a child's end had of a
-        failure, in words, or None; how a process ends that another one started is not known."""
+    def wait_stopped(self, deadline: float) -> str | None:
+        """After STOP: wait until it has ended, or kill it. Returns a message if a child ended with
+        a failure, else None; the exit of a process started elsewhere is not known."""
         if not self.ended.wait(max(0.1, deadline - time.monotonic())):
-            self.end()
+            self.kill()
         if self.process is not None:
             try:
                 self.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.end()
+                self.kill()
                 self.process.wait()
         self.channel.close()
         if self.killed:
@@ -136,7 +135,7 @@ class WorkerHandle:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL, say; a real-time signal has no name of its own."""
+    """Such as SIGKILL; real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

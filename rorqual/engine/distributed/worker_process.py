@@ -1,4 +1,4 @@
-"""A rank other than 0: it computes the steps that arrive on its channel, and ends when that does.
+"""A rank other than 0: it computes the steps received on its channel, and ends when that closes.
 
 Started by rank 0 on its own host (`python -m rorqual.engine.distributed.worker_process --fd FD`),
 by a launcher on another (`--connect ADDRESS PORT RANK WORLD`, the secret as one line on standard
@@ -38,7 +38,7 @@ from rorqual.engine.distributed.tracing import RankTrace
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
-from rorqual.engine.rank_service import RankService, ServicePlace, make_service
+from rorqual.engine.rank_service import RankService, ServiceContext, make_service
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.errors import EngineError, ExpertsMissing, RorqualError
 from rorqual.models.hub import model_folder
@@ -46,13 +46,13 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import device_of, make_platform
 
 ALIVE_SECONDS = 1.0
-LEAVE_SECONDS = 3.0  # from STOP until the process must have left, in whatever collective it is
-ORPHANED = 1  # exit status: rank 0 went without a word
+LEAVE_SECONDS = 3.0  # from STOP until the process exits, even inside a collective
+ORPHANED = 1  # exit status: rank 0 is gone without STOP
 
 
 def rank_device(config: EngineConfig, device_index: int) -> str:
-    """One GPU or NPU of several; on a CPU there is one device for all. `device` may name a GPU only
-    where there is one rank."""
+    """A rank's GPU or NPU; on a CPU all ranks share one device. `device` may name a GPU only with a
+    single rank."""
     if config.device == "npu":
         return f"npu:{device_index}"
     return (
@@ -63,8 +63,8 @@ def rank_device(config: EngineConfig, device_index: int) -> str:
 
 
 class Inbox:
-    """Plans and grammars, read by a thread that also sees rank 0 leave: then it ends the
-    process, which may be stuck in a collective for want of that very rank."""
+    """Frames from rank 0, read by a thread that also detects rank 0's end: it then ends the
+    process, which may be stuck in a collective with that rank."""
 
     def __init__(self, channel: Channel, rank: int, watchdog: float):
         self.channel = channel
@@ -102,16 +102,16 @@ class WorkerProcess:
         )
         self.worker = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.worker.mesh
-        # its results are those of its data-parallel rank
-        self.leads = mesh.last_stage and mesh.tp_rank == 0
-        self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
+        # it sends its data-parallel rank's results
+        self.sends_results = mesh.last_stage and mesh.tp_rank == 0
+        self.pending: deque[Callable[[], None]] = deque()  # wait for the device, then respond
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
         self.trace = RankTrace(self.worker, partial(channel.send, FrameKind.TRACE))
         self.service: RankService | None = None
 
     def run(self) -> None:
-        """Launch what arrives; while nothing does, bring home what was launched."""
+        """Launch steps as they arrive; while none does, collect launched ones."""
         work = self.inbox.work
         while True:
             if self.pending and work.empty():
@@ -128,13 +128,13 @@ class WorkerProcess:
             elif kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
-                self._bring(partial(self._send_load, data, self.worker.fetch_load()))
+                self._enqueue_response(partial(self._send_load, data, self.worker.fetch_load()))
             elif kind is FrameKind.MOVE:
                 self._move(Move.decode(data))
             elif kind is FrameKind.SERVICE_START:
                 self._start_service(data)
             elif kind is FrameKind.SERVICE:
-                self._tell_service(data)
+                self._handle_service_message(data)
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
@@ -144,17 +144,17 @@ class WorkerProcess:
             raise EngineError(f"step {number} came; accepted: {self.launched + 1}")
         self.launched = number
         while output.host and self.pending:
-            self._collect()  # a grammar must have heard the tokens before
+            self._collect()  # grammars need the tokens before
         part = output.parts[self.worker.mesh.dp_rank]
         pending = self.worker.runner.launch(part, output.metadata())
         self.grammars.used(output.structures)
-        self._bring(partial(self._send_result, number, pending))
+        self._enqueue_response(partial(self._send_result, number, pending))
 
-    def _bring(self, answer: Callable[[], None]) -> None:
-        """Answers come in the order of questions."""
-        self.pending.append(answer)
+    def _enqueue_response(self, send: Callable[[], None]) -> None:
+        """Responses are sent in the order of requests."""
+        self.pending.append(send)
         if not self.worker.platform.asynchronous:
-            self._collect()  # rank 0 need not wait for the next step too
+            self._collect()  # else rank 0 would also wait for the next step
 
     def _collect(self) -> None:
         self.pending.popleft()()
@@ -162,41 +162,41 @@ class WorkerProcess:
     def _send_result(self, number: int, pending: PendingStep) -> None:
         try:
             result = self.worker.runner.collect(pending)
-        except ExpertsMissing:  # rank 0 knows as well, and waits for no result
+        except ExpertsMissing:  # rank 0 knows too, and waits for no result
             return
-        if self.leads:
+        if self.sends_results:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
     def _move(self, move: Move) -> None:
-        """Bring experts here on a thread of their own; steps go on."""
+        """Receive experts on a separate thread, while steps go on."""
         mover = self.worker.mover
         assert mover is not None, "experts move where enable_eplb is on"
-        mover.begin(move, lambda answer: self.channel.send(FrameKind.MOVE, answer.encode()))
+        mover.begin(move, lambda result: self.channel.send(FrameKind.MOVE, result.encode()))
 
     def _start_service(self, data: bytes) -> None:
         name, _, config = data.partition(b"\n")
-        tell = partial(self.channel.send, FrameKind.SERVICE)
-        place = ServicePlace(self.worker, self.channel.network_address, tell)
-        self.service = make_service(name.decode(), place, config)
+        send = partial(self.channel.send, FrameKind.SERVICE)
+        context = ServiceContext(self.worker, self.channel.network_address, send)
+        self.service = make_service(name.decode(), context, config)
 
-    def _tell_service(self, message: bytes) -> None:
+    def _handle_service_message(self, message: bytes) -> None:
         assert self.service is not None, "it was started first"
-        done = self.service.take(message)
+        done = self.service.handle(message)
         if done is not None:
-            self._bring(done)
+            self._enqueue_response(done)
 
-    def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
-        self.channel.send(FrameKind.LOAD, question + encode_load(load()))
+    def _send_load(self, request: bytes, load: Callable[[], torch.Tensor]) -> None:
+        self.channel.send(FrameKind.LOAD, request + encode_load(load()))
 
 
 def send_heartbeats(links: list[Channel], stopped: threading.Event) -> None:
-    """Tell the other ends, again and again, that this process lives."""
+    """Send heartbeats until `stopped` is set."""
     while not stopped.wait(ALIVE_SECONDS):
         for channel in links:
             try:
                 channel.send(FrameKind.ALIVE)
             except OSError:
-                continue  # whoever reads from the link sees that it has ended
+                continue  # the reading thread sees that the connection ended
 
 
 def serve(
@@ -205,9 +205,9 @@ def serve(
     device_index: int | None = None,
     model: str | None = None,
 ) -> int:
-    """Be the rank that rank 0 says, until told to stop; returns the exit status. interface,
-    GPU, model: this host's own, where rank 0 cannot know them; a model as it was named to this
-    process."""
+    """Run as the rank that rank 0 assigns, until STOP; returns the exit status. interface,
+    device_index, model: this host's own, where rank 0 cannot know them; model as named on this
+    process's command line."""
     frame = channel.receive()
     if frame is None or frame[0] is not FrameKind.HELLO:
         return ORPHANED
@@ -227,12 +227,12 @@ def serve(
         process.run()
         if process.worker.mover is not None:
             process.worker.mover.close()
-        process.worker.runner.forget()
+        process.worker.runner.drop_captured()
         dist.destroy_process_group()
         return 0
-    except Exception as error:  # whatever it was, rank 0 tells the users
+    except Exception as error:  # rank 0 reports any error to the users
         reason = f"{type(error).__name__}: {error}"
-        # of another host, whose own log should say it too: rank 0 may be out of reach
+        # on another host also print it there: rank 0 may be unreachable
         if interface is not None:
             print(f"rorqual: a rank ends: {' '.join(reason.split())}", file=sys.stderr, flush=True)
         channel.send(FrameKind.FAILED, reason.encode())
@@ -244,7 +244,7 @@ def serve(
 def connected(
     address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None
 ) -> tuple[Channel, str]:
-    """(link to rank 0, the interface it takes). place: rank and world."""
+    """(connection to rank 0, the network interface it uses). place: rank and world."""
     channel = join(address, port, secret, PeerIdentity(*place, os.getpid(), socket.gethostname()))
     channel.patience(START_SECONDS)
     return channel, interface_of(named_address(named) if named else channel.own) or "lo"

@@ -7,13 +7,13 @@ operators of the traced graph. Where all ranks hold the same rows, which is tens
 alone, nothing else changes; else counts of rows are part of the code: steps are padded to batch
 sizes that all ranks agree on, as for captured graphs, and each has a variant.
 
-After the first call the compiled function is called itself, with the step's tensors in the places
-where the first call had its own: no guards to evaluate a step, and nothing that could compile
-again. What the trace took for granted therefore has to stay: tensors of weights, cache and exchange
-are updated in place, `record_load` keeps its value.
+After the first call the compiled function is called directly, with the step's tensors in place of
+the first call's: no guards are evaluated, and nothing can recompile. What the trace assumed must
+therefore not change: tensors of weights, cache and exchange are updated in place, `record_load`
+keeps its value.
 
 Compiled code is kept below the cache folder by torch's own caches, so that a restart traces the
-model (seconds) and compiles nothing; unless the engine is to keep nothing.
+model (seconds) and compiles nothing; unless configured to keep nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
 from rorqual.parallel.layout import Layout
 
-# Headers would be compiled into a folder that every user of the machine may write to.
+# Precompiled headers would go into a folder that every user of the machine may write to.
 OPTIONS = {"cpp_cache_precompile_headers": False}
-# Only what is marked becomes a symbol. Else numbers that differ from those of an engine before
-# would.
+# Only marked sizes become symbols. Else numbers that differ from an earlier engine's would, too.
 STATIC = {
     "automatic_dynamic_shapes": False,
     "assume_static_by_default": True,
@@ -67,8 +66,8 @@ class CompileStats:
 
 
 class CompiledVariant:
-    """A compiled function with the arguments of its first call; those that belonged to the step
-    are replaced at each call."""
+    """A compiled function with the arguments of its first call; the step's arguments are replaced
+    at each call."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class CompiledVariant:
         tokens: int | None,
         pages: int,
     ):
-        """tokens: of that call, where their number is a symbol."""
+        """tokens: of the first call, where their number is a symbol."""
         self.function = function
         self.arguments = list(arguments)
         places = {id(tensor): index for index, tensor in enumerate(of_step)}
@@ -100,9 +99,8 @@ class CompiledVariant:
 
 
 class TracedForwardBatch(ForwardBatch):
-    """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments
-    are made at each call; nor, in torch 2.11, can objects among a function's defaults, so it has
-    none."""
+    """A decode-only step. Values cached behind a lock cannot be traced, so segments are made at
+    each call; nor, in torch 2.11, can objects as default arguments, so there are none."""
 
     def __init__(
         self,
@@ -125,8 +123,8 @@ class TracedForwardBatch(ForwardBatch):
         return [(self.decode, slice(0, self.num_tokens))]
 
 
-def one_count(sizes: ParallelConfig, moe: MoEConfig) -> bool:
-    """Whether all ranks hold the same rows in a step that decodes, however many they are."""
+def same_rows_on_all_ranks(sizes: ParallelConfig, moe: MoEConfig) -> bool:
+    """Whether all ranks hold the same rows in every decode step."""
     return sizes.dp == 1 and not shards_tokens(sizes, chosen_exchange(sizes, moe, 1, decode=True))
 
 
@@ -140,9 +138,9 @@ class CompiledForward:
         self.ops = ops
         self.folder = folder
         self.stats = CompileStats()
-        # Whether each number of tokens has a variant, and steps are padded to those there are:
-        # where ranks hold different rows, how many is part of the code.
-        self.fixed_shapes = not one_count(model.mesh.sizes, model.config.moe)
+        # Whether each number of tokens has its own variant, and steps are padded to these: where
+        # ranks hold different rows, their number is part of the code.
+        self.fixed_shapes = not same_rows_on_all_ranks(model.mesh.sizes, model.config.moe)
         self.sized: dict[int, CompiledVariant] = {}
         self.one: CompiledVariant | None = None
         self.many: CompiledVariant | None = None
@@ -150,10 +148,10 @@ class CompiledForward:
             self.ops.mla[attention.index] = attention.weights
 
     def compile(self, examples: Iterable[ForwardBatch]) -> None:
-        """Steps that write nowhere that is read; one of a single token, one of several tokens,
-        or either. Not as many tokens as the pool has pages: equal numbers would become one
-        symbol. With fixed shapes a size is compiled when it is first computed, on all ranks in the
-        same order, which the warm-up of all batch sizes does before serving."""
+        """Compile for example steps that write only to the null page: one of a single token, one of
+        several, or either. Their number of tokens must differ from the pool's pages: equal numbers
+        would become one symbol. With fixed shapes a size is compiled at its first step, on all
+        ranks in the same order, which the warm-up of all batch sizes runs before serving."""
         if not self.fixed_shapes:
             self._compile_all(examples)
 
@@ -191,24 +189,24 @@ class CompiledForward:
         segment = TracedMetadata(ids.shape[0])
         places = TokenPlaces(cos, sin, slots)
         mesh = self.model.mesh
-        # every data-parallel rank has as many rows: else steps are padded until it is so
+        # every data-parallel rank has the same number of rows: else steps are padded
         counts = (ids.shape[0],) * mesh.sizes.dp
         layout = mesh.layout(counts, True, self.model.config.moe)
         step = TracedForwardBatch(ids, places, self.pool, segment, layout)
         state = self.model.embedded(step)
         for _ in forward_layers(self.model.layers, state, step):
-            pass  # a hand-over: nothing else is under way
+            pass  # a hand-over: there is no other micro-batch
         return self.model.leave(state, step, None)
 
     def _compile(self, step: ForwardBatch, dynamic: bool) -> CompiledVariant:
         assert step.decode is not None
         assert step.num_tokens != self.pool.num_pages or not dynamic
         made: list[CompiledVariant] = []
-        # tensors of their own: an input is known by its identity
+        # clones: inputs are told apart by identity
         of_step = tuple(tensor.clone() for tensor in _inputs(step))
         planes = [plane for layer in self.pool.layers for plane in layer.values()]
-        # How many pages there are depends on the memory that was free: as a symbol it does not
-        # spoil the cache for the next start.
+        # The number of pages depends on free memory: as a symbol it does not invalidate kept code
+        # at the next start.
         for tensor in (*planes, *(of_step if dynamic else ())):
             torch._dynamo.mark_dynamic(tensor, 0)
 
@@ -254,15 +252,15 @@ class CompiledForward:
 
 @contextmanager
 def _caches(folder: Path | None) -> Iterator[None]:
-    """Without a folder, compiled code lies in one that is gone afterwards, when all of it has been
-    loaded. What this process compiled before may be found in memory: nothing on disk is."""
+    """Without a folder, compiled code goes to a temporary one, deleted once all of it has been
+    loaded. Code that this process compiled before may be reused from memory, none from disk."""
     if folder is not None:
         with compiler_caches_in(folder):
             yield
         return
     with TemporaryDirectory(prefix="rorqual-compile-") as name, ExitStack() as stack:
         stack.enter_context(compiler_caches_in(Path(name)))
-        if "triton" in sys.modules:  # the kernels that inductor has it compile are kept by itself
+        if "triton" in sys.modules:  # triton keeps inductor's kernels itself
             cache = sys.modules["triton"].knobs.cache
             stack.enter_context(cache.scope())
             cache.dir = str(Path(name) / "triton")
@@ -271,9 +269,9 @@ def _caches(folder: Path | None) -> Iterator[None]:
 
 def code_folder(device: str, case: str | None = None) -> Path:
     """Where code compiled by this torch for these operators and this kind of device is kept, below
-    the folder `case` where one is named.
-    Within, torch names what it keeps by the traced graph, which holds all that a model's
-    configuration and the engine's options decide, and shares what graphs have in common."""
+    the folder `case` where one is named. Below it torch keys code by the traced graph, which
+    reflects the model's configuration and the engine's options, and shares what graphs have in
+    common."""
     source = hashlib.sha256(Path(custom_ops.__file__).read_bytes()).hexdigest()
     key = hashlib.sha256(repr((torch.__version__, device, source)).encode()).hexdigest()[:16]
     return cache_folder() / (case or "") / f"compile-{key}"
@@ -285,15 +283,15 @@ def _inputs(step: ForwardBatch) -> tuple[Tensor, ...]:
 
 
 def _hits(counters: Any) -> int:
-    """A function found whole, or its kernels found after it was differentiated anew."""
+    """Cache hits: of whole functions, or of their kernels."""
     return (
         counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     )
 
 
 def _own_code(method: Any) -> Function:
-    """The method over a copy of its code object. Dynamo keeps what it compiled on that object,
-    and counts it there: engines of one process would find, and use up, each other's."""
+    """The method over a copy of its code object. Dynamo stores and counts compiled code on that
+    object, so engines in one process would otherwise share it and its limit."""
     function = method.__func__
     copy = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__

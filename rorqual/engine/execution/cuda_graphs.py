@@ -1,10 +1,9 @@
-"""Decode steps captured once and replayed: the whole step, from reading the device rows to writing
-the sampled tokens back. Where some row needs the host's word (SamplingVariant.FULL), the forward
-pass alone.
+"""Captured decode steps: the whole step, from reading the device rows to writing the sampled tokens
+back. Where some row needs the host (SamplingVariant.FULL), only the forward pass.
 
-One graph a batch bucket, sampling variant and number of drafts, captured before serving, or, for
-batch sizes that `cudagraph_capture_sizes` leaves out, when one is first needed. A smaller batch is
-padded with a row whose block table is all null pages: it writes nowhere that is read.
+One graph per batch bucket, sampling variant and number of drafts, captured before serving or, for
+batch sizes not in `cudagraph_capture_sizes`, on first use. A smaller batch is padded with a row
+whose block table is all null pages, which are never read.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ CAPTURED = tuple(SamplingVariant)
 
 @runtime_checkable
 class TakesLengths(Protocol):
-    """A captured step that is told how many cached entries each request has (platforms/npu.py)."""
+    """A captured step that takes each request's cached length from the host (platforms/npu.py)."""
 
     def set_lengths(self, lengths: list[int]) -> None: ...
 
 
 class DecodeGraphs:
-    """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows
-    `slots` [bucket] and returns what it drew, [bucket, ...]; of Variant.FULL the forward pass,
-    and its hidden states."""
+    """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows `slots`
+    [bucket] and returns the sampled tokens, [bucket, ...]; for SamplingVariant.FULL only the
+    forward pass, and its hidden states."""
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body = body
-        self.calls: StepCalls | None = None  # to expert servers, where steps make such
+        self.calls: StepCalls | None = None  # to expert servers, if any
         self.called: dict[tuple[int, SamplingVariant, int], Step] = {}
         self.platform = platform
         self.padding = padding_slot
@@ -50,7 +49,7 @@ class DecodeGraphs:
         self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
-        self.loaded = False  # all kernels of what `capture` captures: they were compiled ahead
+        self.loaded = False  # whether all kernels of `capture` are compiled and loaded
         self.warmed: set[tuple[int, int]] = set()
 
     def capture(
@@ -59,8 +58,8 @@ class DecodeGraphs:
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Capture every bucket, or those that batches of `sizes` use; the largest first so that
-        the others fit into its memory."""
+        """Capture every bucket, or those of batch sizes `sizes`; the largest first so that the
+        others fit into its memory."""
         for key in self._wanted(variants, draft_counts, sizes):
             self._capture(*key)
 
@@ -70,7 +69,7 @@ class DecodeGraphs:
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Every step that `capture` would compute, once."""
+        """Run every step that `capture` would capture, once."""
         for size, variant, num_speculative_tokens in self._wanted(variants, draft_counts, sizes):
             self.body(self._padding(size), variant, num_speculative_tokens)
 
@@ -99,7 +98,7 @@ class DecodeGraphs:
         slots = self._padding(size)
         key = (size, variant, num_speculative_tokens)
         calls = self.calls
-        # a size's first variant has run the forward pass, and the others' kernels are loaded
+        # a size's first variant has run the forward pass, so the others' kernels are loaded
         same = (size, num_speculative_tokens)
         warm = not self.loaded or calls is not None or same not in self.warmed
         self.warmed.add(same)
@@ -109,27 +108,29 @@ class DecodeGraphs:
         if calls is not None:
             assert found is not None
             self.called[key] = found.step()
-            # expert servers capture theirs at the first replay, which no request should wait for
+            # expert servers capture their side at the first replay; no request should wait for that
             calls.replay(self.called[key])
             graph()
         return graph
 
     def _padding(self, size: int) -> Tensor:
-        """Capturing computes a step a few times, and no request may move on by that."""
+        """Padding rows: capturing runs a step a few times, which must not change a request's
+        state."""
         self.shown = []
         return self.slots[:size].fill_(self.padding)
 
     def run(self, slots: list[int], common: StepMetadata, lens: Sequence[int] = ()) -> Tensor:
-        """What the body returned for these slots; valid until the next run, in stream order. Ranks
-        replay the same captured graph, that of the rank with the most rows; and what one lacks all
-        lack, since all were asked for the same ones: so all capture it, and its collectives meet.
-        lens: cached entries of each, where attention takes them from the host."""
+        """What the body returned for these slots; valid until the next run, in stream order. All
+        ranks replay the same captured graph, that of the rank with the most rows; a graph that one
+        rank lacks is missing on all, since all captured the same ones, so all capture it now and
+        their collectives match. lens: cached entries of each, where attention takes them from the
+        host."""
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
         graph = self.graphs.get(key) or self._capture(*key)
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
-            self.shown = []  # should the copy, or what comes before the next line, fail
+            self.shown = []  # in case the copy, or anything before the next line, fails
             rows = self.platform.to_device(torch.tensor(padded))
             self.slots[:size].copy_(rows, non_blocking=True)
             self.shown = padded

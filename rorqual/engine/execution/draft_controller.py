@@ -4,8 +4,8 @@ size. No torch.
 A sparse model's step grows with every row, because more rows read more experts; so the best
 num_speculative_tokens depends on the batch, on what the text is like, and on the machine. The
 controller measures instead of modelling: for each batch bucket it keeps a running estimate of
-tokens a second for every num_speculative_tokens, tries the others now and then, and moves only when
-another is clearly better.
+tokens per second for every num_speculative_tokens, probes the others now and then, and changes only
+when another is clearly better.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MEMORY = 0.05  # weight of a new step in the running estimate
-MARGIN = 1.03  # another num_speculative_tokens must promise 3 % more
+MARGIN = 1.03  # another num_speculative_tokens must be 3 % faster
 FIRST_STEPS = 8  # steps each num_speculative_tokens is tried for before any is preferred
 PROBE_EVERY = 256  # steps between two trials of a num_speculative_tokens that is not in use
-PROBE_STEPS = 16  # more than half of an estimate that has gone stale
-# a step longer or shorter than the usual one by so much was disturbed, and says nothing
+PROBE_STEPS = 16  # enough to outweigh a stale estimate
+# a step that differs from the mean by more than this factor is ignored as disturbed
 LONGEST = 5.0
-DISTURBED = 4  # so many of them in a row are the new usual
+DISTURBED = 4  # this many in a row replace the mean
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Estimate:
         usual = not self.steps or seconds / LONGEST <= self.seconds <= seconds * LONGEST
         self.disturbed = 0 if usual else self.disturbed + 1
         if self.disturbed >= DISTURBED:
-            # it was the first step that was disturbed, or times have changed
+            # the first step was disturbed, or times have changed
             self.steps = self.disturbed = 0
         elif not usual:
             return
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass
 class Bucket:
-    """One range of batch sizes: what is in use, and the trial under way."""
+    """One range of batch sizes: the value in use, and the probe in progress."""
 
     current: int
     estimates: dict[int, Estimate]
@@ -62,13 +62,13 @@ class Bucket:
 
 
 def draft_count_choices(most: int, adaptive: bool) -> tuple[int, ...]:
-    """The values a step may carry."""
+    """The values of num_speculative_tokens to choose from."""
     return tuple(range(most + 1)) if adaptive else (most,)
 
 
 class DraftController:
-    """`choose` before each step, `observe` after each step of decoding alone. With `adaptive`
-    False the answer is always `most`."""
+    """Call `next_count` before each step, `observe` after each decode-only step. With `adaptive`
+    False the count is always `most`."""
 
     def __init__(self, most: int, adaptive: bool = False):
         self.most = most
@@ -83,20 +83,20 @@ class DraftController:
         return bucket.current if bucket.probe is None else bucket.probe
 
     def _bucket(self, batch: int) -> Bucket:
-        """Sizes share a bucket between powers of two."""
+        """Buckets end at powers of two."""
         key = batch.bit_length()
         if key not in self.buckets:
             self.buckets[key] = Bucket(self.most, {n: Estimate() for n in self.choices})
         return self.buckets[key]
 
     def observe(self, batch: int, num_speculative_tokens: int, tokens: int, seconds: float) -> None:
-        """A step that verified num_speculative_tokens drafts for each of `batch` requests
-        brought `tokens` new ones in `seconds`."""
+        """A step that verified num_speculative_tokens drafts for each of `batch` requests gave
+        `tokens` new tokens in `seconds`."""
         if len(self.choices) == 1:
             return
         bucket = self._bucket(batch)
-        # The first step with more drafts finds only those that the step before has made: it says
-        # nothing about the steps to come.
+        # The first step with more drafts only verifies those that the step before made, so it is
+        # not representative.
         if num_speculative_tokens <= self.before:
             bucket.estimates[num_speculative_tokens].add(tokens, seconds)
         self.before = num_speculative_tokens
@@ -128,8 +128,7 @@ class DraftController:
             bucket.since_probe = 0
 
     def _settle(self, bucket: Bucket) -> None:
-        """Move to another num_speculative_tokens when it promises clearly more than the one in
-        use."""
+        """Change num_speculative_tokens when another is clearly faster than the one in use."""
         best = max(self.choices, key=lambda n: bucket.estimates[n].rate)
         if bucket.estimates[best].rate > MARGIN * bucket.estimates[bucket.current].rate:
             bucket.current = best

@@ -1,5 +1,5 @@
-"""Speculative decoding, the second half: make drafts for the step after (verifier.py checks them
-there). A fixed sequence of device operations, so that a graph can hold it."""
+"""Speculative decoding, the second half: make drafts for the next step (verifier.py verifies them
+there). A fixed sequence of device operations, so that a graph can capture it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rorqual.parallel.overlap import run, run_one
 @dataclass(frozen=True)
 class Speculation:
     """drafter: `mtp` or `ngram`; num_speculative_tokens: the most drafts a step. window: see
-    MTPDrafter. rates: simulated acceptance by place."""
+    MTPDrafter. rates: simulated acceptance by position."""
 
     drafter: str
     num_speculative_tokens: int
@@ -34,13 +34,13 @@ class Speculation:
 
 @dataclass
 class Drafting:
-    """What a drafter may look at once a step has been sampled. N requests are to be continued.
+    """A drafter's input once a step has been sampled. N requests continue.
 
     slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden
     state predicts the newest one; max_kv_lens: host bounds of the cached entries once every draft
     is written. step, hidden [T, hidden] and following [T], the token after each row, are those of
-    the step. common: what ranks, who draft together, know alike; its `sampled` is N of each
-    data-parallel rank. ends: see BatchPart; rows of the step.
+    the step. common: the metadata shared by all ranks, which draft together; its `sampled` is N of
+    each data-parallel rank. ends: see BatchPart; rows of the step.
     """
 
     slots: Tensor
@@ -59,8 +59,8 @@ class Drafter(Protocol):
     reads_hidden: bool
 
     def draft(self, work: Drafting) -> None:
-        """Leave drafts, up to work.common.num_speculative_tokens a request, how many, and what
-        they were drawn from in the device rows."""
+        """Write into the device rows the drafts, up to work.common.num_speculative_tokens a
+        request, their number, and the distributions they were drawn from."""
 
 
 class MTPDrafter:
@@ -68,8 +68,8 @@ class MTPDrafter:
     num_speculative_tokens exceeds their number.
 
     `window` runs a module over all rows of a step, so that its cache is computed from the main
-    model's hidden states; without it a step in which all ranks only decode runs the last row alone
-    and keeps the entries that drafting left behind.
+    model's hidden states; without it a step in which all ranks only decode runs only the last row
+    and keeps the entries that drafting wrote.
     """
 
     reads_hidden = True
@@ -90,8 +90,8 @@ class MTPDrafter:
         self.page_size = pool.spec.page_size
 
     def draft(self, work: Drafting) -> None:
-        """Every module that may be asked keeps its cache up in every step:
-        num_speculative_tokens may rise again."""
+        """Every module in use updates its cache in every step: num_speculative_tokens may rise
+        again."""
         hidden = work.hidden
         step = work.step
         following = work.following
@@ -105,7 +105,7 @@ class MTPDrafter:
             hidden = hidden.index_select(0, last)
             following = following.index_select(0, last)
             last = self._all(last)
-        target = positions + 2  # where the first draft will stand: behind the newest token
+        target = positions + 2  # of the first draft: after the newest token
         newest = following.index_select(0, last)
         modules = self.model.mtp
         kept = min(len(modules), self.rows.most_drafts)
@@ -123,7 +123,7 @@ class MTPDrafter:
                 newest = self._propose(logits, place, variant, work.slots, target + place)
             if place + 1 < len(modules):
                 following = following.roll(-1, 0).index_copy(0, last, newest)
-                if work.ends is not None:  # else the first row of another request's would follow
+                if work.ends is not None:  # else the next request's first row would follow
                     rows, after = work.ends
                     following = following.index_copy(0, rows, after[:, place + 1])
         self.rows.num_drafts.index_copy_(
@@ -133,7 +133,7 @@ class MTPDrafter:
         )
 
     def _hidden(self, index: int, following: Tensor, hidden: Tensor, step: ForwardBatch) -> Tensor:
-        """What a module makes of the tokens after the step's and of the hidden states before."""
+        """A module's output for the tokens after the step's and the previous hidden states."""
         module = self.model.mtp[index]
         captured = self.captured
         if captured is not None and captured.takes(step):
@@ -168,7 +168,7 @@ class MTPDrafter:
         tables = self.rows.tables[work.slots, :longest]
         bounds = work.max_kv_lens
         each = self._all(positions)
-        # a position is the length of what is cached before it; no token is known yet
+        # a row's position equals its cached length; its token is not known yet
         _, _, mapping, lens = self.rows.ops.decode_rows(
             positions, positions, self.rows.drafts, tables, each, 0, self.page_size
         )
@@ -211,10 +211,10 @@ class MTPDrafter:
 
 
 class NgramDrafter:
-    """Prompt n-grams: continue as the text went on after the latest of the longest earlier
-    occurrences of its last tokens.
+    """N-gram prompt lookup: drafts the tokens that followed the latest of the longest earlier
+    occurrences of the last tokens.
 
-    At least `shortest`, at most `longest` tokens must agree. Works for every model; good where
+    At least `shortest`, at most `longest` tokens are matched. Works for every model; good where
     outputs repeat their inputs.
     """
 
@@ -232,7 +232,7 @@ class NgramDrafter:
         if not slots.shape[0]:
             return
         if not num_speculative_tokens:
-            rows.num_drafts.index_fill_(0, slots, 0)  # those of an earlier step have been passed by
+            rows.num_drafts.index_fill_(0, slots, 0)  # drafts of an earlier step are outdated
             return
         assert rows.history is not None
         known = rows.length.index_select(0, slots) + 1

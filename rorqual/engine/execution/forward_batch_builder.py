@@ -1,5 +1,5 @@
-"""From a scheduler output to what the model computes: packed tokens, their slots in the cache, and
-the rows that are sampled."""
+"""Builds a ForwardBatch from a scheduler output: packed tokens, their cache slots, and the rows to
+sample."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rorqual.platforms.base import Platform
 
 @dataclass
 class BatchPart:
-    """The decode or the prefill half of a step, packed tokens first, then the rows that are
-    sampled: their `logit_rows` among the part's tokens, `slots`, and `bounds` of their cached
-    entries. `following`: the prompt's token after each (0 after the last). `ends`: with several
-    prediction modules, the last rows [C] of chunks that are not sampled, and the tokens after
-    them [C, modules]; where the prompt ends before, its last one stands in. `scored`: rows of a
-    prompt whose next token's log probability is wanted."""
+    """The decode or the prefill half of a step: packed tokens, then the rows to sample: their
+    `logit_rows` among the part's tokens, `slots`, and `bounds` of their cached entries.
+    `following`: the prompt's token after each (0 after the last). `ends`: with several prediction
+    modules, the last rows [C] of chunks that are not sampled, and the tokens after them [C,
+    modules], the prompt's last token repeated past its end. `scored`: prompt rows whose next
+    token's log probability is wanted."""
 
     ids: Tensor
     positions: Tensor
@@ -48,7 +48,7 @@ class BatchPart:
 
 @dataclass
 class BuiltBatch:
-    """A step and the halves it was made of."""
+    """A step and its two halves."""
 
     step: ForwardBatch
     decode: BatchPart | None
@@ -56,8 +56,8 @@ class BuiltBatch:
 
 
 class ForwardBatchBuilder:
-    """`exact`: the host knows every length, as it does without speculation. `modules`: prediction
-    modules that will read what follows a prompt's tokens."""
+    """`exact`: the host knows every length, which holds without speculation. `modules`: number of
+    prediction modules, which read the tokens after a prompt's rows."""
 
     def __init__(
         self, rows: RequestState, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0
@@ -74,8 +74,8 @@ class ForwardBatchBuilder:
     def batch(
         self, decode: BatchPart | None, prefill: BatchPart | None, layout: Layout = SINGLE_LAYOUT
     ) -> BuiltBatch:
-        """Without either half a rank computes nothing of its own and takes part in what the
-        others compute."""
+        """With neither half a rank has no rows of its own and only takes part in the others'
+        collectives."""
         columns = [part.columns() for part in (decode, prefill) if part] or [(self.nothing,) * 4]
         ids, positions, slot_mapping, logit_rows = (
             join([column[i] for column in columns]) for i in range(4)
@@ -93,7 +93,7 @@ class ForwardBatchBuilder:
     def decode(
         self, slots: Tensor, bounds: tuple[int, ...], num_speculative_tokens: int
     ) -> BatchPart:
-        """The newest token of each request and num_speculative_tokens drafts behind it."""
+        """The newest token of each request and num_speculative_tokens drafts after it."""
         rows = self.rows
         width = num_speculative_tokens + 1
         tables = rows.tables[slots, : self._pages(max(bounds))]
@@ -111,7 +111,7 @@ class ForwardBatchBuilder:
         return BatchPart(ids, positions, mapping, logit_rows, slots, segment, bounds)
 
     def prefill(self, output: SchedulerOutput) -> BatchPart:
-        """Everything about prompts is known to the host: one copy brings it over."""
+        """The host knows everything about prompts: a single copy brings it to the device."""
         rows = self.rows
         host = _ChunkColumns(output.chunks, self.modules)
         columns = _columns_on_device(host.columns(), self.platform)
@@ -142,7 +142,7 @@ class ForwardBatchBuilder:
 
 
 class _ChunkColumns:
-    """What the device is to know of a step's chunks. modules: see ForwardBatchBuilder."""
+    """The device's columns for a step's chunks. modules: see ForwardBatchBuilder."""
 
     def __init__(self, chunks: list[PrefillChunk], modules: int):
         self.lengths = tuple(len(chunk.tokens) for chunk in chunks)
@@ -150,7 +150,7 @@ class _ChunkColumns:
         self.slots = [chunk.slot for chunk in chunks]
         self.stops = [chunk.stop for chunk in chunks]
         self.logit_rows: list[int] = []
-        self.drawn: list[int] = []  # slots
+        self.sampled_slots: list[int] = []  # slots
         self.scored: list[int] = []
         self.ends: list[int] = []
         self.after: list[int] = []
@@ -165,7 +165,7 @@ class _ChunkColumns:
             self.slots,
             self.stops,
             self.logit_rows,
-            self.drawn,
+            self.sampled_slots,
             self.scored,
             self.ends,
             self.after,
@@ -185,7 +185,7 @@ class _ChunkColumns:
             self.after += (*chunk.following, *chunk.following[-1:] * modules)[:modules]
         if chunk.sample:
             self.logit_rows.append(last)
-            self.drawn.append(chunk.slot)
+            self.sampled_slots.append(chunk.slot)
         if chunk.num_scored:
             shift = start - chunk.start
             self.scored += range(chunk.score_start + shift, chunk.score_stop + shift)
@@ -194,8 +194,8 @@ class _ChunkColumns:
 def _columns_on_device(
     columns: tuple[Ints | list[int], ...], platform: Platform
 ) -> tuple[Tensor, ...]:
-    """Each of them [n] int64 on the device. One copy brings all: it costs the host more to start
-    one than to join them. They begin at multiples of 16 bytes, which compiled kernels know."""
+    """Each column as [n] int64 on the device. A single copy for all: starting a copy costs the host
+    more than joining them. They start at multiples of 16 bytes, which compiled kernels assume."""
     sizes = [len(column) for column in columns]
     starts = [*accumulate((size + size % 2 for size in sizes), initial=0)]
     joined = np.zeros(starts[-1], np.int64)

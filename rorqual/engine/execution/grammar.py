@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar."""
+    """One request's state in its grammar."""
 
     def fill(self, mask: Tensor, row: int) -> None:
         """Write the tokens allowed next into mask[row]: int32 [rows, ceil(vocabulary / 32)] on
         the host, bit i % 32 of word i // 32."""
 
     def accept(self, token: int) -> bool:
-        """Move past a token; False, without moving, where the grammar forbids it."""
+        """Advance by a token; False, without advancing, where the grammar forbids it."""
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
 
     @property
     def done(self) -> bool:
-        """True once the grammar has been told an end-of-sequence token: nothing may follow."""
+        """True once an end-of-sequence token was accepted: nothing may follow."""
 
 
 class Grammars(Protocol):
-    """Makes matchers; compiling may take long, so whoever serves requests prepares them off the
-    engine's thread."""
+    """Makes matchers. Compiling may take long, so servers prepare grammars off the engine's
+    thread."""
 
     def matcher(self, structure: StructuredOutput) -> Matcher:
         """A fresh matcher. Raises RequestError where the structure cannot be compiled within the
@@ -39,13 +39,13 @@ class Grammars(Protocol):
 
 
 class SharedGrammars(Grammars, Protocol):
-    """Grammars that other ranks can have too: they compile nothing themselves."""
+    """Grammars that can be sent to other ranks, which compile nothing themselves."""
 
     def packed(self, structure: StructuredOutput) -> str:
         """The compiled form as text."""
 
     def vocabulary(self) -> str:
-        """What it takes to read any of them."""
+        """The tokenizer data needed to load any of them."""
 
 
 def mask_words(vocab: int) -> int:

@@ -1,5 +1,5 @@
-"""Places in grammars that xgrammar compiled, and grammars that arrive compiled from rank 0.
-xgrammar is imported where one is made."""
+"""Matchers of xgrammar's compiled grammars, and the transfer of these from rank 0 to other ranks.
+xgrammar is imported on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = 128
 
 
 class XMatcher:
-    """One request's place in its grammar; see engine.grammar.Matcher. `compiled` is an
+    """One request's state in its grammar; see engine.grammar.Matcher. `compiled` is an
     xgrammar.CompiledGrammar."""
 
     def __init__(self, compiled: Any):
@@ -41,13 +41,13 @@ class XMatcher:
         return bool(self.matcher.is_terminated())
 
 
-class Latest(OrderedDict[StructuredOutput, Any]):
-    """The entries used last. Rank 0 and the others see the same steps, so both drop the same
-    ones, and nothing is said about it."""
+class LRUGrammars(OrderedDict[StructuredOutput, Any]):
+    """LRU cache of grammars. All ranks see the same steps, so they evict the same entries without
+    communication."""
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
-        """After a step: the structures of its new rows, in order. There may be more than KEPT of
-        them."""
+        """Called after a step with the structures of its new rows, in order. There may be more than
+        KEPT of them."""
         for structure in structures:
             self.move_to_end(structure)
         while len(self) > KEPT:
@@ -55,12 +55,12 @@ class Latest(OrderedDict[StructuredOutput, Any]):
 
 
 class GrammarSender:
-    """Rank 0's side: sends each compiled grammar once, before the step that brings its first
-    request, and again where it was dropped."""
+    """Rank 0's side: sends each compiled grammar before the step with its first request, and again
+    after eviction."""
 
     def __init__(self, send: Callable[[bytes], None]):
         self.send = send
-        self.sent = Latest()
+        self.sent = LRUGrammars()
         self.told_vocabulary = False
 
     def send_missing(
@@ -85,7 +85,7 @@ class ReceivedGrammars:
     """Another rank's side: see engine.grammar.Grammars. Nothing is compiled here."""
 
     def __init__(self) -> None:
-        self.latest = Latest()
+        self.latest = LRUGrammars()
         self.info: Any = None
 
     def receive(self, data: bytes) -> None:
@@ -103,5 +103,6 @@ class ReceivedGrammars:
         return XMatcher(self.latest[structure])
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
-        """The structures of a step's new rows, in order, once their matchers are made."""
+        """Called with the structures of a step's new rows, in order, once their matchers are
+        made."""
         self.latest.used(structures)

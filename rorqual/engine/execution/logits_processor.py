@@ -1,5 +1,5 @@
-"""Sampling that needs the host: penalties, bias, bans and minimum length on the logits, masks of
-grammars, counts of what was said, log probabilities.
+"""Sampling that needs the host: penalties, bias, bans and minimum length on the logits, grammar
+masks, output token counts, log probabilities.
 
 Done row by row and outside captured graphs, for the rows that ask for it."""
 
@@ -25,8 +25,8 @@ from rorqual.request import SamplingParams
 
 @dataclass
 class LogitRow:
-    """One row of logits as the host knows it: whose it is, and the drafts [j] that stand between
-    its request's newest token and it."""
+    """One row of logits as the host knows it: its request, and the drafts [j] between the request's
+    newest token and it."""
 
     slot: int
     ahead: Tensor | None = None
@@ -58,8 +58,8 @@ def _edit_row(
     bans = rows.bans.get(place.slot)
     if bans is not None:
         assert rows.recent is not None
-        said = rows.recent.tokens[place.slot]
-        bans.apply(logits, said if place.ahead is None else torch.cat((said, place.ahead)))
+        recent = rows.recent.tokens[place.slot]
+        bans.apply(logits, recent if place.ahead is None else torch.cat((recent, place.ahead)))
     if row.stop_ids and row.params.min_tokens:
         banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
         early = position - row.prompt_len < row.params.min_tokens
@@ -79,15 +79,15 @@ def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: Sampling
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
-    """Keep the tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
+    """Keep only tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, NEVER)
 
 
 @dataclass
 class Logprobs:
-    """Of M drawn tokens under the unmodified distribution: logprob and rank [M], the best ids
-    and their values [M, most]."""
+    """Of M sampled tokens under the unmodified distribution: logprob and rank [M], the best ids and
+    their values [M, most]."""
 
     logprob: Tensor
     rank: Tensor
@@ -125,13 +125,13 @@ class Logprobs:
 
 
 class HostSampling:
-    """One step's rows of logits where some request needs the host. Use in this order: `process`
-    before tokens are drawn, `record` after, and `finish` once they are on the host."""
+    """One step's rows of logits where some request needs the host. Call `process` before tokens are
+    sampled, `record` after, and `finish` once they are on the host."""
 
     def __init__(self, output: SchedulerOutput, rows: RequestState):
         self.output = output
         self.rows = rows
-        self.params = rows.asked(output.sampled_slots)
+        self.params = rows.sampling_params(output.sampled_slots)
         self.logit_rows = self._logit_rows()
         matchers = rows.matchers
         self.matchers: dict[int, Matcher] = {
@@ -154,17 +154,17 @@ class HostSampling:
         return found + [LogitRow(chunk.slot) for chunk in output.chunks if chunk.sample]
 
     def process(self, raw: Tensor, positions: Tensor) -> Tensor:
-        """The logits to draw from, for raw [M, vocabulary] and the positions [M] of the tokens to
-        be drawn; `raw` stays as it is."""
+        """The logits to sample from, for raw [M, vocabulary] and the positions [M] of the tokens to
+        sample; `raw` is not modified."""
         logits = apply_logits_processors(raw, self.logit_rows, positions, self.rows)
         if not self.matchers:
             return logits
         logits = apply_bitmask(logits, self.rows.platform.to_device(self._bitmask()))
-        self._leave_the_end(logits)
+        self._allow_eos(logits)
         return logits
 
-    def _leave_the_end(self, logits: Tensor) -> None:
-        """Where a grammar and the request's bans leave no token, the answer ends."""
+    def _allow_eos(self, logits: Tensor) -> None:
+        """Where a grammar and the request's bans allow no token, allow end of sequence."""
         width = self.output.num_speculative_tokens + 1
         for row in self.matchers:
             slot = self.output.sampled_slots[row]
@@ -178,8 +178,8 @@ class HostSampling:
             own[:, end] = torch.where(nothing, 0.0, own[:, end])
 
     def _bitmask(self) -> Tensor:
-        """[logit rows, words]: what each grammar allows next, along the drafts as far as it
-        allows them. Waits for the drafts."""
+        """[logits rows, words]: the tokens each grammar allows next, along the drafts as far as it
+        accepts them. Waits for the drafts."""
         output = self.output
         rows = self.rows
         mask = torch.full((len(self.logit_rows), mask_words(rows.vocab)), -1, dtype=torch.int32)
@@ -207,13 +207,13 @@ class HostSampling:
         slots = torch.tensor([row.slot for row in self.logit_rows])
         self.rows.count(platform.to_device(slots), tokens)
         if self.rows.recent is not None:
-            self._remember(self.rows.recent, tokens)
+            self._add_recent(self.rows.recent, tokens)
         most = max((p.logprobs for p in self.params if p.logprobs is not None), default=None)
         if most is not None:
             found = Logprobs.of(raw, tokens.clamp(min=0), most)
             self.logprobs = [platform.fetch(tensor) for tensor in found.tensors()]
 
-    def _remember(self, recent: RecentTokens, tokens: Tensor) -> None:
+    def _add_recent(self, recent: RecentTokens, tokens: Tensor) -> None:
         output = self.output
         decoding = len(output.decode_slots)
         slots = self.rows.platform.to_device(torch.tensor(output.sampled_slots))
@@ -223,7 +223,7 @@ class HostSampling:
         recent.add(slots[decoding:], tokens[split:, None])
 
     def finish(self, result: StepResult) -> None:
-        """Tell grammars what was drawn, and add log probabilities to the result."""
+        """Advance the grammars by the sampled tokens, and add log probabilities to the result."""
         for row, matcher in self.matchers.items():
             for token in result.tokens[row]:
                 matcher.accept(token)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """The Runner protocol over a model on one device."""
+    """Runs steps of a model on one device."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class ModelRunner:
         captured: CapturedForward | None = None,
     ):
         """`max_len`: positions a row may reach, the drafts of all steps in flight included.
-        `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts, of up to
-        so many tokens, are captured in pieces. captured: passes of steps of decoding alone, on a
+        `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts of up to
+        this many tokens are captured piecewise. captured: forward passes of decode-only steps, on a
         CPU."""
         self.compiled = compiled
         self.captured = captured
         self.mover: ExpertMover | None = None
         self.calls: StepCalls | None = None  # to expert servers, from the device
-        # on whether a step is given up: asked behind it; the answer waits for the device
+        # whether a step is dropped: requested after it; the reply waits for the device
         self.agree: Callable[[], Callable[[], str]] | None = None
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
-        self.watch: WrittenLayers | None = None  # of the next step, where others read its pages
+        self.watch: WrittenLayers | None = None  # of the next step, where transfers read its pages
         self.turns: StepsInTurns | None = None
         self.model = model
         self.pool = pool
@@ -132,14 +132,13 @@ class ModelRunner:
         draft_counts: tuple[int, ...] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Compile the kernels of what `capture` will record, side by side. They are launched with
-        nothing to compute, for one layer of each kind: all of them would take as long again as
-        compiling does."""
+        """Compile the kernels of what `capture` will capture, in parallel. They are launched empty,
+        for one layer of each kind: launching all layers would take as long again as compiling."""
         if self.graphs is None:
             return
         self._compile(draft_counts)
         self._keep_probs(variants)
-        # a compiled forward pass would be compiled anew for fewer layers
+        # a compiled forward pass would be recompiled for fewer layers
         layers = nullcontext() if self.compiled else self.model.one_layer_of_each_kind()
         untold = self.calls.only_compiled() if self.calls else nullcontext()
         with self.platform.stream(), self.model.ops.compiling(), layers, untold:
@@ -156,8 +155,8 @@ class ModelRunner:
         draft_counts: tuple[int, ...] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Compile the forward pass where asked to, and where there are graphs capture those of
-        every batch bucket, or of batch `sizes`."""
+        """Compile the forward pass where configured; with graphs, capture those of every batch
+        bucket, or of batch sizes `sizes`."""
         self._compile(draft_counts)
         if self.graphs:
             self._keep_probs(variants)
@@ -170,19 +169,20 @@ class ModelRunner:
                     self._warm_mixed_steps(self.pieces)
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
-        """The forward pass, where asked to and not yet done."""
+        """Compile the forward pass, where configured and not yet done."""
         if self.compiled:
             with self.platform.stream():
                 self.compiled.compile(self._examples(draft_counts))
 
     def _keep_probs(self, variants: tuple[SamplingVariant, ...]) -> None:
-        """Captured graphs must not see them move."""
+        """Allocate draft probabilities before capture, so that captured graphs keep their
+        address."""
         reads = self.drafter is not None and self.drafter.reads_hidden
         if reads and set(variants) != {SamplingVariant.GREEDY}:
             self.rows.keep_probs()
 
-    def forget(self) -> None:
-        """Let go of captured steps."""
+    def drop_captured(self) -> None:
+        """Release captured steps."""
         if self.captured:
             self.captured.forget()
         if self.graphs:
@@ -191,8 +191,8 @@ class ModelRunner:
             self.pieces.graphs.clear()
 
     def _examples(self, draft_counts: tuple[int, ...]) -> list[ForwardBatch]:
-        """Steps of padding rows: one token if there can be one alone, and several if there can
-        be several."""
+        """Steps of padding rows: one of a single token and one of several, as far as either can
+        occur."""
         most = max(draft_counts)
         shapes = [(1, 0)] if 0 in draft_counts else []
         if most or self.rows.padding > 1:
@@ -225,7 +225,7 @@ class ModelRunner:
             self.shared.settle(named)
             self.rows.apply(output)
             self._start_copies(output)
-            # copies alone make a step too, and all ranks know that it has no tokens
+            # a step of copies alone; all ranks know that it has no tokens
             pending = (
                 self._launch(output, metadata, watch) if any(metadata.tokens) else PendingStep()
             )
@@ -235,7 +235,7 @@ class ModelRunner:
             if self.host is not None:
                 self.host.settle()
             if self.agree is not None:
-                pending.given_up = self.agree()
+                pending.drop_reason = self.agree()
             elif self.calls is not None:
                 pending.epoch = epoch
                 if pending.begun is None:  # else at its end
@@ -247,8 +247,8 @@ class ModelRunner:
             self.turns.finish(self.turns.begun)
 
     def _start_copies(self, output: SchedulerOutput) -> None:
-        """Between the cache and host memory. The step waits for those of an earlier one that was
-        interrupted as it was launched: their pages may have been given to others."""
+        """Start copies between the cache and host memory. The step waits for copies of an earlier
+        step whose launch was interrupted: their pages may have been reassigned."""
         if self.host is None:
             return
         self.host.settle()
@@ -283,8 +283,8 @@ class ModelRunner:
     def _replay(
         self, graphs: DecodeGraphs, output: SchedulerOutput, metadata: StepMetadata
     ) -> PendingStep:
-        """The whole step; where some row needs the host, the forward pass alone, whose hidden
-        states are then sampled as those of a step that was not captured."""
+        """Replay the whole step or, where some row needs the host, only the forward pass, whose
+        hidden states are then sampled eagerly."""
         result = graphs.run(output.decode_slots, metadata, output.decode_bounds)
         if not self.model.mesh.last_stage:
             return PendingStep()
@@ -316,9 +316,10 @@ class ModelRunner:
     def _decode_body(
         self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
     ) -> Tensor:
-        """One decode step of padded rows, on the device alone: nothing here may depend on a value
-        the host would have to read. Returns what is drawn (see DecodeSamples.result), or, where
-        that needs the host, the hidden states [R, num_speculative_tokens + 1, hidden]."""
+        """One decode step of padded rows, entirely on the device: nothing here may depend on a
+        value the host would have to read. Returns the sampled tokens (see DecodeSamples.result),
+        or, where sampling needs the host, the hidden states [R, num_speculative_tokens + 1,
+        hidden]."""
         rows = self.rows
         count = slots.shape[0]
         sizes = self.model.mesh.sizes
@@ -331,24 +332,24 @@ class ModelRunner:
             result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
         elif self.model.mesh.last_stage:
             result = self.sampler.sample_captured(batch, hidden, metadata)
-        self.model.mesh.pp.flush()  # a captured graph must hold the end of what it starts
+        self.model.mesh.pp.flush()  # a captured graph must wait for the sends it starts
         rows.length[rows.padding :].zero_()
         return result
 
     def decode_pass(self, slots: Tensor, metadata: StepMetadata) -> tuple[BuiltBatch, Tensor]:
-        """The forward pass of `_decode_body`, fit for capture."""
+        """The forward pass of `_decode_body`; can be captured."""
         count = slots.shape[0]
         decode = self.build.decode(slots, (self.max_len,) * count, metadata.num_speculative_tokens)
         batch = self._built(decode, None, metadata)
         return batch, self._forward(batch, metadata)
 
     def forward_pass(self, output: SchedulerOutput, metadata: StepMetadata) -> Tensor:
-        """The forward pass alone of a step that is not captured."""
+        """Only the forward pass of a step, not captured."""
         return self._forward(self.batch(output, metadata), metadata)
 
     def _warm_mixed_steps(self, pieces: PiecewiseGraphs) -> None:
-        """Compute what is launched between the pieces, for many a mixture: its kernels are compiled
-        by the first step that needs them, which no user should wait for."""
+        """Run the attention launched between the pieces for various mixes of requests: its kernels
+        are compiled by the first step that needs them, and no user should wait for that."""
         padding = self.rows.padding
         longest = self.max_len - 1
         lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
@@ -363,7 +364,8 @@ class ModelRunner:
     def _attend_padding(
         self, pieces: PiecewiseGraphs, slots: list[int], length: int, tokens: int
     ) -> None:
-        """Of rows that decode at so many entries, and a chunk of prompt that ends there."""
+        """Run attention for `slots` padding rows that decode at `length` cached entries, and a
+        prompt chunk that ends there."""
         rows = self.rows
         output = SchedulerOutput(
             decode_slots=slots,
@@ -377,7 +379,7 @@ class ModelRunner:
     def _piecewise_body(
         self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder
     ) -> Tensor:
-        """The forward pass of so many tokens, whatever requests they are of."""
+        """The forward pass of packed tokens, independent of the requests they belong to."""
         model = self.model
         places = TokenPlaces(*model.rotary.rows(positions), slots)
         layout = model.layout((ids.shape[0],))
@@ -387,9 +389,9 @@ class ModelRunner:
         return run_one(model.forward(step, every_row=True))
 
     def _forward(self, batch: BuiltBatch, metadata: StepMetadata) -> Tensor:
-        """Hidden states [T, hidden] where a drafter or a scored prompt reads them, or the pass was
-        captured, else those of the step's logit rows. A step of decoding alone has no others, so
-        its last norm may also add up what experts gave."""
+        """Hidden states [T, hidden] where a drafter or a scored prompt reads them or the pass was
+        captured, else only of the step's logits rows. A decode-only step has no other rows, so its
+        last norm may also sum over each token's experts."""
         if self.compiled and metadata.decodes:
             return self.compiled(batch.step)
         step = batch.step
@@ -414,13 +416,13 @@ class ModelRunner:
             self.calls.abandon()
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks give
-        up."""
+        """Wait for a launched step's tokens. Raises ExpertsMissing for a step that all ranks
+        drop."""
         if self.turns is not None and pending.begun is not None:
             with torch.inference_mode(), self.platform.stream():
                 self.turns.finish(pending.begun)
-        if pending.given_up is not None:
-            reason = pending.given_up()
+        if pending.drop_reason is not None:
+            reason = pending.drop_reason()
             if self.calls is not None:
                 self.calls.ended()
             if reason:

@@ -1,13 +1,13 @@
-"""Steps that bring chunks of prompts, captured in pieces: what lies between two layers' attention
-depends on nothing but the number of tokens.
+"""Piecewise capture of steps with prompt chunks: the operations between two layers' attention
+depend only on the number of tokens.
 
-One capture a bucket of tokens. Attention itself is launched as ever, between the pieces: what it
-computes depends on the requests. A step with fewer tokens is padded with rows that write to the
-null page. Without this the host cannot launch a step of up to some two thousand tokens as fast as
-a GPU computes it.
+One capture per bucket of tokens. Attention, which depends on the requests, is launched eagerly
+between the pieces. A step with fewer tokens is padded with rows that write to the null page.
+Without this, the host launches steps of up to about two thousand tokens more slowly than a GPU
+computes them.
 
-Calls to expert servers over shared memory are kernels of the pieces. Each call lies whole in one
-piece, and all calls are told before the first piece is replayed.
+Calls to expert servers over shared memory are kernels of the pieces. Each call is within one piece,
+and all calls are announced before the first piece is replayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Body = Callable[[Tensor, Tensor, Tensor, PieceRecorder], Tensor]
 
 @dataclass
 class Gap:
-    """`work` of a step and `inputs` goes to `out`."""
+    """An eager operation between pieces: `out` receives `work` applied to the step and `inputs`."""
 
     work: Between
     inputs: tuple[Tensor, ...]
@@ -40,15 +40,15 @@ class Gap:
 
 
 class Buffers:
-    """Memory that outlives a piece, by its use: every layer and every capture has the same."""
+    """Memory that outlives a piece, by use: shared by all layers and all captures."""
 
     def __init__(self, platform: Platform):
         self.platform = platform
         self.held: dict[tuple[object, ...], Tensor] = {}
 
     def get(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rows of a buffer; the largest is asked for first. Zeros at the start: rows of padding are
-        read, and must be numbers."""
+        """Rows of a buffer; the largest size must be requested first. Initially zeros: padding rows
+        are read, and must be finite."""
         key = (use, shape[1:], dtype)
         if key not in self.held:
             self.held[key] = torch.zeros(shape, dtype=dtype, device=self.platform.device)
@@ -74,8 +74,8 @@ class Recorder:
 
 
 class PiecewiseGraphs:
-    """`body(token ids, positions, cache slots, recorder)` computes the hidden states of so many
-    tokens, [bucket] each."""
+    """`body(token ids, positions, cache slots, recorder)`, [bucket] each, computes the tokens'
+    hidden states."""
 
     def __init__(self, body: Body, platform: Platform, most: int):
         self.body = body
@@ -83,13 +83,13 @@ class PiecewiseGraphs:
         self.sizes = token_buckets(most)
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[Gap]] = {}
-        self.calls: StepCalls | None = None  # to expert servers, where pieces make such
+        self.calls: StepCalls | None = None  # to expert servers, if any
         self.called: dict[int, Step] = {}
         self.columns: Tensor | None = None
         self.first: Gap | None = None  # of the largest size
 
     def capture(self) -> None:
-        """The largest first: the others fit into its memory."""
+        """Capture all sizes, the largest first: the others fit into its memory."""
         for size in reversed(self.sizes):
             self._capture(size)
 
@@ -101,12 +101,12 @@ class PiecewiseGraphs:
             return
         assert found is not None
         self.called[size] = found.step()
-        # expert servers capture theirs at the first replay, which no request should wait for
+        # expert servers capture their side at the first replay; no request should wait for that
         calls.replay(self.called[size])
         self.graphs[size](lambda gap: None)
 
     def warm_up(self) -> None:
-        """Compute what `capture` will."""
+        """Run every step that `capture` would capture, once."""
         for size in reversed(self.sizes):
             self._compute(size, self._keep_first)
 
@@ -114,7 +114,7 @@ class PiecewiseGraphs:
         self.first = self.first or gap
 
     def attend(self, step: ForwardBatch) -> None:
-        """Compute what is in the first layer's gap of such a step."""
+        """Run the first layer's attention for such a step."""
         if self.first is None:
             self._compute(self.sizes[-1], self._keep_first)
         assert self.first is not None
@@ -126,7 +126,8 @@ class PiecewiseGraphs:
         return self.body(columns[0], columns[1], columns[2], Recorder(self.buffers, gap))
 
     def _columns(self, size: int) -> Tensor:
-        """[3, size]: token ids, positions, cache slots. Zeros are padding: of the null page."""
+        """[3, size]: token ids, positions, cache slots. Zeros are padding, which writes to the null
+        page."""
         if self.columns is None:
             shape = (3, self.sizes[-1])
             self.columns = torch.zeros(shape, dtype=torch.int64, device=self.platform.device)
@@ -149,6 +150,6 @@ class PiecewiseGraphs:
             inputs = (tensor[:tokens] for tensor in gap.inputs)
             gap.out[:tokens].copy_(gap.work(step, *inputs))
 
-        if self.calls is not None:  # of all pieces at once: a server replays one graph too
+        if self.calls is not None:  # for all pieces at once: a server replays one graph too
             self.calls.replay(self.called[size])
         return self.graphs[size](between)[:tokens]

@@ -1,7 +1,7 @@
-"""Log probabilities of prompts: what the model thought of each token before it read it.
+"""Log probabilities of prompt tokens (prompt_logprobs).
 
-They need the logits of every row of a prompt. These are made some rows at a time, so that a long
-prompt, or a large vocabulary, takes no more memory than SCORED_BYTES and what is derived from it.
+They need the logits of every row of a prompt. These are computed in chunks of rows, so that logits
+never take more than SCORED_BYTES, plus what is derived from them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCORED_BYTES = 128 * 2**20  # of fp32 logits at a time
 
 @dataclass
 class PromptScores:
-    """Of one step: `fetched` waits for the columns of Logprobs; (rows, entries a row) of each
-    chunk."""
+    """Prompt scores of one step. `fetched` waits for the columns of Logprobs; then (rows, entries a
+    row) of each chunk."""
 
     fetched: list[Callable[[], Tensor]]
     chunks: list[tuple[int, int]]
@@ -53,10 +53,12 @@ class PromptScorer:
     def score(
         self, output: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
     ) -> PromptScores | None:
-        """`hidden` [T, hidden] of all rows of the step. Every rank takes part in each product with
-        the head, whether or not it has rows of its own there."""
+        """`hidden` [T, hidden] of all rows of the step. Collective: every rank takes part in each
+        product with the head, with or without rows of its own."""
         chunks = [chunk for chunk in output.chunks if chunk.num_scored]
-        counts = [self.rows.asked([chunk.slot])[0].prompt_logprobs or 0 for chunk in chunks]
+        counts = [
+            self.rows.sampling_params([chunk.slot])[0].prompt_logprobs or 0 for chunk in chunks
+        ]
         rows, targets = self._rows(batch)
         parts = []
         for start in range(0, max(metadata.scored), self.most_rows):
@@ -73,7 +75,7 @@ class PromptScorer:
         return PromptScores(fetched, list(sizes_and_counts))
 
     def _rows(self, batch: BuiltBatch) -> tuple[Tensor, Tensor]:
-        """Rows of the step that are scored, and the tokens after them."""
+        """Rows of the step to score, and the tokens after them."""
         prefill = batch.prefill
         if prefill is None or prefill.scored is None or prefill.following is None:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.platform.device)

@@ -24,14 +24,13 @@ class RequestState:
     [slots].
 
     `length` is also the position of the newest token, the first that a decode step computes. drafts
-    [slots, most_drafts] follow it; `num_drafts` of them are there, `limit` of them are ever wanted
-    (0 for a request that opts out). `coupled` rows, seeded ones, draw drafts and tokens with the
+    [slots, most_drafts] follow it; `num_drafts` of them are valid, at most `limit` are wanted (0
+    for a request that opts out). `coupled` rows, seeded ones, sample drafts and tokens with the
     same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots,
-    most_drafts, vocabulary], recent tokens and the token history [slots, tokens] are made on first
-    use; `bans` has the rows that ask for some. One row
-    more than `slots` stands in where a step is padded: its table is all null pages and its length
-    stays 0. A table's unused end is null too: what is written past a request's pages goes there.
-    `ops` draws for these rows.
+    most_drafts, vocabulary], recent tokens and the token history [slots, tokens] are allocated on
+    first use; `bans` has the rows with token bans. One row more than `slots` pads steps: its table
+    is all null pages and its length stays 0. A table's unused end is null too, and takes writes
+    past a request's pages. `ops` samples for these rows.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class RequestState:
         self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
         self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
         self.params: list[NewRequest | None] = [None] * slots
-        self.draws = True  # False on pipeline stages that leave it to the last
+        self.draws = True  # False on all pipeline stages but the last
         self.grammars: Grammars | None = None
         self.matchers: dict[int, Matcher] = {}
         self.counts: Tensor | None = None
@@ -71,13 +70,13 @@ class RequestState:
         self.bans: dict[int, TokenBans] = {}
         self.recent: RecentTokens | None = None
 
-    def asked(self, slots: Sequence[int]) -> list[SamplingParams]:
+    def sampling_params(self, slots: Sequence[int]) -> list[SamplingParams]:
         """The sampling parameters of these slots, in order."""
         return [row.params for slot in slots if (row := self.params[slot]) is not None]
 
     def state(self, slots: Tensor) -> Tensor:
-        """What a step changed of these rows, [N, 3 + most_drafts]: the stages of a pipeline that
-        do not sample take it over."""
+        """The state of these rows that a step changes, [N, 3 + most_drafts], for the pipeline
+        stages that do not sample."""
         columns = torch.stack(
             (self.last_token[slots], self.length[slots], self.num_drafts[slots]), 1
         )
@@ -95,14 +94,14 @@ class RequestState:
         return self.draft_probs
 
     def keep_history(self, tokens: int) -> None:
-        """Make room for the tokens of every request by position: the ngram drafter reads them."""
+        """Allocate the token history of every request by position, which the ngram drafter
+        reads."""
         self.history = torch.zeros(
             len(self.params), tokens, dtype=torch.int64, device=self.platform.device
         )
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Set up new rows and write new pages into block tables, before the step that needs
-        them."""
+        """Set up new rows and write new pages into block tables, before the step that uses them."""
         if output.new_requests:
             self._write(output.new_requests)
         for row in output.new_requests:
@@ -112,8 +111,8 @@ class RequestState:
             self.tables[slots, indices] = pages
 
     def _write(self, rows: Sequence[NewRequest]) -> None:
-        """What all rows have, of all new ones at once: before the step's first kernel a launch
-        costs more than what it does."""
+        """Write the columns that all rows have, for all new rows at once: before the step's first
+        kernel, launches are the cost."""
         to_device = self.platform.to_device
         asked = [row.params for row in rows]
         width = max(len(row.pages) for row in rows)
@@ -140,7 +139,7 @@ class RequestState:
             self.coupled[slots] = moved[3].bool()
 
     def _set_up(self, row: NewRequest) -> None:
-        """What few rows have."""
+        """Write the state that only few rows have."""
         params = row.params
         slot = row.slot
         self.params[slot] = row
@@ -162,7 +161,7 @@ class RequestState:
             self.recent.set_up(row)
 
     def _match(self, row: NewRequest) -> None:
-        """The request's place in its grammar; a preempted request has said something already."""
+        """Make the request's matcher; a preempted request already has output to replay."""
         assert row.params.structured is not None
         if self.grammars is None:
             raise RequestError(
@@ -175,15 +174,14 @@ class RequestState:
             assert moved, "the grammar allowed this token when it was drawn"
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
-        """Tokens [M] put out by the rows `slots` [M]; -1 is none."""
+        """Count the output tokens [M] of the rows `slots` [M]; -1 is none."""
         if self.counts is not None:
             self.counts.index_put_(
                 (slots, tokens.clamp(min=0)), (tokens >= 0).int(), accumulate=True
             )
 
     def _count(self, row: NewRequest) -> None:
-        """Tokens of the prompt, and counts of those already put out (a request that was
-        preempted has some)."""
+        """Prompt tokens, and counts of output tokens, which a preempted request already has."""
         if self.counts is None or self.in_prompt is None:
             shape = (len(self.params), self.vocab)
             device = self.platform.device

@@ -1,8 +1,8 @@
-"""What a pipeline's last stage drew, on its way to the stages that need it for a later step of the
-same requests.
+"""Broadcast of sampled tokens from a pipeline's last stage to the stages that need them for later
+steps of the same requests.
 
-Nobody waits for it when the step ends: a stage goes on with other requests, and takes the tokens
-over when a step names theirs again.
+No stage waits for it when the step ends: a stage continues with other requests, and reads the
+tokens when a step includes theirs again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SampledTokenBroadcast:
         self.travelling: deque[BroadcastInFlight] = deque()
 
     def start(self, slots: list[int]) -> None:
-        """After a step that drew tokens for `slots`, in that order on every stage."""
+        """After a step that sampled tokens for `slots`; the same order on every stage."""
         if self.axis.size == 1 or not slots:
             return
         on_device = self.rows.platform.to_device(torch.tensor(slots, dtype=torch.int64))
@@ -50,8 +50,8 @@ class SampledTokenBroadcast:
         self.travelling.append(BroadcastInFlight(frozenset(slots), on_device, pending))
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Before a step reads, or sets up anew, the rows `slots`: whatever is on its way to them
-        has arrived, and all sent before it."""
+        """Before a step reads or sets up the rows `slots`: wait for their broadcasts and all
+        earlier ones."""
         named = set(slots)
         last = max(
             (i for i, item in enumerate(self.travelling) if not named.isdisjoint(item.slots)),

@@ -1,6 +1,6 @@
-"""Sampler: from the hidden states of a step to its tokens. A segment of its own after the forward
-pass, in four variants: greedy, plain and filtered, which graphs hold, and those with some row that
-needs the host (logits_processor.py).
+"""Sampler: from the hidden states of a step to its tokens. A separate segment after the forward
+pass, in four variants: greedy, plain and filtered, which graphs can capture, and one for batches in
+which some row needs the host (logits_processor.py).
 
 Tokens stay in the device rows, where the next step reads them; the host gets a copy.
 """
@@ -32,17 +32,18 @@ from rorqual.parallel.remote.steps_in_turns import BegunStep
 
 @dataclass
 class PendingStep:
-    """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
-    stages that draw none, and where no request of this rank drew. host: what is left to do with
-    them there. scores: log probabilities of prompts. given_up: waits for the device, and says why
-    all ranks give the step up, nothing where they do not; what it drew means nothing else. begun:
-    the step, where it ends beside the next one. epoch: of calls to expert servers in which it
-    began; computed: waits until the device is through with it, where that must be known."""
+    """A launched step. tokens: waits for its sampled tokens, as `Sampler` packs them; None on
+    pipeline stages that do not sample, and where no request of this rank samples. host: their
+    processing on the host. scores: log probabilities of prompts. drop_reason: waits for the device,
+    and returns why all ranks drop the step, empty where they do not; the tokens of a dropped step
+    are meaningless. begun: the rest of a step that ends during the next one. epoch: of calls to
+    expert servers in which it was launched; computed: waits until the device has finished it, where
+    needed."""
 
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
     scores: PromptScores | None = None
-    given_up: Callable[[], str] | None = None
+    drop_reason: Callable[[], str] | None = None
     begun: BegunStep | None = None
     epoch: int = 0
     computed: Callable[[], Tensor] | None = None
@@ -55,10 +56,10 @@ class PendingStep:
 
 @dataclass
 class DecodeSamples:
-    """What decoding requests got. result: what the host gets, [R] tokens, or with speculation [R,
+    """Samples of decoding requests. result: for the host, [R] tokens, or with speculation [R,
     num_speculative_tokens + 2]: tokens and the number of drafts. tokens [R, num_speculative_tokens
-    + 1]. With speculation, for who drafts: following [R (num_speculative_tokens + 1)], the token
-    after each row, and last [R], each request's last row that stands."""
+    + 1]. With speculation, for the drafter: following [R (num_speculative_tokens + 1)], the token
+    after each row, and last [R], each request's last accepted row."""
 
     result: Tensor
     tokens: Tensor
@@ -67,8 +68,8 @@ class DecodeSamples:
 
 
 class Sampler:
-    """verifier and drafter: where there is speculation, which goes on in the same segment.
-    max_len: positions a request may reach."""
+    """verifier and drafter: for speculation, which runs in the same segment. max_len: positions a
+    request may reach."""
 
     def __init__(
         self,
@@ -88,15 +89,15 @@ class Sampler:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether the forward pass must give the hidden states of all rows, not those of logits
-        alone."""
+        """Whether the forward pass must return the hidden states of all rows, not only of logits
+        rows."""
         return self.drafter is not None and self.drafter.reads_hidden
 
     # ---- on the device
 
     def sample_captured(self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata) -> Tensor:
-        """Of a step of decoding alone, whose rows do not need the host: what a graph may hold.
-        Returns `DecodeSamples.result`."""
+        """Sample a decode-only step whose rows do not need the host; can be captured. Returns
+        `DecodeSamples.result`."""
         assert batch.decode is not None
         wide = metadata.sampling is not SamplingVariant.GREEDY
         logits = self._logits(batch, hidden, metadata, wide)
@@ -107,14 +108,13 @@ class Sampler:
     def sample(
         self, output: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
     ) -> PendingStep:
-        """Of any step, launched operation by operation. Where some row needs the host, it may wait
-        for the device."""
+        """Sample any step, eagerly. May wait for the device where some row needs the host."""
         decode = batch.decode
         prefill = batch.prefill
         scores = self.scorer.score(output, batch, hidden, metadata) if metadata.scores else None
         logits = raw = self._logits(batch, hidden, metadata) if any(metadata.logit_rows) else hidden
         host = None
-        if any(params.needs_host for params in self.rows.asked(output.sampled_slots)):
+        if any(params.needs_host for params in self.rows.sampling_params(output.sampled_slots)):
             host = HostSampling(output, self.rows)
             positions = batch.step.positions.index_select(0, batch.step.logit_rows) + 1
             logits = host.process(raw, positions)
@@ -136,14 +136,14 @@ class Sampler:
         self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata, wide: bool = True
     ) -> Tensor:
         """wide: in fp32, see Transformer.logits."""
-        if hidden.shape[0] != batch.step.logit_rows.shape[0]:  # all rows are here
+        if hidden.shape[0] != batch.step.logit_rows.shape[0]:  # hidden states of all rows
             hidden = hidden.index_select(0, batch.step.logit_rows)
         return self.model.logits(hidden, metadata.logit_rows, wide)
 
     def _sample_decode(
         self, logits: Tensor, decode: BatchPart, metadata: StepMetadata
     ) -> DecodeSamples:
-        """Draw and verify; each request's row moves on to its newest token."""
+        """Sample and verify; each request's row advances to its newest token."""
         rows = self.rows
         slots = decode.slots
         variant = metadata.sampling
@@ -177,7 +177,7 @@ class Sampler:
     def _sample_prefill(
         self, logits: Tensor, variant: SamplingVariant, prefill: BatchPart
     ) -> Tensor:
-        """First tokens [S] of the prompts that are complete."""
+        """First tokens [S] of completed prompts."""
         rows = self.rows
         slots = prefill.slots
         length = rows.length.index_select(0, slots)
@@ -195,7 +195,7 @@ class Sampler:
         first: Tensor | None,
         metadata: StepMetadata,
     ) -> None:
-        """Hand the drafter every row of the step with the token after it."""
+        """Run the drafter on every row of the step with the token after it."""
         if self.drafter is None:
             return
         following = []
@@ -252,7 +252,7 @@ class Sampler:
     # ---- on the host
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a step's tokens, and what they and those of prompts were thought of."""
+        """Wait for a step's tokens and log probabilities, prompt scores included."""
         result = self._drawn(pending)
         if pending.host is not None:
             pending.host.finish(result)

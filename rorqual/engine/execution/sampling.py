@@ -1,10 +1,10 @@
-"""Drawing tokens from logits, in fixed sequences of device operations that a graph can hold.
+"""Sampling tokens from logits, in fixed sequences of device operations that a graph can capture.
 
-A token is drawn by inverting the cumulative distribution at one uniform number, which depends on
+A token is sampled by inverting the cumulative distribution at one uniform number, which depends on
 (seed, position) alone: the same request gives the same tokens whatever else is in the batch.
-Filters (top-k, top-p, min-p) only lower probabilities to zero in vocabulary order, so a request
-without filters is drawn alike in a batch with some. Tokens tied with the last one kept are kept
-too.
+Filters (top-k, top-p, min-p) only set probabilities to zero and keep the vocabulary order, so a
+request without filters is sampled alike in a batch with some. Tokens tied with the last one kept
+are kept too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TOKEN, ACCEPT, DRAFT, SIMULATE = range(4)
 def sample(
     logits: Tensor, variant: SamplingVariant, slots: Tensor, positions: Tensor, rows: RequestState
 ) -> Tensor:
-    """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of
-    the tokens to be drawn."""
+    """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of the
+    tokens to sample."""
     if variant is SamplingVariant.GREEDY:
         return rows.ops.argmax(logits)
     return sample_from(distribution(logits, variant, slots, rows), slots, positions, rows)
@@ -33,7 +33,7 @@ def sample(
 def distribution(
     logits: Tensor, variant: SamplingVariant, slots: Tensor, rows: RequestState
 ) -> Distribution:
-    """After temperature and cuts."""
+    """After temperature and filters."""
     return rows.ops.distribution(
         logits, rows.settings.index_select(0, slots), variant is SamplingVariant.FILTERED
     )

@@ -1,4 +1,4 @@
-"""Tokens that a request never draws, and those that it does not draw behind certain others."""
+"""Banned tokens of a request: always, or after certain other tokens (bad words)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rorqual.platforms.base import Platform
 from rorqual.request import LONGEST_BAD_WORD, SamplingParams
 
 NEVER = float("-inf")
-REMEMBERED = LONGEST_BAD_WORD - 1  # tokens of an answer that say what may follow
+REMEMBERED = LONGEST_BAD_WORD - 1  # latest output tokens that decide what may follow
 
 
 @dataclass
 class TokenBans:
-    """Of one request. forbidden [vocabulary]: never drawn; None where any token may be. last [B]:
-    not drawn where the answer ends with before [B, W], in which -1 is any token or none."""
+    """Of one request. forbidden [vocabulary]: always banned; None for no token. last [B]: banned
+    where the output ends with before [B, W], in which -1 matches any token or none."""
 
     forbidden: Tensor | None = None
     last: Tensor | None = None
@@ -39,22 +39,22 @@ class TokenBans:
             found.before = platform.to_device(torch.tensor(before, dtype=torch.int64))
         return found
 
-    def apply(self, logits: Tensor, said: Tensor) -> None:
-        """In place on one row of logits; said [at least W]: the answer before it, -1 where it has
-        not begun."""
+    def apply(self, logits: Tensor, output: Tensor) -> None:
+        """In place on one row of logits; output [at least W]: the output before it, -1 before its
+        start."""
         if self.forbidden is not None:
             logits.masked_fill_(self.forbidden, NEVER)
         if self.last is None or self.before is None:
             return
         before = self.before
-        tail = said[said.shape[0] - before.shape[1] :]
+        tail = output[output.shape[0] - before.shape[1] :]
         meant = ((before < 0) | (before == tail)).all(1)
         # added up: several words may end with the same token
         logits.index_add_(0, self.last, torch.where(meant, NEVER, 0.0).to(logits.dtype))
 
 
 class RecentTokens:
-    """tokens [slots, REMEMBERED]: what each request said last, -1 before its first."""
+    """tokens [slots, REMEMBERED]: each request's latest output tokens, -1 before its first."""
 
     def __init__(self, slots: int, platform: Platform):
         self.platform = platform
@@ -63,12 +63,12 @@ class RecentTokens:
         self.places = torch.arange(REMEMBERED, device=platform.device)
 
     def set_up(self, row: NewRequest) -> None:
-        said = list(row.tokens[row.prompt_len :])[-REMEMBERED:]
-        padded = [-1] * (REMEMBERED - len(said)) + said
+        output = list(row.tokens[row.prompt_len :])[-REMEMBERED:]
+        padded = [-1] * (REMEMBERED - len(output)) + output
         self.tokens[row.slot] = self.platform.to_device(torch.tensor(padded, dtype=torch.int64))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
-        """tokens [N, width] of the rows `slots` [N]: new ones, then -1."""
+        """Append tokens [N, width] of the rows `slots` [N]: new ones, then -1."""
         both = torch.cat((self.tokens[slots], tokens), 1)
         new = (tokens >= 0).sum(1, keepdim=True)
         self.tokens[slots] = both.gather(1, new + self.places)

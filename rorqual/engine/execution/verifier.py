@@ -1,14 +1,14 @@
-"""Speculative decoding, the first half: verify the drafts of the step before. The second half makes
-new ones (drafters.py).
+"""Speculative decoding, the first half: verify the drafts of the previous step. The second half
+makes new ones (drafters.py).
 
-Every decoding request brings num_speculative_tokens + 1 rows: its newest token and
-num_speculative_tokens drafts. The model's own choice behind each row either confirms the draft that
-follows or replaces it, and what comes after a replaced draft is dropped. A draft may be missing (a
-request that opts out, or one that drafted less before): it counts as refused. Everything here is a
-fixed sequence of device operations, so that a graph can hold it.
+Every decoding request has num_speculative_tokens + 1 rows: its newest token and
+num_speculative_tokens drafts. The model's own token after each row either confirms the next draft
+or replaces it, and drafts after a replaced one are dropped. A draft may be missing (a request that
+opts out, or one that drafted fewer before): it counts as rejected. Everything here is a fixed
+sequence of device operations, so that a graph can capture it.
 
-Greedy and seeded requests are *coupled*: draft and token are chosen with the same random number,
-and a draft is accepted when it is the token the model would have drawn anyway. Their output
+Greedy and seeded requests are *coupled*: draft and token are sampled with the same random number,
+and a draft is accepted when it is the token the model would have sampled anyway. Their output
 therefore equals that without speculation, token by token. Others use rejection sampling (arXiv
 2211.17192, theorem 1): a draft d of probability q(d) is accepted with min(1, p(d) / q(d)), else the
 token is drawn from max(p - q, 0), which leaves the distribution p unchanged and accepts more often.
@@ -37,7 +37,7 @@ from rorqual.ops.reference import Distribution
 @dataclass
 class Verification:
     """tokens [R, num_speculative_tokens + 1]: accepted drafts, the model's own token, then -1.
-    right, drafted [R]: drafts accepted, and made."""
+    num_accepted, drafted [R]: drafts accepted, and made."""
 
     tokens: Tensor
     num_accepted: Tensor
@@ -45,8 +45,8 @@ class Verification:
 
 
 class Verifier:
-    """`rates`: probability that the draft at each place is accepted, drawn by lot instead of
-    compared (simulated acceptance)."""
+    """`rates`: probability that the draft at each position is accepted, decided at random instead
+    of by comparison (simulated acceptance)."""
 
     def __init__(self, rows: RequestState, most: int, rates: tuple[float, ...] = ()):
         device = rows.platform.device
@@ -62,8 +62,8 @@ class Verifier:
         positions: Tensor,
         num_speculative_tokens: int,
     ) -> Verification:
-        """logits [R * (num_speculative_tokens + 1), vocabulary], request after request; slots
-        [R]; positions [R * (num_speculative_tokens + 1)] of the tokens to draw."""
+        """logits [R * (num_speculative_tokens + 1), vocabulary], request after request; slots [R];
+        positions [R * (num_speculative_tokens + 1)] of the tokens to sample."""
         rows = self.rows
         width = num_speculative_tokens + 1
         if not num_speculative_tokens:
@@ -78,7 +78,9 @@ class Verifier:
             given = distribution(logits, variant, each, rows)
             tokens = sample_from(given, each, positions, rows).view(-1, width)
         if self.rates is not None:
-            taken = self._by_lot(slots, positions.view(-1, width)[:, :num_speculative_tokens])
+            taken = self._accept_at_random(
+                slots, positions.view(-1, width)[:, :num_speculative_tokens]
+            )
         elif given is not None:
             taken = self._accepted(
                 given,
@@ -97,8 +99,8 @@ class Verifier:
     def _accepted(
         self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor
     ) -> Tensor:
-        """[R, num_speculative_tokens]: by comparison for coupled rows, by lot with odds p(d) /
-        q(d) for the others."""
+        """Accepted [R, num_speculative_tokens]: by comparison for coupled rows, with probability
+        p(d) / q(d) for the others."""
         rows = self.rows
         (count, n) = drafts.shape
         p = given.probability(drafts)
@@ -110,7 +112,7 @@ class Verifier:
         )
 
     def _numbers(self, slots: Tensor, positions: Tensor, stream: int) -> Tensor:
-        """[R, ...] for positions [R, ...]."""
+        """Random numbers [R, ...] for positions [R, ...]."""
         seeds = self.rows.seed.index_select(0, slots)
         return self.rows.ops.uniform(
             seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream
@@ -126,17 +128,17 @@ class Verifier:
         num_accepted: Tensor,
         drafted: Tensor,
     ) -> Tensor:
-        """`stand` with the token behind the accepted drafts drawn from what the refused draft's
-        own distribution left over."""
+        """`stand` with the token after the accepted drafts resampled from max(p - q, 0) where a
+        draft was rejected."""
         rows = self.rows
         n = tokens.shape[1] - 1
         place = num_accepted.clamp(max=n - 1)
         refused = rows.drafts[slots, place]
-        # the row behind the accepted drafts
+        # the row after the accepted drafts
         after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + num_accepted
         numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
         q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
-        # nothing was refused: the model's own draw stands
+        # nothing was rejected: the model's own token stands
         own = rows.coupled.index_select(0, slots) | (num_accepted >= drafted)
         other = rows.ops.sample_residual(
             given,
@@ -146,11 +148,11 @@ class Verifier:
             q,
             slots * rows.most_drafts + place,
         )
-        # So it does where nothing is left over, p and q being equal but for rounding: a refusal
-        # cannot have happened by more than that.
+        # Likewise where max(p - q, 0) is all zero, p and q being equal but for rounding: only
+        # rounding can have caused the rejection.
         last = torch.where(other < 0, tokens.gather(1, num_accepted[:, None]).squeeze(1), other)
         return stand.scatter(1, num_accepted[:, None], last[:, None])
 
-    def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
+    def _accept_at_random(self, slots: Tensor, positions: Tensor) -> Tensor:
         assert self.rates is not None
         return self._numbers(slots, positions, SIMULATE) < self.rates[: positions.shape[1]]

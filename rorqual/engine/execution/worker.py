@@ -47,7 +47,7 @@ from rorqual.engine.kernels_ahead import (
     layers_of_all_kinds,
 )
 from rorqual.engine.micro_batches.kept import KeptTimes
-from rorqual.engine.micro_batches.measure import Limits, measure, off
+from rorqual.engine.micro_batches.measure import Limits, deviation, measure
 from rorqual.engine.micro_batches.policy import FixedParts, MeasuredParts, MicroBatchPolicy
 from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
@@ -79,15 +79,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
-STAND_IN_PAGES = 16  # of a model that only compiles
+STAND_IN_PAGES = 16  # of the model that only compiles kernels
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
-# states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
-# hit 4 % fewer experts).
+# states stay specific to the token and routing is as even as uniform routing (at 1.0 it hits 4 %
+# fewer experts).
 RESIDUAL_GAIN = 0.5
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """The model's configuration. Raises ConfigError where it cannot be run, or not in this
+    """The model's configuration. Raises ConfigError where it is not supported, or not in this
     layout."""
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = read_config_file(config.model, config.ignore_config_fields, overrides)
@@ -126,8 +126,8 @@ def _with_head(model: ModelConfig, name: str) -> QuantConfig:
 
 
 def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
-    """Graphs that were asked for, captured or compiled, with a way to the experts that none can
-    hold."""
+    """Raises ConfigError where graphs, captured or compiled, are configured with an exchange that
+    does not support them."""
     asked = EXE_MODES[config.exe_mode] in ("graph", "compile")
     if not asked or captures_decode(config.parallel, model.moe):
         return
@@ -142,13 +142,13 @@ def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
 def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> bool:
     try:
         return captures_decode(replace(sizes, exchange=exchange), model.moe)
-    except ConfigError:  # an exchange that these sizes cannot have
+    except ConfigError:  # these sizes do not support the exchange
         return False
 
 
 class Worker:
-    """Ranks of one engine are made with the same configuration, each with its own place in the
-    mesh. `startup`: seconds by phase."""
+    """All ranks of an engine have the same configuration, each with its own place in the mesh.
+    `startup`: seconds by phase."""
 
     def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
         self.config = config
@@ -173,7 +173,7 @@ class Worker:
             or platform.steps_in_flight + (config.parallel.pipeline_turns or 1) - 1
         )
         self.speculation = self._speculation()
-        # A row may run past its request's end by what the steps in flight accept and draft.
+        # A row may exceed its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (
             config.num_speculative_tokens * (self.depth + 1) + 1
             if config.num_speculative_tokens
@@ -182,13 +182,13 @@ class Worker:
         self.remote = self._remote_experts()
         try:
             self._make_runner()
-        except BaseException:  # nobody else can end the links that have begun
+        except BaseException:  # no one else can close the connections that were opened
             if self.remote is not None:
                 self.remote.servers.close()
             raise
 
     def _make_runner(self) -> None:
-        """The model, the cache, and what runs steps over them."""
+        """Build the model, the cache and the runner."""
         config = self.config
         mesh = self.mesh
         platform = self.platform
@@ -224,9 +224,9 @@ class Worker:
         if self.remote is not None:
             self.runner.calls = self.remote.calls
             if self.remote.group is not None:
-                self.remote.group.left = self._left_group
+                self.remote.group.left = self._on_group_lost
             if self.remote.misses is not None:
-                # on whether a step is given up: asked behind it; the answer waits for the device
+                # whether a step is dropped: requested after it; the reply waits for the device
                 self.runner.agree = self.remote.agree_on_misses
         if self.alternates:
             self.runner.turns = StepsInTurns()
@@ -244,13 +244,13 @@ class Worker:
     def _captured_steps(
         self,
     ) -> tuple[tuple[SamplingVariant, ...], tuple[int, ...], Sequence[int] | None]:
-        """How tokens are drawn, numbers of drafts and batch sizes of what is captured."""
+        """Sampling variants, draft counts and batch sizes (None: all) to capture."""
         adapts = self.config.speculative_policy == "adaptive"
         choices = draft_count_choices(self.config.num_speculative_tokens, adapts)
         return CAPTURED, choices, self.config.cudagraph_capture_sizes
 
     def _micro_batches(self) -> MicroBatchPolicy:
-        """How many parts steps are cut into. Collective where that is measured."""
+        """How steps are split into micro-batches. Collective where that is measured."""
         parts = self.config.micro_batches
         if isinstance(parts, int):
             return FixedParts(parts)
@@ -276,7 +276,7 @@ class Worker:
         if not self.config.keep_step_times:
             return again()
         kept = KeptTimes(self.config, self.model_config, self.mesh, self.platform)
-        return kept.times(again, partial(off, self.runner, limits))
+        return kept.times(again, partial(deviation, self.runner, limits))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -285,7 +285,7 @@ class Worker:
         return result
 
     def _check_cache_dtype(self) -> None:
-        """Before weights are loaded: what the device cannot do with an 8-bit cache."""
+        """Before loading weights: whether the device supports an 8-bit cache."""
         config = self.config
         platform = self.platform
         dtype = kv_dtype(config.kv_cache_dtype)
@@ -327,7 +327,7 @@ class Worker:
 
     @property
     def mtp_layers(self) -> int:
-        """Prediction modules in use, on whatever rank."""
+        """Number of prediction modules in use, on any rank."""
         return (
             self.model_config.num_mtp_layers
             if self.speculation and self.speculation.drafter == "mtp"
@@ -339,32 +339,32 @@ class Worker:
         if mode == "compile" and self._compiles_sizes():
             return True  # batches are padded to sizes that have a graph
         if self.platform.name == "npu" and mode == "auto" and self.speculation:
-            return False  # the host does not know how long a draft's step is
+            return False  # the host does not know the lengths under speculation
         if mode == "graph" and not self.platform.has_graphs:
             raise ConfigError(
                 f"exe_mode={self.config.exe_mode!r} is not supported on "
                 f"{self.platform.name}; accepted: auto, eager, compile"
             )
         if self.remote is not None and self.remote.capturable:
-            recordable = not self.alternates  # in turns steps stop midway
+            recordable = not self.alternates  # alternating steps are suspended midway
         else:
             recordable = captures_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
     def _compiles_sizes(self) -> bool:
-        from rorqual.engine.execution.compiled import one_count
+        from rorqual.engine.execution.compiled import same_rows_on_all_ranks
 
         npu = self.platform.name == "npu"
-        return npu or not one_count(self.config.parallel, self.model_config.moe)
+        return npu or not same_rows_on_all_ranks(self.config.parallel, self.model_config.moe)
 
     def _piecewise_tokens(self, weights: int) -> int:
-        """Tokens up to which steps with prompts are captured. Several ranks launch theirs one
-        operation after the other, and an NPU's all take lengths from the host. weights: bytes of
-        all layers and what is beside them."""
+        """Tokens up to which steps with prompts are captured; 0 for several ranks, whose steps are
+        eager, and on an NPU, whose attention takes lengths from the host. weights: bytes of the
+        whole model."""
         if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
-        if self.remote is not None:  # nobody has measured that it pays, so it must be asked for
+        if self.remote is not None:  # only where configured: no measurement shows a gain
             wanted = min(wanted or 0, self.remote.piecewise_rows)
         elif wanted is None:
             wanted = piecewise_tokens(weights / self.model_config.num_layers)
@@ -405,8 +405,8 @@ class Worker:
     # ---- the model
 
     def _slot_maps(self) -> dict[int, SlotMap]:
-        """By layer, where experts do not lie in order. Ranks that have read different files would
-        send tokens to the wrong experts, so they compare."""
+        """Slot maps by layer, where experts are not in order. Collective: ranks compare theirs,
+        because ranks that read different files would send tokens to the wrong experts."""
         found = initial_maps(self.config, self.model_config)
         if self.config.init_expert_load and not self.config.single_rank_bench:
             check = zlib.crc32(repr(sorted(found.items())).encode())
@@ -424,12 +424,12 @@ class Worker:
 
     @property
     def alternates(self) -> bool:
-        """Whether two steps take turns in this process."""
+        """Whether two steps alternate in this process."""
         return self.config.parallel.pp == 1 and (self.config.parallel.pipeline_turns or 1) > 1
 
     @property
     def calls_at_once(self) -> int:
-        """At one expert server."""
+        """Most concurrent calls to one expert server."""
         return 2 if self.alternates else self.config.parallel.most_micro_batches
 
     def _remote_experts(self) -> RemoteExperts | None:
@@ -457,29 +457,30 @@ class Worker:
 
     @property
     def decode_rows(self) -> int:
-        """Most rows of a step that decodes."""
+        """Most rows of a decode step."""
         return self.config.max_num_seqs * (self.config.num_speculative_tokens + 1)
 
-    def _left_group(self) -> None:
-        """A server is lost, and with it the group: no captured step can be computed any more."""
+    def _on_group_lost(self) -> None:
+        """A server is lost, and with it the process group: captured steps cannot be replayed any
+        more."""
         assert self.remote is not None
-        self.runner.forget()
+        self.runner.drop_captured()
         self.runner.graphs = None
         self.runner.pieces = None
         self.all2all_backend = self.remote.describe_tcp()
 
     def abandon(self) -> None:
-        """Steps in flight are nobody's: what is not computed yet never will be."""
+        """Drop the steps in flight: what is not computed yet never will be."""
         self.runner.abandon()
         if self.remote is not None:
             self.remote.lanes.clear()
 
     def close(self) -> None:
-        """End the links to expert servers."""
+        """Close the connections to expert servers."""
         if self.remote is None:
             return
         if self.remote.group is not None:
-            self.runner.forget()  # communicators last as long as captured steps with their calls
+            self.runner.drop_captured()  # captured steps keep their communicators alive
         self.remote.servers.close()
 
     def _build(self, device: torch.device) -> Build:
@@ -489,7 +490,7 @@ class Worker:
         if self.platform.name == "npu":
             set_streams(ops, self.config)
         elif self.compiles:
-            # its operators are made only where something is compiled
+            # operators are registered only where something is compiled
             from rorqual.ops.custom_ops import TracedOps
 
             ops = TracedOps(ops, self.model_config.moe)
@@ -513,7 +514,7 @@ class Worker:
         )
 
     def _simulated_routing(self, layer: int) -> SimulatedRouting | None:
-        """For benchmarks: experts that tokens of a layer get, whatever its router says."""
+        """For benchmarks: forced topk_ids of a layer, in place of its router's."""
         moe = self.model_config.moe
         device = self.platform.device
         if self.config.expert_balance == "forced":
@@ -526,7 +527,7 @@ class Worker:
         return self.config.embed_device == "cpu"
 
     def _make(self, device: torch.device, config: ModelConfig | None = None) -> Transformer:
-        """Of this model, or of `config`."""
+        """Build this model, or that of `config`."""
         forms = (self.config.mla_prefill, self.config.mla_decode)
         with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
         return make_model(
@@ -554,8 +555,8 @@ class Worker:
         return model
 
     def _compiling_beside(self, on_meta: Transformer) -> AbstractContextManager[None]:
-        """Inside, kernels are compiled as well, where that can be and there is room for it.
-        on_meta: this model without memory."""
+        """Context in which kernels are compiled too, where that is possible and memory suffices.
+        on_meta: this model on the meta device."""
         if not (self.config.precompile_kernels and self.platform.compiles and self._graphs()):
             return nullcontext()
         if not self.mesh.is_single or self.compiles or self.experts is not None:
@@ -566,14 +567,15 @@ class Worker:
         stand_in = self._make(torch.device("meta"), config)
         stand_in.finalize()
         weights = weight_bytes(on_meta)
-        # the memory of this model's own weights is taken by now
+        # this model's own weights are already allocated
         if not fits_beside(weight_bytes(stand_in), self.platform.available_memory()):
             return nullcontext()
         return beside(partial(self._compile_stand_in, config, weights), self.platform)
 
     @torch.inference_mode()
     def _compile_stand_in(self, config: ModelConfig, weights: int) -> None:
-        """Kernels of steps of a model of `config`; weights: bytes of the whole one."""
+        """Compile the kernels of steps of a model of `config`; weights: bytes of the whole
+        model."""
         model = self._make(self.platform.device, config)
         model.finalize()
         pool = KVPool(self._spec_of(config, model), STAND_IN_PAGES, self.platform.device)
@@ -591,8 +593,8 @@ class Worker:
         runner.compile_ahead(*self._captured_steps())
 
     def _check_memory(self) -> Transformer:
-        """Refuse before allocating: a model without memory, which this gives, is made first, to
-        be measured as it will be once loaded."""
+        """Raise before allocating where memory does not suffice: returns the model on the meta
+        device, built to count its bytes."""
         model = self._make(torch.device("meta"))
         model.finalize()
         need = weight_bytes(model)
@@ -607,8 +609,8 @@ class Worker:
         return model
 
     def _links(self) -> None:
-        """How decode steps add up partial sums and reach their experts; the memory for it is
-        taken before the cache is."""
+        """Set up all-reduce and exchange of decode steps; allocates their memory before the
+        cache."""
         config = self.config
         model = self.model_config
         device = self.platform.device
@@ -635,13 +637,12 @@ class Worker:
 
     @property
     def expert_layers(self) -> list[int]:
-        """Numbers of all layers, of whatever stage, whose experts are in use."""
+        """Numbers of all layers, of any stage, whose experts are in use."""
         last = self.model_config.num_layers + self.mtp_layers
         return [layer for layer in expert_layers(self.model_config) if layer < last]
 
     def _mover(self) -> ExpertMover | None:
-        """What exchanges experts with other ranks; the memory for it is taken before the cache
-        is."""
+        """Moves experts between ranks; allocates its memory before the cache."""
         if not self.config.enable_eplb or self.mesh.weights is None:
             return None
         held = self.model.cache_layers
@@ -651,7 +652,8 @@ class Worker:
         return ExpertMover(layers, self.mesh.weights, self.platform, most)
 
     def fetch_load(self) -> Callable[[], torch.Tensor]:
-        """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
+        """Start to copy this rank's expert load, [layers, experts]; the returned function waits for
+        it."""
         loads = [layer.exchange.load for layer in self.model.moe_layers()]
         if not loads:
             return lambda: torch.zeros(0, self.model_config.moe.num_experts, dtype=torch.int64)
@@ -662,7 +664,7 @@ class Worker:
 
     @property
     def whole_spec(self) -> KVSpec:
-        """Of all heads and layers, on whatever rank."""
+        """Of all heads and layers, the same on every rank."""
         return self._whole_spec_of(self.model_config, self.model)
 
     def _whole_spec_of(self, config: ModelConfig, model: Transformer) -> KVSpec:
@@ -679,22 +681,22 @@ class Worker:
 
     @property
     def cache_layers(self) -> range:
-        """Whose caches this rank holds."""
+        """The layers whose caches this rank holds."""
         return self._cache_layers_of(self.model)
 
     def _cache_layers_of(self, model: Transformer) -> range:
-        """Prediction modules live on the last stage, behind the model's layers."""
+        """Prediction modules are on the last stage, after the model's layers."""
         held = model.held
         return range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage)
 
     def _spec_of(self, config: ModelConfig, model: Transformer) -> KVSpec:
-        """Of this rank's heads and layers of such a model."""
+        """Of this rank's heads and layers of `model`."""
         layers = self._cache_layers_of(model)
         return self._whole_spec_of(config, model).shard(self.mesh.sizes.tp, layers)
 
     def _num_pages(self) -> int:
-        """Pages for max_num_seqs requests of full length, or as many as the memory set aside
-        holds; page 0 is extra."""
+        """Pages for max_num_seqs requests of full length, or as many as the reserved memory holds;
+        page 0 is extra."""
         config = self.config
         spec = self.spec
         if config.num_pages:
@@ -709,7 +711,7 @@ class Worker:
 
     @property
     def workspace(self) -> int:
-        """Bytes into which MLA layers in form CC decompress cached latents, at most."""
+        """Most bytes into which MLA layers in form CC decompress cached latents."""
         config = self.config
         mla = self.model_config.attention
         if not isinstance(mla, MLAConfig) or "CC" not in (config.mla_prefill, config.mla_decode):
@@ -735,7 +737,7 @@ class Worker:
         return max(self.platform.default_batched_tokens, least)
 
     def _cache_bytes(self) -> int:
-        """What is left beside weights and workspace, unless the cache's size was given."""
+        """Memory remaining beside weights and workspace, unless the cache's size is configured."""
         if self.config.kv_cache_bytes:
             return self.config.kv_cache_bytes
         free = self.platform.available_memory() - self.workspace
@@ -745,12 +747,12 @@ class Worker:
         return int(free - (1 - self.config.memory_utilization) * total)
 
     def _host_pages(self) -> tuple[int, int]:
-        """Pages that host memory holds, and that a step copies each way."""
+        """Pages that host memory holds, and pages that a step copies each way."""
         host = int(self.config.kv_host_memory * 2**30)
         if not host:
             return 0, 1
         size = self.spec.bytes_per_page
-        if self.platform.name == "cpu":  # the cache itself comes from the same memory
+        if self.platform.name == "cpu":  # the cache itself is in the same memory
             check_host_memory(self.config, self.platform, self.mesh, self.num_pages * size)
         pages = self._agree(host // size)
         if not pages:
@@ -769,7 +771,7 @@ class Worker:
         return pages, step
 
     def _agree(self, pages: int) -> int:
-        """One block table serves all ranks, so the rank with the least room decides."""
+        """All ranks share one block table, so the rank with the fewest pages decides."""
         if self.mesh.is_single or self.config.single_rank_bench:
             return pages
         least = torch.tensor(pages, device=self.platform.device)
@@ -778,6 +780,6 @@ class Worker:
 
 
 def weight_bytes(model: Loadable) -> int:
-    """Bytes of all parameters, merged ones counted once, and of what was derived from them."""
+    """Bytes of all parameters, merged ones counted once, and of tensors derived from them."""
     held = [view for target in model.targets() if not target.covers for view in target.views]
     return sum(view.numel() * view.element_size() for view in held + model.derived())

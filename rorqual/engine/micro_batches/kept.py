@@ -1,10 +1,10 @@
-"""Step times that an earlier start measured, kept below the cache folder: `micro_batches="auto"`
-measures for half a minute once, and later starts of the same engine on the same machines time two
-sizes again, which must agree.
+"""Step times of an earlier start, kept below the cache folder: `micro_batches="auto"` measures for
+half a minute once; later starts of the same engine on the same machines only re-time two sizes,
+which must agree.
 
-A file is named by a digest of all that the times follow from: the engine's configuration, the
-model's, the package and torch, and of each rank its host and device. Rank 0 reads and writes; what
-it read goes to all ranks, so that all confirm and use the same.
+A file is named by a digest of all that the times depend on: the configurations of engine and model,
+the versions of the package and torch, and each rank's host and device. Rank 0 reads and writes the
+file, and broadcasts what it read, so that all ranks confirm and use the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rorqual.platforms.base import Platform
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20  # of a file; one holds some dozen sizes of a few hundred bytes each
-AGREES = 0.25  # how far a pass may be from what was kept, relative
+AGREES = 0.25  # allowed deviation of a pass from the kept time, relative
 
 
 class KeptTimes:
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh, platform: Platform):
-        """Collective: all ranks say where they run."""
+        """Collective: gathers every rank's host and device."""
         self.mesh = mesh
         self.device = platform.device
         own = (host.node(), platform.describe(), os.cpu_count(), torch.get_num_threads())
@@ -43,29 +43,29 @@ class KeptTimes:
         self.path = cache_folder() / "step-times" / f"{digest(given):016x}.json"
 
     def times(
-        self, measure: Callable[[], StepTimes], off: Callable[[StepTimes], float]
+        self, measure: Callable[[], StepTimes], deviation: Callable[[StepTimes], float]
     ) -> StepTimes:
-        """Those kept where some of them, timed again, agree; else measured, and kept. off: how far
-        the kept ones are from the new, relative; the same on every rank."""
+        """The kept times, where two re-timed sizes agree; else new ones, measured and kept.
+        deviation: of the kept times from re-timed ones, relative; the same on every rank."""
         found = self._found()
         if found is not None:
-            wrong = off(found)
+            wrong = deviation(found)
             agree = wrong <= AGREES
             told = "used: they agree" if agree else "measured again: they differ"
-            self._say(f"{told} by up to {wrong:.0%} with what is timed now")
+            self._log(f"{told} by up to {wrong:.0%} with what is timed now")
             if agree:
                 return found
         found = measure()
         if self.mesh.rank == 0 and not write(self.path, found.as_json()):
-            self._say("not kept: the file cannot be written")
+            self._log("not kept: the file cannot be written")
         return found
 
-    def _say(self, told: str) -> None:
+    def _log(self, told: str) -> None:
         if self.mesh.rank == 0:
             log.info("micro-batches: times of an earlier start (%s) %s", self.path, told)
 
     def _found(self) -> StepTimes | None:
-        """What rank 0 has read and understood, on every rank."""
+        """The times that rank 0 read and parsed, on every rank."""
         times = parsed(read(self.path)) if self.mesh.rank == 0 else None
         if self.mesh.is_single:
             return times
@@ -91,12 +91,12 @@ class KeptTimes:
 
 
 def digest(given: object) -> int:
-    """Of 63 bits, so that a tensor holds it; the same in every process."""
+    """63 bits, to fit an int64 tensor; the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(given).encode()).digest()[:8], "big") >> 1
 
 
 def read(path: Path) -> str:
-    """Nothing where there is no such file, or a longer one than any that was written here."""
+    """The file's text; empty where it is missing or longer than MOST_BYTES."""
     try:
         text = path.read_text() if path.stat().st_size <= MOST_BYTES else ""
     except (OSError, UnicodeDecodeError):
@@ -105,7 +105,7 @@ def read(path: Path) -> str:
 
 
 def parsed(text: str) -> StepTimes | None:
-    """None for what is no table of times, such as one of another version."""
+    """The times; None for invalid text, such as another version's."""
     try:
         return StepTimes.of_json(text)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -113,7 +113,7 @@ def parsed(text: str) -> StepTimes | None:
 
 
 def write(path: Path, text: str) -> bool:
-    """Whole or not at all, whoever writes at the same time. False where it cannot be."""
+    """Atomic, also with concurrent writers. False where writing fails."""
     try:
         write_whole(path, text)
     except OSError:

@@ -1,10 +1,10 @@
-"""Times steps on the ranks, kernels and wires that will serve: what MeasuredParts decides from.
+"""Times steps on the ranks, kernels and network that will serve, for MeasuredParts to decide from.
 
-Every rank calls `measure` together, before anything is captured and before any request: cache pages
-and device rows are the runner's own, which nothing needs yet. Each size is timed in two ways: the
-stages of one sparse layer, each alone and started by all ranks together, what it sends waited for
-before the next; and whole forward passes in 1 to 4 parts in turn. Times are the slowest rank's,
-so that all ranks know the same ones, and whether another size is timed follows from them alone.
+All ranks call `measure` together, before any capture and any request, on the runner's own cache
+pages and device rows. Each size is timed in two ways: the stages of one MoE layer, each alone,
+started by all ranks together and waiting for its messages before the next; and whole forward passes
+in 1 to 4 parts in turn. Times are the slowest rank's, so that all ranks have the same ones, and
+they alone decide whether another size is timed.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from rorqual.parallel.remote.handle_exchange import HandleExchange
 if TYPE_CHECKING:
     from rorqual.engine.execution.model_runner import ModelRunner
 
-SECONDS = 30.0  # of measuring, after which no further size is timed; of decoding after half
+SECONDS = 30.0  # of measuring, after which no further size is timed; half of it for decode steps
 SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
 REPEATS = (3, 20)  # of a pass, least and most
-SETTLED = 0.01  # noise at which a pass is not repeated further
+SETTLED = 0.01  # noise below which a pass is not repeated further
 STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
 STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
 GROWTH = 2  # from one size to the next
-BOUND = 0.9  # of a pass of twice the tokens: launches bind it
-PROMPTS = 12  # requests of a step of prompts: divided evenly by 2, 3 and 4
-CONFIRMED = 0.25  # seconds of a pass up to which a size is chosen to be timed again
-CONTEXT = 512  # cached tokens of requests that decode
+BOUND = 0.9  # relative to a pass of twice the tokens: then launches dominate
+PROMPTS = 12  # requests of a step with prompts: divisible by 2, 3 and 4
+CONFIRMED = 0.25  # seconds of the longest pass that is chosen for re-timing
+CONTEXT = 512  # cached tokens of decoding requests
 
 Pass = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """requests: that decode on a rank; width: tokens of each; tokens: of a step with prompts;
-    context: cached tokens that a request may have. captured: decode steps are replayed. compiles:
-    kernels can be compiled side by side before they are timed."""
+    """requests: most that decode on a rank; width: tokens of each; tokens: most of a step with
+    prompts; context: most cached tokens of a request. captured: decode steps are replayed.
+    compiles: kernels can be compiled in parallel before they are timed."""
 
     requests: int
     width: int
@@ -74,20 +74,17 @@ class Limits:
 
 
 def measure(runner: ModelRunner, limits: Limits, seconds: float = SECONDS) -> StepTimes:
-    """Collective over all ranks. Takes `seconds`, and at most one size's time more for each
-    phase."""
+    """Collective over all ranks. Takes `seconds`, plus at most one size's time for each phase."""
     return PartsTimer(runner, limits, seconds).measure()
 
 
-def off(runner: ModelRunner, limits: Limits, times: StepTimes) -> float:
-    """Collective: how far what an earlier start measured is from what two sizes take now,
-    relative."""
-    return PartsTimer(runner, limits, SECONDS).off(times)
+def deviation(runner: ModelRunner, limits: Limits, times: StepTimes) -> float:
+    """Collective: how far times of an earlier start deviate from two re-timed sizes, relative."""
+    return PartsTimer(runner, limits, SECONDS).deviation(times)
 
 
 def why_whole(runner: ModelRunner, decode: bool) -> str:
-    """Why cutting steps of this phase cannot gain, by name; nothing where it may. All ranks answer
-    alike."""
+    """Why splitting steps of this phase cannot help; empty where it may. The same on all ranks."""
     model = runner.model
     mesh = model.mesh
     if mesh.sizes.pp > 1:
@@ -121,8 +118,8 @@ class PartsTimer:
         self.seconds = seconds
         self.generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         self.start = time.perf_counter()
-        self.least = 0.0  # seconds that the newest size would have taken with the fewest repeats
-        self.whole = 0.0  # of its pass in one part, alike on all ranks
+        self.least = 0.0  # seconds of the newest size with the fewest repeats
+        self.whole = 0.0  # of its pass in one part, the same on all ranks
         self.layer = next(
             (layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)), None
         )
@@ -139,10 +136,9 @@ class PartsTimer:
             self._layers(), decode, prompts, self._slowest([time.perf_counter() - self.start])[0]
         )
 
-    def off(self, times: StepTimes) -> float:
-        """How far passes of one size of each phase, timed again, are from `times`, relative, beyond
-        the noise of either; what all ranks agree on. Infinite where these must be another
-        engine's."""
+    def deviation(self, times: StepTimes) -> float:
+        """How far one re-timed size of each phase deviates from `times`, relative, beyond the noise
+        of either; the same on all ranks. Infinite where `times` cannot be this engine's."""
         layers, reasons = self._layers(), [why_whole(self.runner, kind) for kind in (True, False)]
         phases = (times.decode, times.prompts)
         if (times.layers, [phase.reason for phase in phases]) != (layers, reasons):
@@ -153,7 +149,8 @@ class PartsTimer:
                 short = [size for size in phase.sizes if size.passes[0] < CONFIRMED]
                 if not phase.sizes:
                     continue
-                # the longest of short passes: of them all it says most about computing and wire
+                # the longest of the short passes: the most informative about computing and
+                # communication
                 kept = max(short or phase.sizes[:1], key=lambda size: size.tokens)
                 now = again(kept.requests if again == self._decode_size else kept.tokens)
                 if len(now.passes) != len(kept.passes) or now.exchange != kept.exchange:
@@ -168,8 +165,8 @@ class PartsTimer:
 
     @contextmanager
     def _rows(self) -> Iterator[None]:
-        """Device rows of requests that are not there: tokens at random, all pages the null page.
-        What they pick is not counted."""
+        """Device rows of dummy requests: random tokens, all pages the null page. Their routed
+        experts are not counted."""
         rows = self.runner.rows
         counted = [(layer.exchange, layer.exchange.record_load) for layer in self._moe()]
         generator = torch.Generator().manual_seed(self.mesh.dp_rank)
@@ -229,14 +226,14 @@ class PartsTimer:
         return SchedulerOutput(chunks=chunks, num_speculative_tokens=self.limits.width - 1)
 
     def _in_time(self, first: Sequence[int], last: int, share: float) -> Iterator[int]:
-        """Sizes up to the last, as long as a share of the time is left for the next: all ranks see
-        the same. A CPU's begin with the smallest: its largest may take minutes. Others' begin with
-        the largest: kernels are compiled at each size, so that small ones, which launches bind and
-        no cut makes faster, would take all the time; they are left out."""
+        """Sizes up to the last, while `share` of the time is left for the next; the same on all
+        ranks. On a CPU from the smallest up: its largest may take minutes. On other devices from
+        the largest down: kernels are compiled at each size, and small steps, which are bound by
+        launches and gain nothing from splitting, would take up the time; they are skipped."""
         sizes = _sizes(first, last)
         if self.platform.device.type != "cpu":
             sizes.reverse()
-        whole = math.inf  # seconds of a pass of the size before, in one part
+        whole = math.inf  # seconds of the previous size's pass in one part
         for size, following in pairwise((*sizes, sizes[-1])):
             yield size
             end = self.start + self.seconds * share
@@ -247,8 +244,8 @@ class PartsTimer:
             whole = self.whole
 
     def _compile_ahead(self, reasons: Sequence[str]) -> None:
-        """Kernels of all sizes that will be timed, side by side, where the backend can; launched
-        with nothing to compute, for one layer of each kind."""
+        """Compile the kernels of all sizes to be timed in parallel, where the backend can: by empty
+        launches, for one layer of each kind."""
         limits = self.limits
         if not limits.compiles:
             return
@@ -284,7 +281,7 @@ class PartsTimer:
         )
 
     def _counts(self, output: SchedulerOutput) -> list[int]:
-        """The numbers of parts that such a step can be cut into."""
+        """The numbers of parts that such a step can be split into."""
         return [
             count
             for count in range(1, MOST_AUTO_PARTS + 1)
@@ -306,10 +303,10 @@ class PartsTimer:
         return capture(lambda: runner.decode_pass(slots, metadata)[1])
 
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(shortest seconds of each, how much longer the second shortest are). They take turns, so
-        that what slows the machine for a while slows all. What else it does at times only ever
-        adds, which the shortest has least of."""
-        for once in passes:  # compiles what must be
+        """(shortest seconds of each, how much longer the second shortest are, relative). Passes
+        alternate, so that a temporary slowdown affects all. Other load only ever adds time, so the
+        shortest run has least of it."""
+        for once in passes:  # compiles where needed
             self._timed(once)
         least, most = REPEATS
         rounds: list[list[float]] = []
@@ -325,7 +322,7 @@ class PartsTimer:
         return shortest, noise
 
     def _timed(self, once: Pass) -> float:
-        self._meet()
+        self._barrier()
         start = time.perf_counter()
         once()
         self.platform.synchronize()
@@ -334,21 +331,24 @@ class PartsTimer:
     # ---- stages of one layer
 
     def _layer(self, step: ForwardBatch) -> tuple[float, tuple[StageSeconds, ...]]:
-        """The slowest rank's. What else its processors do only ever adds, so of several runs the
-        shortest counts: of computing each rank's own; of what arrives the shortest run's, for all
-        ranks share a wire, and what comes early at one comes late at another."""
+        """Times of the slowest rank. Other load only ever adds time, so the shortest of several
+        runs counts: for computing, each rank's own shortest; for communication, that of the
+        shortest run, because ranks share the wire, and what arrives early at one arrives late at
+        another."""
         assert self.layer is not None, "a model without sparse layers is not measured"
         least, most = STAGE_REPEATS
         runs: list[list[float]] = []
         try:
-            self._stages(self.layer, step)  # compiles what must be
+            self._stages(self.layer, step)  # compiles where needed
             start = time.perf_counter()
-            while len(runs) < least or (len(runs) < most and self._early(start, STAGE_SECONDS)):
+            while len(runs) < least or (
+                len(runs) < most and self._all_within(start, STAGE_SECONDS)
+            ):
                 runs.append(self._stages(self.layer, step))
         finally:
             for axis in self._axes():
                 axis.watched = None
-        values = list(zip(*runs, strict=True))  # attention, then of each stage both
+        values = list(zip(*runs, strict=True))  # attention, then both times of each stage
         computes = self._slowest([min(own) for own in (values[0], *values[1::2])])
         arrivals = [min(self._slowest(list(own))) for own in values[2::2]]
         pairs = zip(computes[1:], arrivals, strict=True)
@@ -356,27 +356,27 @@ class PartsTimer:
             StageSeconds(compute, max(0.0, arrived - compute)) for compute, arrived in pairs
         )
 
-    def _early(self, start: float, seconds: float) -> bool:
-        """Whether no rank has spent so many since its start."""
+    def _all_within(self, start: float, seconds: float) -> bool:
+        """Whether no rank has spent `seconds` since `start`."""
         return self._slowest([time.perf_counter() - start])[0] < seconds
 
     def _stages(self, layer: Layer, step: ForwardBatch) -> list[float]:
-        """Seconds of attention, and of each stage: until it has computed, and until what it sent
-        has come."""
+        """Seconds of attention, and of each stage: until it has computed, and until its messages
+        have arrived."""
         layout = step.layout
         count = layout.rows if isinstance(layout, MultiRankLayout) else step.num_tokens
         shape = (count, self.model.config.hidden_size)
         x, residual = (torch.randn(shape, device=step.token_ids.device) for _ in range(2))
         dtype = self.model.dtype
         self._settle()
-        self._meet()
+        self._barrier()
         start = time.perf_counter()
         value, _ = layer.attend(x.to(dtype), residual.to(dtype), step)
         self._computed()
         found = [time.perf_counter() - start]
         for stage in layer.mlp.stages(layout):
             self._settle()
-            self._meet()
+            self._barrier()
             start = time.perf_counter()
             value = stage(value)
             self._computed()
@@ -386,7 +386,7 @@ class PartsTimer:
         return found
 
     def _computed(self) -> None:
-        """Wait for this rank's own work alone, not for what it sends."""
+        """Wait for this rank's own work, not for its messages."""
         self.platform.fetch(torch.zeros(1, device=self.platform.device))()
 
     def _settle(self) -> None:
@@ -399,11 +399,11 @@ class PartsTimer:
 
     # ---- all ranks
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._slowest([0.0])
 
     def _slowest(self, values: list[float]) -> list[float]:
-        """The largest that any rank has, of each."""
+        """The element-wise maximum over ranks."""
         if self.mesh.is_single:
             return values
         largest = torch.tensor(values, dtype=torch.float32, device=self.platform.device)

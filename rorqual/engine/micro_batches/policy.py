@@ -1,15 +1,15 @@
-"""Into how many parts a step is cut: fixed, or as measured times say. Pure functions of what all
-ranks know. No torch.
+"""How many parts (micro-batches) a step is split into: fixed, or chosen by measured times. Pure
+functions of what all ranks know. No torch.
 
-The model of a step in parts has two resources: what computes, and the wire. Parts take turns at the
-hand-overs of a sparse layer, in the order of parallel/overlap.py. A stage begins when its part's
-rows have come and the part before it has handed over; what it sends travels when the wire is free.
-Stages of smaller parts cost what was measured at that size: where weights are read once for each
-part, that shows there. Two more things come from measured passes: `rest`, what a pass costs beside
-its sparse layers, and what a hand-over costs: the difference between a pass in parts as measured
-and as the two resources alone would have it, by hand-over. It is negative where messages under way
-together take less than one after the other. No pass is predicted below what its parts compute,
-which was measured apart: two measurements must agree before a step is cut.
+The model of a split step has two resources: compute and the wire. Parts alternate at the hand-overs
+of an MoE layer, in the order of parallel/overlap.py. A stage starts when its part's rows have
+arrived and the previous part has handed over; its messages are sent when the wire is free. Stages
+of smaller parts cost what was measured at that size, which includes reading weights once per part.
+Two more terms come from measured passes: `rest`, the cost of a pass outside its MoE layers, and the
+cost of a hand-over: the measured time of a split pass minus the time by the two resources alone,
+per hand-over. It is negative where concurrent messages take less time than sequential ones. A pass
+is never predicted below the computing time of its parts, measured separately: two measurements must
+agree before a step is split.
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ from rorqual.engine.micro_batches.step_times import (
     StageSeconds,
     StepTimes,
 )
-from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, cut, cut_together
+from rorqual.engine.scheduling.scheduler_output import (
+    SchedulerOutput,
+    split_lengths,
+    split_lengths_of_ranks,
+)
 
-MARGIN = 0.02  # a step is cut, or cut further, only for a predicted gain above this
-PLAYED = (2, 4)  # layers that are played; every further one adds as much as these do
-KNOWN_STEPS = 4096  # decisions that are kept
+MARGIN = 0.02  # a step is split, or split further, only for a predicted gain above this
+SIMULATED_LAYERS = (2, 4)  # layers that are simulated; further ones are extrapolated from these
+KNOWN_STEPS = 4096  # cached decisions
 
-Part = tuple[int, int]  # tokens that decode, tokens of prompts
+Part = tuple[int, int]  # decode tokens, prompt tokens
 Lengths = tuple[tuple[int, ...], ...]
 Stages = tuple[StageSeconds, ...]
 
 
 class MicroBatchPolicy(Protocol):
     def parts(self, outputs: Sequence[SchedulerOutput]) -> int:
-        """Parts that are wanted of a step; `outputs`: of each data-parallel rank."""
+        """Parts requested for a step; `outputs`: of each data-parallel rank."""
         ...
 
     def decode_parts(self, requests: int, width: int, ranks: int) -> int:
-        """The same where on each of so many ranks so many requests decode `width` tokens each."""
+        """The same for a decode step: on each of `ranks` ranks, `requests` requests of `width`
+        tokens each."""
         ...
 
 
@@ -60,7 +65,7 @@ class FixedParts:
 
 
 class MeasuredParts:
-    """For each step the number of parts that is predicted to be fastest."""
+    """For each step the number of parts predicted to be fastest."""
 
     def __init__(self, times: StepTimes):
         self.times = times
@@ -77,7 +82,7 @@ class MeasuredParts:
 
 def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) -> int:
     """lengths: tokens of each request of each rank, in packing order; decoding: how many of a
-    rank's tokens, its first ones, are of requests that decode."""
+    rank's tokens, its first ones, are decode tokens."""
     totals = tuple(sum(rank) for rank in lengths)
     decodes = totals == decoding
     phase = times.decode if decodes else times.prompts
@@ -86,7 +91,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
     found, fastest = 1, predicted(times, decodes, shapes((totals,), decoding))
     assert fastest is not None, "every size was measured whole"
     for count in range(2, MOST_AUTO_PARTS + 1):
-        parts = cut_together(lengths, count)
+        parts = split_lengths_of_ranks(lengths, count)
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
         if seconds is None:
             continue
@@ -97,7 +102,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
 
 
 def shapes(parts: Sequence[Sequence[int]], decoding: Sequence[int]) -> tuple[Part, ...]:
-    """Of each part the tokens of the rank that has most: all wait for it."""
+    """For each part the tokens of the rank with most: all wait for it."""
     found = []
     starts = [0] * len(decoding)
     for part in parts:
@@ -114,16 +119,16 @@ def shapes(parts: Sequence[Sequence[int]], decoding: Sequence[int]) -> tuple[Par
 
 
 def predicted(times: StepTimes, decodes: bool, parts: Sequence[Part]) -> float | None:
-    """Seconds of a pass in these parts; None where no measured size has so many."""
+    """Predicted seconds of a pass in these parts; None where no measured size has that many."""
     phase = times.decode if decodes else times.prompts
     tokens = sum(map(sum, parts))
-    extra = beside_at(times.layers, phase, tokens, len(parts))
+    extra = overheads_at(times.layers, phase, tokens, len(parts))
     if extra is None:
         return None
     layers = [layer_of(times, decodes, part) for part in parts]
     hand_overs = sum(len(stages) - 1 for stages in layers) * times.layers
-    found = played(layers, times.layers) + hand_overs * extra.hand_over
-    # however much of the wire is hidden; servers' time is not told apart from it
+    found = simulated_seconds(layers, times.layers) + hand_overs * extra.hand_over
+    # even with communication fully hidden; with expert servers their time counts as communication
     alone = sum(stage.compute for stages in layers for stage in stages) * times.layers
     return extra.rest + (found if phase.sizes[0].exchange == REMOTE else max(found, alone))
 
@@ -140,16 +145,21 @@ def layer_of(times: StepTimes, decodes: bool, part: Part) -> Stages:
     return StageSeconds(first.compute + attention, first.wire), *rest
 
 
-def played(parts: Sequence[Stages], layers: int) -> float:
-    """Seconds of so many layers in parts that take turns."""
-    if layers <= PLAYED[1]:
-        return _played([_chain(stages, layers) for stages in parts])
-    less, more = (_played([_chain(stages, count) for stages in parts]) for count in PLAYED)
-    return more + (layers - PLAYED[1]) * (more - less) / (PLAYED[1] - PLAYED[0])
+def simulated_seconds(parts: Sequence[Stages], layers: int) -> float:
+    """Simulated seconds of `layers` layers with alternating parts."""
+    if layers <= SIMULATED_LAYERS[1]:
+        return _simulate([_chain(stages, layers) for stages in parts])
+    less, more = (
+        _simulate([_chain(stages, count) for stages in parts]) for count in SIMULATED_LAYERS
+    )
+    return more + (layers - SIMULATED_LAYERS[1]) * (more - less) / (
+        SIMULATED_LAYERS[1] - SIMULATED_LAYERS[0]
+    )
 
 
 def _chain(stages: Stages, layers: int) -> list[StageSeconds]:
-    """The turns of a part: a layer's last stage and the next layer's first are one."""
+    """A part's stages over all layers: a layer's last stage and the next layer's first are
+    merged."""
     if len(stages) == 1:
         return [stages[0]] * layers
     first, *middle, last = stages
@@ -157,7 +167,7 @@ def _chain(stages: Stages, layers: int) -> list[StageSeconds]:
     return [first, *middle, *[joined, *middle] * (layers - 1), last]
 
 
-def _played(chains: Sequence[Sequence[StageSeconds]]) -> float:
+def _simulate(chains: Sequence[Sequence[StageSeconds]]) -> float:
     computed = wire = 0.0
     come = [0.0] * len(chains)
     for turn in range(max(map(len, chains))):
@@ -175,9 +185,9 @@ def _played(chains: Sequence[Sequence[StageSeconds]]) -> float:
 
 
 @dataclass(frozen=True)
-class Between:
-    """`share` of the way from one measured size to another, above 1 beyond it; both `scale` times
-    as long."""
+class Interpolation:
+    """Linear interpolation between two measured sizes at `share` (above 1: extrapolation), times
+    `scale`."""
 
     low: MeasuredSize
     high: MeasuredSize
@@ -190,29 +200,29 @@ class Between:
         return self.scale * (found if self.share <= 1 else max(found, high))
 
 
-def between(sizes: Sequence[MeasuredSize], tokens: int) -> Between:
-    """Below the smallest size nothing gets shorter; above the largest all grows as between the last
-    two. Where tokens take another way at the next size, all is as at the nearer one, by token."""
+def interpolation_at(sizes: Sequence[MeasuredSize], tokens: int) -> Interpolation:
+    """Below the smallest size times are constant; above the largest they are extrapolated from the
+    last two. Between sizes with different exchanges the nearer one is scaled by tokens."""
     place = bisect_left(sizes, tokens, key=lambda size: size.tokens)
     if place == 0:
-        return Between(sizes[0], sizes[0])
+        return Interpolation(sizes[0], sizes[0])
     if place < len(sizes) and sizes[place].tokens == tokens:
-        return Between(sizes[place], sizes[place])
+        return Interpolation(sizes[place], sizes[place])
     if len(sizes) == 1:
-        return Between(sizes[0], sizes[0], 0.0, tokens / sizes[0].tokens)
+        return Interpolation(sizes[0], sizes[0], 0.0, tokens / sizes[0].tokens)
     low, high = sizes[max(0, min(place, len(sizes) - 1) - 1)], sizes[min(place, len(sizes) - 1)]
     if low.exchange != high.exchange:
         near = min(low, high, key=lambda size: abs(size.tokens - tokens))
-        return Between(near, near, 0.0, tokens / near.tokens)
-    return Between(low, high, (tokens - low.tokens) / (high.tokens - low.tokens))
+        return Interpolation(near, near, 0.0, tokens / near.tokens)
+    return Interpolation(low, high, (tokens - low.tokens) / (high.tokens - low.tokens))
 
 
 def attention_at(phase: PhaseTimes, tokens: int) -> float:
-    return between(phase.sizes, tokens).of(lambda size: size.attention) if tokens else 0.0
+    return interpolation_at(phase.sizes, tokens).of(lambda size: size.attention) if tokens else 0.0
 
 
 def stages_at(phase: PhaseTimes, tokens: int) -> Stages:
-    here = between(phase.sizes, tokens)
+    here = interpolation_at(phase.sizes, tokens)
     return tuple(
         StageSeconds(
             here.of(lambda size, i=i: size.stages[i].compute),  # type: ignore[misc]
@@ -223,8 +233,9 @@ def stages_at(phase: PhaseTimes, tokens: int) -> Stages:
 
 
 def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
-    """Of whole passes and of those in so many parts, of the sizes beside."""
-    here = between(phase.sizes, tokens)
+    """The largest noise of whole passes and of passes in `parts` parts, over the neighbouring
+    sizes."""
+    here = interpolation_at(phase.sizes, tokens)
     sizes = (here.low, here.high)
     return max(
         (one for size in sizes for one in (*size.noise[:1], *size.noise[parts - 1 : parts])),
@@ -233,21 +244,20 @@ def noise_at(phase: PhaseTimes, tokens: int, parts: int) -> float:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Seconds that measured passes show beside layers of two resources: of a pass, and of a
-    hand-over."""
+class Overheads:
+    """Seconds beyond the two-resource model, from measured passes: per pass, and per hand-over."""
 
     rest: float
     hand_over: float
 
 
-def beside_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Beside | None:
-    """Between those measured sizes that have so many parts."""
+def overheads_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Overheads | None:
+    """Interpolated between the measured sizes that have `parts` parts."""
     sizes = [size for size in phase.sizes if len(size.passes) >= parts]
     if not sizes:
         return None
-    here = between(sizes, tokens)
-    return Beside(
+    here = interpolation_at(sizes, tokens)
+    return Overheads(
         here.of(lambda size: rest_of(layers, phase, size)),
         # a hand-over does not grow beyond what was measured
         replace(here, share=min(here.share, 1.0), scale=1.0).of(
@@ -257,16 +267,16 @@ def beside_at(layers: int, phase: PhaseTimes, tokens: int, parts: int) -> Beside
 
 
 def rest_of(layers: int, phase: PhaseTimes, size: MeasuredSize) -> float:
-    return size.passes[0] - played([_layer_at(phase, size.tokens)], layers)
+    return size.passes[0] - simulated_seconds([_layer_at(phase, size.tokens)], layers)
 
 
 def hand_over_of(layers: int, phase: PhaseTimes, size: MeasuredSize, parts: int) -> float:
     if parts == 1:
         return 0.0
-    found = [_layer_at(phase, tokens) for tokens in cut(size.lengths, parts)]
+    found = [_layer_at(phase, tokens) for tokens in split_lengths(size.lengths, parts)]
     hand_overs = sum(len(stages) - 1 for stages in found) * layers
     measured = size.passes[parts - 1] - rest_of(layers, phase, size)
-    return (measured - played(found, layers)) / hand_overs
+    return (measured - simulated_seconds(found, layers)) / hand_overs
 
 
 def _layer_at(phase: PhaseTimes, tokens: int) -> Stages:

@@ -1,4 +1,4 @@
-"""What was measured for `micro_batches="auto"`, and what it decides, for the log. No torch."""
+"""Log lines of what `micro_batches="auto"` measured and decides. No torch."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def _row(times: StepTimes, size: MeasuredSize, decodes: bool) -> tuple[str, ...]
 
 
 def parts_of(times: StepTimes, size: MeasuredSize, decodes: bool) -> int:
-    """What is decided for a step as it was measured."""
+    """The number of parts chosen for a step of a measured size."""
     return best_parts(times, (size.lengths,), (size.tokens if decodes else 0,))

@@ -1,5 +1,5 @@
-"""What `micro_batches="auto"` is decided from: times that all ranks measured together at start.
-Plain data, as JSON too. No torch."""
+"""The times that `micro_batches="auto"` decides from, measured by all ranks together at start.
+Plain data, with a JSON form. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MS = 1e3
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """A stage of one sparse layer: its own work, and what then travels before the next can begin.
-    Each as the slowest rank had it."""
+    """A stage of one MoE layer: its computing, then the communication before the next can start.
+    Both of the slowest rank."""
 
     compute: float
     wire: float = 0.0
@@ -21,12 +21,12 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """A step of so many tokens, of so many requests, on every data-parallel rank.
+    """A measured step, of `tokens` tokens and `requests` requests on every data-parallel rank.
 
-    exchange: the way that its tokens take. attention: seconds of one layer's, norms included.
-    stages: dispatch, maybe the rows after the counts, experts, combine (layers/moe.py). passes:
-    seconds of the whole forward pass in 1, 2, ... parts, the shortest of several. noise: of each,
-    how much longer the second shortest was, relative."""
+    exchange: the one its tokens use. attention: seconds of one layer's, norms included. stages:
+    dispatch, possibly the rows after the counts, experts, combine (layers/moe.py). passes: seconds
+    of the whole forward pass in 1, 2, ... parts, the shortest of several. noise: of each, how much
+    longer the second shortest was, relative."""
 
     tokens: int
     requests: int
@@ -44,7 +44,7 @@ class MeasuredSize:
 
     @property
     def compute(self) -> float:
-        """Of one layer, attention included."""
+        """Computing seconds of one layer, attention included."""
         return self.attention + sum(stage.compute for stage in self.stages)
 
     @property
@@ -54,7 +54,8 @@ class MeasuredSize:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """By growing size. reason: why steps of this phase stay whole, where nothing was measured."""
+    """Measured sizes, ascending. reason: why steps of this phase are not split, where none was
+    measured."""
 
     sizes: tuple[MeasuredSize, ...] = ()
     reason: str = ""
@@ -62,8 +63,8 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """decode: of steps in which all ranks only decode; prompts: of all others. layers: the sparse
-    layers of a pass. seconds: that measuring took."""
+    """decode: of steps in which all ranks only decode; prompts: of all others. layers: MoE layers
+    of a pass. seconds: duration of the measurement."""
 
     layers: int
     decode: PhaseTimes

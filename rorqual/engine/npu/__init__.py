@@ -1,1 +1,1 @@
-"""What an engine on Ascend NPUs does otherwise."""
+"""Engine parts that are specific to Ascend NPUs."""

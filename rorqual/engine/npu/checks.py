@@ -1,5 +1,5 @@
-"""Before anything is loaded: what an NPU cannot do for this engine, in a sentence; and the
-communicator of its dispatch and combine operators."""
+"""Checks before loading that an NPU supports the configuration; and the communicator of its
+dispatch and combine operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
 
-MOST_DRAFTS = 3  # the recipes have verified no more rows of latent attention in a step
+MOST_DRAFTS = 3  # the most rows of latent attention verified by the vendor's recipes
 
 
 def check_npu(config: EngineConfig, model: ModelConfig, platform: Platform) -> None:
@@ -84,8 +84,8 @@ def check_npu(config: EngineConfig, model: ModelConfig, platform: Platform) -> N
 def connect_dispatch(
     ops: Ops, mesh: Mesh, model: ModelConfig, platform: Platform, rows: int
 ) -> str:
-    """A communicator of their own for the operators that dispatch and combine, with the buffer that
-    steps of `rows` tokens a rank need. Collective. Returns what to call it in the log."""
+    """Create the communicator of the dispatch and combine operators, with the buffer for steps of
+    `rows` tokens a rank. Collective. Returns its description for the log."""
     sizes = mesh.sizes
     soc = platform.soc  # type: ignore[attr-defined]
     needed = limits.dispatch_buffer_mb(model.hidden_size, model.moe, sizes, rows)
@@ -103,7 +103,7 @@ def connect_dispatch(
 
 
 def set_streams(ops: Any, config: EngineConfig) -> None:
-    """What compiled steps are to fuse, and to compute side by side."""
+    """Set what compiled steps fuse, and what they compute on a second stream."""
     ops.superkernel = config.enable_superkernel
     ops.multi_streams = config.enable_multi_streams
     if ops.superkernel or ops.multi_streams:
@@ -111,8 +111,7 @@ def set_streams(ops: Any, config: EngineConfig) -> None:
 
 
 def check_cache_scales(model: Transformer) -> None:
-    """Once weights are loaded: raises ConfigError where an int8 cache lacks the scale of a
-    layer."""
+    """After loading weights: raises ConfigError where an int8 cache lacks a layer's scale."""
     for attention in model.attentions():
         scale = attention.cache_scale
         if scale is None or not bool((scale > 0).all()):

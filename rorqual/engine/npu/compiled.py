@@ -1,11 +1,11 @@
-"""`exe_mode: compile` (ge_graph) on an NPU: the forward pass of a decode step handed to torchair,
+"""`exe_mode: compile` (ge_graph) on an NPU: torchair compiles the forward pass of a decode step,
 one graph for each number of rows, from embedding to normed hidden states.
 
 Shapes are fixed: a step is padded to the next captured batch size, as for captured graphs. Lengths
 are tensors, so nothing in the graph asks the host. Graphs are kept below the cache folder, in
-`case_name` where one is given, and there under a digest of all that they took for granted: the
-configuration, the rank, the versions, the number of pages. torchair drops the guards of what it
-keeps, so a graph must never be found by another configuration."""
+`case_name` where given, under a digest of all they depend on: the configuration, the rank, the
+versions, the number of pages. torchair drops the guards of kept graphs, so another configuration
+must never find them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Compile = Callable[[Step, Path | None], Step]
 
 
 class TracedSegment(AttentionMetadata):
-    """The requests of a step as they are traced: lengths as tensors."""
+    """A step's requests for tracing: lengths as tensors."""
 
     def __init__(self, tokens: int, lists: SegmentTensors):
         self.tokens = tokens
@@ -51,7 +51,7 @@ class TracedSegment(AttentionMetadata):
 
 
 class TracedBatch(ForwardBatch):
-    """A step of decoding alone; nothing in it is computed later or kept."""
+    """A decode-only step; nothing in it is computed lazily or cached."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class TracedBatch(ForwardBatch):
 
 
 class DecodeStep(torch.nn.Module):
-    """torchair keeps what it compiled of methods of modules. width: query tokens a request."""
+    """A module, because torchair keeps compiled code only of module methods. width: query tokens a
+    request."""
 
     def __init__(self, model: Transformer, pool: KVPool, layout: Layout, width: int):
         super().__init__()
@@ -103,13 +104,13 @@ class DecodeStep(torch.nn.Module):
         with ops.decoder_scope():
             state = self.model.embedded(step)
             for _ in forward_layers(self.model.layers, state, step):
-                pass  # a hand-over: nothing else is under way
+                pass  # a hand-over: there is no other micro-batch
         return self.model.leave(state, step, None)
 
 
 class NpuCompiledForward:
-    """What CompiledForward is elsewhere. `compile_with` makes a step callable; torchair's by
-    default. folder: where graphs are kept, None for nowhere."""
+    """The NPU's counterpart of CompiledForward. `compile_with` compiles a step, by default with
+    torchair. folder: where graphs are kept, None to keep none."""
 
     fixed_shapes = True
 
@@ -129,8 +130,8 @@ class NpuCompiledForward:
         self.stats = CompileStats()
 
     def compile(self, examples: Iterable[ForwardBatch]) -> None:
-        """Steps are compiled when their size is first computed, which the warm-up of all batch
-        sizes does before serving."""
+        """Does nothing: a size is compiled at its first step, which the warm-up of all batch sizes
+        runs before serving."""
 
     def __call__(self, step: ForwardBatch) -> Tensor:
         assert step.decode is not None
@@ -145,7 +146,7 @@ class NpuCompiledForward:
         queries = torch.arange(width, step.num_tokens + 1, width, device=segment.kv_lens.device)
         places = step.places
         tables = segment.tables.to(torch.int32)
-        # Traced at its first call. All sizes count against one limit, which is 8 by default.
+        # Traced at its first call. All sizes count against one limit of dynamo, by default 8.
         limit = {"recompile_limit": MAX_STEPS, "accumulated_recompile_limit": MAX_STEPS}
         with torch._dynamo.config.patch(limit) if new else nullcontext():
             return self.steps[key](
@@ -162,7 +163,7 @@ class NpuCompiledForward:
         start = time.perf_counter()
         ops = self.model.ops
         assert isinstance(ops, NpuOps)
-        ops.mask(step.token_ids.device)  # made now: the graph holds it
+        ops.mask(step.token_ids.device)  # created now: the graph refers to it
         module = DecodeStep(self.model, self.pool, step.layout, width)
         name = "-".join(map(str, (*key[:3], *key[3])))
         made = self.compile_with(module.forward, self.folder and self.folder / f"decode-{name}")
@@ -172,7 +173,7 @@ class NpuCompiledForward:
 
 
 def load_torchair() -> Any:
-    """The package, with the variant of attention that takes lengths as tensors. Raises
+    """The torchair package, checked for the attention variant that takes lengths as tensors. Raises
     ConfigError."""
     try:
         import torchair
@@ -188,8 +189,8 @@ def load_torchair() -> Any:
 
 
 def torchair_step(method: Step, folder: Path | None) -> Step:
-    """Compiled by torchair in its mode max-autotune; kept in `folder`, from where the next start
-    takes it without tracing."""
+    """Compile with torchair in max-autotune mode; kept in `folder`, from which the next start loads
+    it without tracing."""
     torchair = load_torchair()
     config = torchair.CompilerConfig()
     config.mode = "max-autotune"
@@ -206,7 +207,7 @@ def torchair_step(method: Step, folder: Path | None) -> Step:
 
 
 def code_digest() -> str:
-    """Of the sources of this package: torchair knows what it kept by a module's name alone."""
+    """Digest of this package's sources: torchair identifies kept code by module name alone."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for part in TRACED:
@@ -216,7 +217,8 @@ def code_digest() -> str:
 
 
 def graph_folder(config: EngineConfig, model: Transformer, pages: int, device: str) -> Path | None:
-    """Below the cache folder, for this configuration and rank; None where nothing is to be kept."""
+    """The folder for this configuration and rank, below the cache folder; None where nothing is
+    kept."""
     if not config.enable_cache_compile:
         return None
     given = {

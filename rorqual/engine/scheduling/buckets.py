@@ -1,11 +1,11 @@
-"""Sizes that steps are recorded for: batches that decode, tokens of steps with prompts. No
+"""Sizes that steps are captured for: batch sizes of decode steps, tokens of steps with prompts. No
 torch."""
 
 from __future__ import annotations
 
-PIECEWISE_TOKENS = 4096  # beyond, a GPU computes longer than the host launches
-# Of a layer's weights. A GPU that must read more of them takes longer than its launches in any
-# step, and pieces would bring nothing but rows of padding.
+PIECEWISE_TOKENS = 4096  # above this, computing takes longer than launching
+# Weights of a layer. With more to read, a GPU's step always takes longer than its launches, and
+# piecewise capture would only add rows of padding.
 PIECEWISE_BYTES = 4 * 2**30
 
 
@@ -16,7 +16,7 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 def bucket_of(size: int) -> int:
-    """Rows that a step of `size` requests computes, where max_num_seqs is not in between."""
+    """Rows that a step of `size` requests computes, unless max_num_seqs lies in between."""
     if size <= 8:
         return 1 << max(0, size - 1).bit_length()
     step = 8 if size <= 64 else 16 if size <= 256 else 64
@@ -24,8 +24,8 @@ def bucket_of(size: int) -> int:
 
 
 def piecewise_tokens(layer_bytes: float) -> int:
-    """Tokens up to which one GPU records steps with prompts if nothing is asked for; 0 for none.
-    layer_bytes: weights of a layer, in the mean."""
+    """Tokens up to which one GPU captures steps with prompts by default; 0 for none. layer_bytes:
+    mean weights of a layer."""
     return PIECEWISE_TOKENS if layer_bytes <= PIECEWISE_BYTES else 0
 
 

@@ -1,14 +1,14 @@
-"""How many tokens of prompts a step takes beside requests that decode. No torch.
+"""How many prompt tokens a step takes beside decoding requests. No torch.
 
-Every stream waits for a step as long as its prompts take, and a prompt of which little is taken a
-step comes late. What a step costs is measured, not modelled: by number of decoding requests, and
-what prompts add by how many tokens they bring.
+Prompt tokens lengthen the step for every decoding request; small chunks delay the prompt's first
+token. Step costs are measured, not modelled: by number of decoding requests, plus what prompts add,
+by their number of tokens.
 
-With a target, a step takes as many prompt tokens as keep it within that. Without one, steps stay
-within GAP steps of decoding alone, unless what waits would then take much longer than with nothing
-beside: DELAY times as long where it fits into a quarter of a full step, a little longer where it
-fills several. Where more prompts wait than requests decode nothing is held back. So a prompt now
-and then disturbs nobody, and a burst is worked off.
+With a target, a step takes as many prompt tokens as keep it within the target. Without one, a step
+stays within GAP times a decode-only step, unless the waiting prompts would then take much longer
+than they would alone: DELAY times as long where they fit into a quarter of a full step, a little
+longer where they fill several. Where more prompts wait than requests decode there is no limit. So a
+single prompt does not disturb decoding, and a burst is worked off.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rorqual.engine.scheduling.sequence import PendingLoad
 
 GAP = 3.0
 DELAY = 2.0
-LEAST = 16  # tokens: prompts go on whatever decoding costs
+LEAST = 16  # tokens: prompts progress at least this fast
 BLOCK = 64  # tokens
-UNKNOWN = 256  # tokens, before anything was measured
+UNKNOWN = 256  # tokens, before any measurement
 WEIGHT = 0.2  # of a new step in a running mean
 DISTURBED = 3.0  # times the mean: a step that took longer counts as that
 
 
 class MeanSeconds:
-    """Running mean of steps alike. It follows the newest ones, and one disturbed step moves it
+    """Running mean over similar steps. It follows the newest ones; one disturbed step changes it
     little."""
 
     def __init__(self) -> None:
@@ -40,39 +40,39 @@ class MeanSeconds:
 
 
 class ChunkController:
-    """`budget` before each step, `observe` after it. most: tokens of a step; target: seconds of a
-    step that decodes, None for GAP steps of decoding alone."""
+    """Call `budget` before each step, `observe` after it. most: tokens of a step; target: seconds
+    of a step with decoding requests, None for GAP times a decode-only step."""
 
     def __init__(self, most: int, target: float | None = None):
         self.most = most
         self.target = target
         self.decode: dict[int, MeanSeconds] = {}  # by bucket of decoding requests
-        self.alone: dict[int, MeanSeconds] = {}  # by bucket of prompt tokens, a token
+        self.prompt_only: dict[int, MeanSeconds] = {}  # seconds a token, by bucket of prompt tokens
         self.added: dict[int, MeanSeconds] = {}  # likewise, beside decoding requests
         self.sizes = _sizes(most)
 
     def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         if not prompt_tokens:
             self.decode.setdefault(_bucket(decoding), MeanSeconds()).add(seconds)
             return
         if not decoding:
-            costs = self.alone
+            costs = self.prompt_only
         else:
             costs = self.added
             seconds = max(0.0, seconds - self._decode_seconds(decoding))
         costs.setdefault(_bucket(prompt_tokens), MeanSeconds()).add(seconds / prompt_tokens)
 
     def budget(self, load: PendingLoad) -> int:
-        """Prompt tokens of the next step."""
+        """Most prompt tokens of the next step."""
         decoding = load.decoding
         waiting = load.tokens
         if not decoding or not waiting:
             return self.most
         if self.target is None and load.prompts > decoding:
-            return self.most  # more wait for a first token than for their next one
+            return self.most  # more requests wait for their first token than for their next one
         base = self._decode_seconds(decoding)
-        if not base or not (self.alone or self.added):
+        if not base or not (self.prompt_only or self.added):
             return min(self.most, UNKNOWN)
         target = self.target or GAP * base
         wanted = LEAST
@@ -85,26 +85,27 @@ class ChunkController:
 
     @staticmethod
     def _aligned(wanted: int, decoding: int) -> int:
-        """A little less, where a step is then a multiple of BLOCK tokens: captured steps are padded
-        to one."""
+        """Slightly less where that makes the step a multiple of BLOCK tokens, to which captured
+        steps are padded."""
         whole = (wanted + decoding) // BLOCK * BLOCK - decoding
         return whole if 8 * whole >= 7 * wanted else wanted
 
     def _least_delay(self, base: float, waiting: int) -> int:
-        """The fewest tokens a step with which `waiting` of them take no longer than they may."""
+        """The fewest tokens a step with which `waiting` tokens stay within their allowed delay."""
         longest = 1 + (DELAY - 1) * min(1.0, self.most / (4 * waiting))
         waiting = min(waiting, self.most)
-        usual = _seconds((self.alone,), waiting) or self._added_seconds(waiting)
+        usual = _seconds((self.prompt_only,), waiting) or self._added_seconds(waiting)
         tried = max(self.added, default=0)
         for size in self.sizes:
             if (base + self._added_seconds(size)) / size <= longest * usual / waiting:
                 return size
             if _bucket(size) > tried:
-                return size  # what more would cost is only a guess: go on from here
+                return size  # larger sizes are not measured yet: try this one first
         return self.most
 
     def _decode_seconds(self, decoding: int) -> float:
-        """Of a step of decoding alone; 0 where none was seen. Larger batches take longer."""
+        """Of a decode-only step, from the nearest measured batch bucket; 0 before any was
+        measured."""
         found = self.decode.get(_bucket(decoding))
         if found is None:
             near = min(self.decode, key=lambda b: abs(b - _bucket(decoding)), default=None)
@@ -112,14 +113,14 @@ class ChunkController:
         return found.seconds if found else 0.0
 
     def _added_seconds(self, tokens: int) -> float:
-        """Alone they take no less."""
-        return _seconds((self.added, self.alone), tokens)
+        """What prompt tokens add to a step; a prompt-only step costs at least as much."""
+        return _seconds((self.added, self.prompt_only), tokens)
 
 
 def _seconds(tables: tuple[dict[int, MeanSeconds], ...], tokens: int) -> float:
-    """What so many tokens take: as measured, else what one among fewer costs so many times, as a
-    token costs less the more there are. Where only more are known, what one among them costs: too
-    little, but soon measured. 0 where nothing is known."""
+    """Seconds of `tokens` tokens: as measured, else from the per-token cost of a smaller bucket, an
+    upper bound, as larger chunks cost less a token. Where only larger buckets are measured, from
+    theirs: too low, but soon measured. 0 before any measurement."""
     bucket = _bucket(tokens)
     fewer = []
     more = []
@@ -136,12 +137,12 @@ def _seconds(tables: tuple[dict[int, MeanSeconds], ...], tokens: int) -> float:
 
 
 def _bucket(count: int) -> int:
-    """Counts share a bucket up to a power of two."""
+    """Buckets end at powers of two."""
     return (count - 1).bit_length()
 
 
 def _sizes(most: int) -> tuple[int, ...]:
-    """Four in each doubling, from LEAST on."""
+    """Four sizes per doubling, from LEAST on."""
     found = []
     base = LEAST
     while base < most:

@@ -1,9 +1,9 @@
 """Scheduling for several data-parallel ranks: each has its own pages and its own requests; all step
 together. One rank is a group of one. No torch.
 
-A request lives on one rank from its first token to its last. Every rank computes in every step, if
-only to take part in the collectives of the others, so one output holds a part for each rank, and
-says what all must agree on.
+A request stays on one rank from its first token to its last. Every rank computes in every step, if
+only to join the others' collectives, so an output holds a part for each rank and the metadata that
+all must agree on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 @dataclass
 class DataParallelOutput:
     """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
-    sampling, host: see StepMetadata; they depend on settings that a rank has of its own rows
-    alone. switch: as there; the executor sets it. micro_batches: parts that are wanted."""
+    sampling, host: see StepMetadata; they follow from sampling settings, which a rank has only of
+    its own rows. switch: see StepMetadata; set by the executor. micro_batches: parts requested."""
 
     parts: list[SchedulerOutput]
     sampling: SamplingVariant
@@ -50,7 +50,7 @@ class DataParallelOutput:
 
     @property
     def structures(self) -> list[StructuredOutput]:
-        """Of its new rows, in order."""
+        """Of the step's new rows, in order."""
         return [
             found
             for part in self.parts
@@ -81,7 +81,7 @@ class DataParallelInFlight:
 
 
 class PrefixCaches:
-    """The prefix caches of all ranks, for those who count or clear them."""
+    """The prefix caches of all ranks, for counting and clearing."""
 
     def __init__(self, schedulers: list[Scheduler]):
         self.schedulers = schedulers
@@ -103,8 +103,8 @@ class PrefixCaches:
 
 
 class DataParallelScheduler:
-    """Schedulers of `ranks` data-parallel ranks behind the interface of one. micro_batches: says
-    into how many parts a step is cut."""
+    """Schedulers of `ranks` data-parallel ranks behind the interface of one. micro_batches: decides
+    how many parts a step is split into."""
 
     def __init__(
         self, config: SchedulerConfig, ranks: int, micro_batches: MicroBatchPolicy | None = None
@@ -119,7 +119,7 @@ class DataParallelScheduler:
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
 
-    # Views, made anew each time: `restart` gives the ranks new mappings.
+    # Rebuilt on each access: `restart` replaces the ranks' mappings.
 
     @property
     def sequences(self) -> Mapping[str, Sequence]:
@@ -140,7 +140,8 @@ class DataParallelScheduler:
     # ---- requests in and out
 
     def add(self, request: Request, rank: int | None = None) -> FinishReason | None:
-        """Queue a request on this rank, or if left out on the cheapest. Not None: see Scheduler."""
+        """Queue a request on `rank`, by default the cheapest. For the returned reason see
+        Scheduler."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
         assigned_rank = self.schedulers[self.cheapest(request) if rank is None else rank]
@@ -150,9 +151,9 @@ class DataParallelScheduler:
         return over
 
     def cheapest(self, request: Request, coming: tuple[int, ...] = ()) -> int:
-        """The rank where a request costs least: live tokens there, and tokens of its own that are
-        not cached there. coming: tokens by rank of requests that were promised to it and are not
-        queued yet."""
+        """The rank where a request costs least: tokens of the requests there plus its own tokens
+        that are not cached there. coming: tokens by rank of requests assigned to it but not queued
+        yet."""
         if len(self.schedulers) == 1:
             return 0
         tokens = request.token_array
@@ -195,7 +196,7 @@ class DataParallelScheduler:
         return sum(rank.live_tokens for rank in self.schedulers)
 
     def next_load(self) -> PendingLoad:
-        """See Scheduler; of the rank with the most of each, for all wait for the longest."""
+        """See Scheduler; the maximum of each over ranks, since all wait for the slowest."""
         return PendingLoad(*map(max, zip(*(r.next_load() for r in self.schedulers), strict=True)))
 
     def usage(self) -> Usage:
@@ -231,7 +232,7 @@ class DataParallelScheduler:
         )
 
     def update(self, step: DataParallelInFlight, results: list[StepResult]) -> list[TokenOut]:
-        """Take in what every rank sampled."""
+        """Process the sampled tokens of every rank."""
         outs: list[TokenOut] = []
         for rank, part, result in zip(self.schedulers, step.parts, results, strict=True):
             if part is not None:
@@ -248,7 +249,7 @@ class DataParallelScheduler:
         return outs
 
     def undo(self, step: DataParallelInFlight) -> None:
-        """See Scheduler; of every rank."""
+        """See Scheduler; on every rank."""
         for rank, part in zip(self.schedulers, step.parts, strict=True):
             if part is not None:
                 rank.undo(part)

@@ -1,10 +1,10 @@
-"""Requests whose pages are on their way from host memory to the device. No torch.
+"""Requests whose pages are being loaded from host memory to the device. No torch.
 
 A request at the head of the queue whose next pages are in host memory waits here, not in the queue.
-It has all the device pages that it needs for them from the beginning, so that it needs nobody to go
-on. Each step copies some. Behind the step in which the last is copied it goes back to the head of
-the queue and finds its pages in the prefix cache as it finds any prefix. So whatever happens to it
-on its way, pages that have come are ordinary cached pages, and those that have not are free.
+All the device pages for them are allocated up front, so that it can always finish. Each step copies
+some. After the step that copies the last one it returns to the head of the queue and finds its
+pages in the prefix cache like any prefix. If it is dropped midway, loaded pages are ordinary cached
+pages, and the others are free.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rorqual.engine.scheduling.sequence import Sequence
 
 @dataclass
 class Load:
-    """pages: held for the request, cached ones first; the others are for `keys`, in order, of
-    which the first is that of the prompt's page number `next`. previous: the key before it.
-    awaits: it has nothing of its own to copy, but another request's pages begin with this key."""
+    """pages: held for the request, cached ones first; the others are for `keys`, in order, the
+    first of which is the prompt's page number `next`. previous: the key before it. awaits: it
+    copies nothing itself and waits for another request's load that starts with this key."""
 
     sequence: Sequence
     pages: list[int] = field(default_factory=list)
@@ -33,8 +33,8 @@ class Load:
 
 
 class HostLoads:
-    """coming: keys that are on their way. notes: of the step that is planned, (previous key, tokens
-    that the page's key covers, page), to be cached once it is."""
+    """coming: keys being loaded. notes: of the step being scheduled, (previous key, tokens that the
+    page's key covers, page), to be cached once it is scheduled."""
 
     def __init__(self, prefix: PrefixCache):
         self.prefix = prefix
@@ -57,9 +57,9 @@ class HostLoads:
         self.notes = []
 
     def start(self, sequence: Sequence, pages: list[int], key: bytes) -> bool:
-        """Whether pages behind the cached `pages`, which the caller holds and the last of which
-        has `key`, are in host memory: then they are brought, and the request waits here. There are
-        device pages for all of the request."""
+        """If the pages after the cached `pages` are in host memory, start to load them: the request
+        then waits here, and True is returned. The caller holds `pages`, the last of which has
+        `key`, and has checked that there are device pages for the whole request."""
         host = self.prefix.host
         if host is None:
             return False
@@ -84,8 +84,8 @@ class HostLoads:
         return True
 
     def _take(self, keys: list[bytes]) -> list[int]:
-        """Device pages for the first of `keys`: pages that are evicted for them go to host memory
-        too, and where that is small may take the place of the last."""
+        """Device pages for the first of `keys`: pages evicted for them are copied to host memory
+        and, where that is small, may evict the last keys there."""
         host = self.prefix.host
         assert host is not None
         for key in reversed(keys):
@@ -96,7 +96,7 @@ class HostLoads:
         return pages[:count]
 
     def advance(self) -> list[Sequence]:
-        """Copy what a step may; the requests that need not wait any longer, in order."""
+        """Schedule a step's copies; returns the requests that are done waiting, in order."""
         done = [load for load in self.loads.values() if self._done(load)]
         for load in self.loads.values():
             if load.keys and not self._copy(load) and not load.keys:
@@ -109,18 +109,18 @@ class HostLoads:
         return not load.keys and load.awaits not in self.coming
 
     def _copy(self, load: Load) -> int:
-        """Returns how many pages."""
+        """Returns the number of pages scheduled."""
         prefix = self.prefix
         host = prefix.host
         assert host is not None
         before = len(self.notes)
         while load.keys and host.in_left:
             key = load.keys[0]
-            if key not in host.slots:  # it was the oldest there; the rest is computed
-                self._give_up(load)
+            if key not in host.slots:  # evicted as the oldest; the rest is computed
+                self._cancel(load)
                 break
             page = load.pages[load.next]
-            host.bring(key, page)
+            host.copy_in(key, page)
             host.hits += prefix.page_size
             tokens = list(prefix.covered(load.sequence.tokens, load.next))
             self.notes.append((load.previous, tokens, page))
@@ -129,25 +129,25 @@ class HostLoads:
             load.keys.popleft()
         return len(self.notes) - before
 
-    def _give_up(self, load: Load) -> None:
+    def _cancel(self, load: Load) -> None:
         self.coming.difference_update(load.keys)
         load.keys.clear()
 
     def drop(self, sequence: Sequence) -> None:
-        """It waits here no longer. Not after copies of the step that is planned were noted."""
+        """Stop loading for it. Not after copies of the step being scheduled were noted."""
         load = self.loads.pop(sequence.request.id)
-        self._give_up(load)
+        self._cancel(load)
         self.prefix.release(load.pages)
 
     def drop_all(self) -> list[Sequence]:
-        """Running requests need the pages. In order."""
+        """Stop all loading, as running requests need the pages; returns the requests, in order."""
         found = list(self)
         for sequence in found:
             self.drop(sequence)
         return found
 
     def end(self) -> None:
-        """The step is planned: from the next one on its pages may be read."""
+        """The step is scheduled: later steps may read its loaded pages."""
         for note in self.notes:
             self.coming.discard(self.prefix.insert(*note))
         self.notes = []

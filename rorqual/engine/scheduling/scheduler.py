@@ -1,19 +1,19 @@
 """Continuous batching: which tokens of which requests the next step computes. No torch.
 
 A request is two lengths: tokens known and tokens cached. Their difference is what the next steps
-compute: prefill, chunked prefill and decode alike. While steps are in flight the host does not know
-the newest tokens, only how many there are.
+compute: prefill, chunked prefill and decode alike. While steps are in flight the host knows only
+the number of the newest tokens.
 
 Policy. Every running request that decodes gets its token in every step (with pipeline_turns m, in
-one of m steps); what is left of the token budget goes to prompts, oldest first. Waiting requests
-come by priority, then the least served client's first (waiting_queue.py). A request is admitted
-when pages for all its known tokens are there. When a page is missing for a decoding request, the
-youngest running request gives up its pages and later recomputes them. So does one of a client with
-more than twice the rows of the client that is next, where that one finds no row or too few pages:
-rows do not come free in time by themselves. The oldest is never preempted, so it always ends.
+one of m steps); the rest of the token budget goes to prompts, oldest first. Waiting requests are
+ordered by priority, then least served client (waiting_queue.py). A request is admitted when there
+are pages for all its known tokens. When a decoding request finds no free page, the youngest running
+request is preempted: it gives up its pages and later recomputes them. Where the next client finds
+no row or too few pages, a request of a client with more than twice its rows is preempted as well,
+since rows may not come free in time. The oldest request is never preempted, so it always finishes.
 
-A request of which all but the last token is cached, as after a prompt that was computed elsewhere,
-begins as one that decodes: its step may hold no chunk of a prompt at all.
+A request with all but its last token cached, as after a remote prefill, starts as a decoding
+request: its first step may have no prompt chunk.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
 
 COUNTED_STEPS = 8
-FIRST_USUAL_OUTPUT = 256.0  # tokens of an answer, before any has ended
-NEWEST_SHARE = 0.05  # of the last answer in the running mean
+INITIAL_OUTPUT_LEN = 256.0  # output tokens assumed before any request has finished
+OUTPUT_LEN_WEIGHT = 0.05  # weight of the newest request in the running mean
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one
-    prompt at most chunked_prefill_size; pages hold page_size tokens. At most
-    num_speculative_tokens drafts are verified for each request in a step. lookahead: see
-    PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
-    pipeline_turns: decoding requests take turns, that many steps to a round, so that the stages
-    of a pipeline work on different ones. host_pages: that host memory holds of the prefix cache; a
-    step copies at most host_step_pages each way."""
+    prompt at most chunked_prefill_size; pages hold page_size tokens. At most num_speculative_tokens
+    drafts are verified for each request in a step. lookahead: see PrefixCache. send_tokens: new
+    rows carry all their tokens (the ngram drafter reads them). pipeline_turns: decoding requests
+    take turns over this many steps, so that pipeline stages work on different ones. host_pages: the
+    prefix cache's capacity in host memory; a step copies at most host_step_pages each way."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -92,12 +91,11 @@ class SchedulerConfig:
 
 
 class Blocked(NamedTuple):
-    """The queue's head that found too few pages, and what was there then: pages available, requests
-    running, how many of its pages the prefix cache had, and the key of the next one (None: there is
-    no next one).
+    """The queue's head that found too few pages, and the state then: pages available, requests
+    running, how many of its pages were cached, and the key of its next page (None: there is none).
 
-    Nothing can have improved for it until more pages are available, fewer requests run, or the
-    cache has learned that next page. Asking again before would only hash its prompt again."""
+    It cannot succeed until more pages are available, fewer requests run, or the next page is
+    cached; trying earlier would only hash its prompt again."""
 
     head: Sequence
     available: int
@@ -107,8 +105,8 @@ class Blocked(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """What the cache has of a request: pages that hold so many entries, and the key of the last
-    full one. decodes: it begins as one that decodes."""
+    """A request's cached pages, how many entries they hold, and the key of the last full one.
+    decodes: it starts as a decoding request."""
 
     pages: list[int]
     key: bytes
@@ -126,19 +124,19 @@ class Scheduler:
         if config.host_pages:
             self.prefix.host = HostTier(config.host_pages, config.host_step_pages)
         self.loads = HostLoads(self.prefix)
-        # of the next step: a controller may lower it
+        # of the next step; a controller may lower it
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.prompt_budget = config.max_num_batched_tokens  # of prompts alone; likewise
+        self.prompt_budget = config.max_num_batched_tokens  # for prompts; likewise
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
         self.waiting = WaitingQueue()
         self.rows: dict[str, int] = {}  # running requests of each client
-        self.usual_output = FIRST_USUAL_OUTPUT  # tokens of an answer
+        self.mean_output_len = INITIAL_OUTPUT_LEN  # mean output tokens of a request
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
-        # Tokens known of all requests, running or waiting: what this scheduler's device will have
-        # to attend to. Counted along, for every request that comes is placed by it.
+        # Known tokens of all requests, running or waiting: the load by which new requests are
+        # assigned to ranks. Kept as a running count.
         self.live_tokens = 0
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
@@ -150,8 +148,8 @@ class Scheduler:
     # ---- requests in and out
 
     def add(self, request: Request) -> FinishReason | None:
-        """Queue a request, or refuse it with the reason it can never be served. Where the tokens
-        that it came with are all that it may have, it is over: says so, and queues nothing."""
+        """Queue a request; raises RequestError when it can never be served. Returns a finish
+        reason, without queueing, where its given output already reaches its limit."""
         max_total_len = self._target(request)
         if request.id in self.sequences:
             raise RequestError(f"request id {request.id!r} is already in use")
@@ -179,7 +177,7 @@ class Scheduler:
                 f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit"
             )
         wanted = request.params.max_tokens
-        if wanted is None:  # as many as there can be, the last of which needs no entry
+        if wanted is None:  # as many as fit; the last token needs no cache entry
             max_total_len = max(
                 length + 1, min(most, self.allocator.capacity * self.config.page_size + 1)
             )
@@ -200,7 +198,7 @@ class Scheduler:
         return max_total_len
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Forget a request at any point; its pages and slot are free before the next step."""
+        """Drop a request at any point; its pages and slot are free before the next step."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self.finish(sequence, FinishReason.ABORT)
@@ -212,19 +210,19 @@ class Scheduler:
         sequence.finish = reason
         del self.sequences[sequence.request.id]
         self.live_tokens -= sequence.known
-        said = len(sequence.tokens) - sequence.prompt_len
-        if said:
-            self.usual_output += (said - self.usual_output) * NEWEST_SHARE
+        num_outputs = len(sequence.tokens) - sequence.prompt_len
+        if num_outputs:
+            self.mean_output_len += (num_outputs - self.mean_output_len) * OUTPUT_LEN_WEIGHT
         if sequence in self.loads:
             self.loads.drop(sequence)
         elif sequence.slot < 0:
             self.waiting.remove(sequence)
         elif reason is not FinishReason.ABORT and sequence.request.goes_on_elsewhere:
-            self._keep_tail(sequence)
-        self._leave(sequence)
+            self._cache_tail(sequence)
+        self._release(sequence)
 
-    def _keep_tail(self, sequence: Sequence) -> None:
-        """The end of the prompt, less than a page, for the engine that answers."""
+    def _cache_tail(self, sequence: Sequence) -> None:
+        """Cache the prompt's partial last page, for the engine that decodes."""
         prompt = sequence.tokens[: sequence.prompt_len]
         prefix = self.prefix
         full = prefix.full_pages(len(prompt))
@@ -233,9 +231,9 @@ class Scheduler:
             if key is not None:
                 prefix.insert_tail(key, sequence.pages[full])
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Give back slot and pages. Steps in flight may still write there; they run before any
-        step that reuses the pages."""
+    def _release(self, sequence: Sequence) -> None:
+        """Release slot and pages. Steps in flight may still write there; they run before any step
+        that reuses the pages."""
         self.prefilling.pop(sequence.request.id, None)
         self.decoding.pop(sequence.request.id, None)
         if sequence.slot >= 0:
@@ -274,7 +272,7 @@ class Scheduler:
     # ---- scheduling
 
     def next_load(self) -> PendingLoad:
-        """What could be computed now; prompts are counted as far as a few steps can hold them."""
+        """Work that could be computed now; prompts are counted up to a few steps' worth."""
         most = COUNTED_STEPS * self.config.max_num_batched_tokens
         tokens = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
         prompts = len(self.prefilling)
@@ -310,7 +308,7 @@ class Scheduler:
                 budget -= self._schedule_first_token(output, admitted, sampled)
             else:
                 budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-        self._plan_copies(output)
+        self._schedule_copies(output)
         if not output.decode_slots and not output.chunks and not output.copies:
             return None
         step = InFlight(output, sampled, computed)
@@ -321,11 +319,11 @@ class Scheduler:
         return step
 
     def _queue_again(self, found: list[Sequence]) -> None:
-        """Who was at the head of the queue when its pages were sent for is there again."""
+        """Put requests whose host pages have been loaded back at the head of the queue."""
         for sequence in reversed(found):
             self.waiting.append_left(sequence)
 
-    def _plan_copies(self, output: SchedulerOutput) -> None:
+    def _schedule_copies(self, output: SchedulerOutput) -> None:
         host = self.prefix.host
         if host is not None:
             if output.decode_slots or output.chunks:
@@ -335,18 +333,18 @@ class Scheduler:
         self.loads.end()
 
     def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
-        """A token, and drafts, for every decoding request that is not yet at its target. This
-        loop bounds the host's time a step."""
+        """One token, and drafts, for every decoding request below its target length. This loop
+        dominates the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
         num_speculative_tokens = output.num_speculative_tokens
-        for sequence in self._turn():
+        for sequence in self._decode_turn():
             length = sequence.num_computed_tokens + 1
             if length >= sequence.max_total_len:
                 continue  # its last token is in flight
             if sequence.pending and sequence.request.params.structured:
-                continue  # its grammar must hear of the last token first
-            if self._reach(sequence, num_speculative_tokens) > sequence.capacity:
+                continue  # its grammar needs the last token first
+            if self._writable_len(sequence, num_speculative_tokens) > sequence.capacity:
                 needy.append(sequence)
             sampled.append(sequence)
         if needy:
@@ -368,18 +366,18 @@ class Scheduler:
     def _schedule_first_token(
         self, output: SchedulerOutput, sequence: Sequence, sampled: list[Sequence]
     ) -> int:
-        """Of a request that begins as one that decodes. Its drafts are none yet: the row says so,
-        and what stands in their place is not looked at."""
+        """For a request that starts as a decoding one. It has no drafts yet: its row says so, and
+        the tokens in the drafts' places are ignored."""
         sampled.insert(len(output.decode_slots), sequence)
         self._decode(output, sequence)
         self.live_tokens += 1
         charge(sequence, 1)
         return output.num_speculative_tokens + 1
 
-    def _turn(self) -> Iterable[Sequence]:
-        """The decoding requests of this step. Where they take turns: those that wait longest, an
-        equal share, and none whose token is drawn in one of the steps just before, still in
-        flight: the pipeline's first stage would have to wait for it."""
+    def _decode_turn(self) -> Iterable[Sequence]:
+        """The decoding requests of this step. With pipeline_turns: an equal share, those that have
+        waited longest, and none whose last token is sampled by a step still in flight, for which
+        the first pipeline stage would have to wait."""
         turns = self.config.pipeline_turns
         if turns == 1:
             return self.decoding.values()
@@ -392,10 +390,10 @@ class Scheduler:
             self.decoding[sequence.request.id] = self.decoding.pop(sequence.request.id)
         return chosen
 
-    def _reach(self, sequence: Sequence, num_speculative_tokens: int) -> int:
-        """Entries that the next step may write and somebody may read: its tokens, its drafts,
-        and those it drafts in turn. What lies at the target or past it is never read, and goes
-        to the null page."""
+    def _writable_len(self, sequence: Sequence, num_speculative_tokens: int) -> int:
+        """Cache entries that the next step may write and a later one may read: its tokens, its
+        drafts, and the new drafts. Entries at or past the target length are never read, and go to
+        the null page."""
         return min(
             sequence.num_computed_tokens
             + 1
@@ -411,7 +409,7 @@ class Scheduler:
         for sequence in needy:
             while (
                 sequence.slot >= 0
-                and self._reach(sequence, num_speculative_tokens) > sequence.capacity
+                and self._writable_len(sequence, num_speculative_tokens) > sequence.capacity
             ):
                 if self.prefix.available:
                     output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
@@ -435,20 +433,20 @@ class Scheduler:
         return [*self.decoding.values(), *self.prefilling.values()]
 
     def _youngest(self) -> Sequence:
-        """Of the running requests with the last priority."""
+        """The youngest running request of the lowest priority."""
         return max(self._running(), key=lambda found: (found.request.priority, found.order))
 
     def _preempt(self, victim: Sequence) -> None:
-        """A running request gives up its pages; what it has said so far becomes part of its
+        """A running request gives up its pages; its output so far is later recomputed with its
         prompt."""
-        self._leave(victim)
+        self._release(victim)
         victim.preemptions += 1
         self.num_preemptions += 1
         self.waiting.append_left(victim)
 
     def _make_room(self, head: Sequence) -> None:
-        """Preempt a request for the next one where that cannot start: one a step, until it can.
-        Before decoding is scheduled, which would give the victim its tokens."""
+        """Preempt a request for the head of the queue where that cannot start: one a step, until it
+        can. Runs before decoding is scheduled, which would include the victim."""
         if head.pending or (self.free_slots and not self._still_blocked(head)):
             return
         victim = self.victim(head)
@@ -456,11 +454,11 @@ class Scheduler:
             self._preempt(victim)
 
     def victim(self, head: Sequence) -> Sequence | None:
-        """Who gives way to `head`: the youngest of a later priority, else of the client with the
-        most rows, if these are more than twice what head's client would have, the request that
-        has the fewest tokens to recompute. Twice, so that rows do not go back and forth."""
+        """The request to preempt for `head`: the youngest of a lower priority; else, if the client
+        with the most rows has more than twice as many as head's client would have, its request with
+        the fewest tokens to recompute. Twice, so that rows do not move back and forth."""
         if len(self.waiting.levels) == 1 and self.rows.keys() == {head.request.client}:
-            return None  # one client alone, as it is most of the time
+            return None  # the usual case: a single client
         running = self._running()
         if len(running) < 2:
             return None
@@ -489,10 +487,10 @@ class Scheduler:
             del self.rows[client]
 
     def _admit(self, output: SchedulerOutput, budget: int) -> Sequence | None:
-        """Start the next waiting request if its tokens are all known and their pages can be
-        had, with one page spare for each running request so that it is not sent back at the next
-        page boundary. It decodes at once where all but its last token is cached, and the budget
-        holds that token and as many drafts as others have."""
+        """Start the next waiting request if all its tokens are known and there are pages for them,
+        plus a spare page for each running request so that it is not preempted at the next page
+        boundary. It decodes at once where all but its last token is cached and the budget holds
+        that token and as many drafts as the other requests have."""
         sequence = self.waiting.head
         if sequence.pending or self._still_blocked(sequence):
             return None
@@ -502,7 +500,7 @@ class Scheduler:
         known = len(sequence.tokens)
         drafts = self.config.num_speculative_tokens
         decodes = drafts < budget and self._decodes_at_once(sequence, len(pages), tail)
-        # The first drafts are made in the step that ends the prompt, and leave entries behind it.
+        # The step that ends the prompt makes the first drafts, which write entries after it.
         written = known + (2 * drafts if decodes else drafts)
         need = self._pages_for(max(known, min(written, sequence.max_total_len - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
@@ -528,7 +526,7 @@ class Scheduler:
         return sequence
 
     def _tail(self, sequence: Sequence, pages: int, key: bytes) -> bytes | None:
-        """The key of the page behind the full ones, if that page is to be had."""
+        """The key of the partial page after the full ones, if it is cached."""
         tokens = sequence.tokens
         if pages < self.prefix.full_pages(len(tokens)):
             return None
@@ -536,8 +534,8 @@ class Scheduler:
         return found if self.prefix.is_free_tail(found) else None
 
     def _decodes_at_once(self, sequence: Sequence, pages: int, tail: bytes | None) -> bool:
-        """Prediction modules that look further ahead than one token have to see more than the
-        last; so has who scores the prompt."""
+        """Not where prediction modules look further ahead than one token, or the prompt is scored:
+        both need more than the last token's row."""
         if self.config.lookahead > 1 or sequence.num_scored < sequence.score_end:
             return False
         whole = pages * self.config.page_size == len(sequence.tokens) - 1
@@ -556,7 +554,7 @@ class Scheduler:
     def _start(
         self, output: SchedulerOutput, sequence: Sequence, found: CachedPrefix, need: int
     ) -> None:
-        """need: pages beside those that were found."""
+        """need: pages beyond the cached ones."""
         size = self.config.page_size
         self._blocked = None
         self.prefix.queries += len(sequence.reusable)
@@ -574,7 +572,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         self._count_row(sequence, 1)
         reserve(
-            sequence, min(int(self.usual_output), sequence.max_total_len - len(sequence.tokens))
+            sequence, min(int(self.mean_output_len), sequence.max_total_len - len(sequence.tokens))
         )
         running = self.decoding if found.decodes else self.prefilling
         running[sequence.request.id] = sequence
@@ -608,7 +606,7 @@ class Scheduler:
         ahead = self.config.lookahead
         stop = min(known, start + min(budget, self.config.chunked_prefill_size or budget))
         if 0 < known - stop < ahead:
-            # The last module would need a token that nobody has drawn: leave more for next time.
+            # The last module would need a token not yet sampled: leave more for the next chunk.
             stop = max(start + 1, known - ahead)
         last = stop == known
         following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
@@ -635,8 +633,8 @@ class Scheduler:
     # ---- results
 
     def update(self, step: InFlight, result: StepResult) -> list[TokenOut]:
-        """Take in what a step sampled; returns the new tokens of requests still wanted. Steps
-        come in the order they were planned."""
+        """Process a step's result; returns the new tokens of requests still running. Called in the
+        order the steps were scheduled."""
         if self.in_flight:
             self.in_flight.popleft()
         step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
@@ -646,7 +644,7 @@ class Scheduler:
                     sequence.collected, min(stop, sequence.num_computed_tokens)
                 )
                 if sequence.collected >= sequence.next_hash:
-                    self._offer(sequence)
+                    self._cache_full_pages(sequence)
         step.scored_before = [len(sequence.prompt_logprobs) for sequence in step.scored]
         for sequence, found in zip(step.scored, result.prompt_logprobs, strict=True):
             sequence.prompt_logprobs += found
@@ -667,8 +665,8 @@ class Scheduler:
         return outs
 
     def undo(self, step: InFlight) -> None:
-        """Before `restart`: the step's new tokens never reached whoever asked for them, so none of
-        them is known, and no request has ended by them. Of a step not taken in nothing is."""
+        """Before `restart`: take back the step's new tokens, which never reached the caller, and
+        the finishes they caused. A step that was not processed has none."""
         for sequence, length in zip(step.sampled, step.before, strict=False):
             if length >= 0:
                 del sequence.tokens[length:]
@@ -678,10 +676,10 @@ class Scheduler:
             del sequence.prompt_logprobs[length:]
 
     def restart(self) -> None:
-        """After an error in the midst of anything: trust nothing but the tokens handed out. No page
-        is held or cached, no slot is taken, no step is in flight; requests wait in the order they
-        came. A step launched before may still write where it was told to, but before any step to
-        come, for which every row is set up and every entry computed anew."""
+        """After an error at any point: keep only the tokens returned so far. No page is held or
+        cached, no slot is taken, no step is in flight; requests wait in order of arrival. A step
+        launched before may still write to its pages, but it runs before later steps, which set up
+        every row and compute every entry again."""
         config = self.config
         counts = self.prefix
         policy = (config.page_size, config.prefix_caching, config.lookahead)
@@ -695,7 +693,7 @@ class Scheduler:
         self.prefix.hits = counts.hits
         self.prefix.events = counts.events
         if counts.host is not None:
-            self.prefix.host = counts.host.anew()
+            self.prefix.host = counts.host.emptied()
         self.loads = HostLoads(self.prefix)
         if counts.events is not None:
             counts.events.cleared()
@@ -714,7 +712,7 @@ class Scheduler:
     def _count_drafts(
         self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int
     ) -> None:
-        """The host learns how far a request came."""
+        """Update a request's lengths and draft counts from a step's result."""
         if row < len(step.output.decode_slots):
             sequence.max_extra_tokens -= step.output.num_speculative_tokens
         if sequence.slot >= 0:
@@ -735,10 +733,10 @@ class Scheduler:
         self.live_tokens += 1
         length = len(sequence.tokens)
         if sequence.slot >= 0:
-            # All but the newest token have their entries written.
+            # All tokens but the newest have cache entries.
             sequence.collected = length - 1
             if length > sequence.next_hash:
-                self._offer(sequence)
+                self._cache_full_pages(sequence)
         reason = None
         if token in sequence.stop_ids and length > sequence.min_len:
             reason = FinishReason.STOP
@@ -749,8 +747,8 @@ class Scheduler:
             self.finish(sequence, reason)
         return TokenOut(sequence, token, logprobs, reason)
 
-    def _offer(self, sequence: Sequence) -> None:
-        """Hand full pages whose entries are written and whose tokens are known to the prefix
+    def _cache_full_pages(self, sequence: Sequence) -> None:
+        """Add full pages whose entries are written and whose tokens are known to the prefix
         cache."""
         size = self.config.page_size
         full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size

@@ -1,5 +1,5 @@
-"""What the scheduler tells the runner to do in one step: compact plain data, the same for every
-rank. No torch."""
+"""What one step computes, from scheduler to runner: compact plain data, the same for every rank. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rorqual.request import SamplingParams
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A device row to set up: sampling settings and the pages known so far. `tokens` come with
-    those requests alone that need them on the device: penalties, grammars, the ngram drafter.
-    length: cached entries, where the row decodes at once from `last_token` on, and no chunk of its
-    prompt comes before; else 0."""
+    """A device row to set up: sampling settings and the pages known so far. `tokens` only for
+    requests that need them on the device: penalties, grammars, the ngram drafter. length: cached
+    entries, where the row decodes at once from `last_token`, without a prompt chunk before; else
+    0."""
 
     slot: int
     params: SamplingParams
@@ -33,10 +33,11 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token
-    is wanted, else `following` are the prompt's tokens after the chunk, as many as prediction
-    modules look ahead, at least 1; fewer where the prompt ends before. score_start, score_stop: the
-    positions at which the log probability of the prompt's next token is wanted; none if equal."""
+    """Prompt tokens of one request at positions start, start + 1, ...; `sample`: whether the next
+    token is sampled; if not, `following` holds the prompt's tokens after the chunk, as many as
+    prediction modules look ahead (at least 1), fewer at the prompt's end. score_start, score_stop:
+    the positions at which the log probability of the prompt's next token is wanted; none if
+    equal."""
 
     slot: int
     start: int
@@ -59,12 +60,13 @@ class PrefillChunk:
 class SchedulerOutput:
     """One step. Decode rows come first, num_speculative_tokens + 1 tokens each: the newest one and
     num_speculative_tokens drafts to verify. Their token ids and positions are on the device. As
-    many drafts are made for the step after.
+    many drafts are made for the next step.
 
     `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have
     after the step; `new_requests` and `pages` (slot, index in block table, page) are applied to the
     device rows before the step. `copies` between device and host memory are done in their order,
-    before the step if `copies_first`, else beside it; a step may have nothing else.
+    before the step if `copies_first`, else concurrently with it; a step may consist of copies
+    alone.
     """
 
     decode_slots: list[int] = field(default_factory=list)
@@ -101,15 +103,15 @@ class SchedulerOutput:
         return sum(chunk.num_scored for chunk in self.chunks)
 
     def logit_row(self, sampled: int) -> int:
-        """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at
-        num_sampled, how many rows there are."""
+        """The first logits row of request number `sampled` in `sampled_slots`; for num_sampled, the
+        number of rows."""
         decoding = min(sampled, len(self.decode_slots))
         return decoding * self.num_speculative_tokens + sampled
 
 
-def cut(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
-    """Tokens of each of so many runs of whole requests, side by side and as even as the longest
-    request allows. Fewer runs where there are fewer requests."""
+def split_lengths(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
+    """Split consecutive requests into `parts` runs as even as whole requests allow; returns the
+    tokens of each run. Fewer runs where there are fewer requests."""
     total = sum(lengths)
     ends = list(accumulate(lengths))
     cuts = [0]
@@ -123,27 +125,29 @@ def cut(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise((*cuts, total)))
 
 
-def cut_together(ranks: ReadOnly[ReadOnly[int]], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Of each part the tokens of each rank, by the lengths of each rank's requests; nothing where a
-    rank cannot have as many parts, for all ranks compute the same ones."""
+def split_lengths_of_ranks(
+    ranks: ReadOnly[ReadOnly[int]], parts: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each part, the tokens of each rank, from the lengths of each rank's requests; empty where
+    some rank has too few requests, since all ranks need the same number of parts."""
     if parts < 2:
         return ()
-    found = [cut(lengths, parts) for lengths in ranks]
+    found = [split_lengths(lengths, parts) for lengths in ranks]
     return tuple(zip(*found, strict=True)) if all(len(one) == parts for one in found) else ()
 
 
 class SamplingVariant(Enum):
-    """What a batch of rows needs, decided on the host. The first three are fixed sequences of
-    device operations that a graph can hold; of the last it holds what comes before sampling."""
+    """What sampling a batch needs, decided on the host. The first three are fixed sequences of
+    device operations that a graph can capture; of the last a graph holds only the forward pass."""
 
     GREEDY = "greedy"
     PLAIN = "plain"  # temperature and seed
     FILTERED = "filtered"  # top-k, top-p or min-p as well
-    FULL = "full"  # edited logits, grammars or log probabilities: needs the host's word
+    FULL = "full"  # processed logits, grammars or log probabilities: needs the host
 
 
 def sampling_variant_of(params: ReadOnly[SamplingParams]) -> SamplingVariant:
-    """The widest way of drawing that any of them needs, whatever else they want."""
+    """The widest variant that any row needs, leaving FULL aside."""
     if all(p.greedy for p in params):
         return SamplingVariant.GREEDY
     return SamplingVariant.FILTERED if any(p.filters for p in params) else SamplingVariant.PLAIN
@@ -151,23 +155,22 @@ def sampling_variant_of(params: ReadOnly[SamplingParams]) -> SamplingVariant:
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """What all ranks know of one step, the same on each of them.
+    """What all ranks know of one step, identical on each.
 
-    The rule: whatever a rank may branch on before a collective stands here, and runner and drafter
-    branch on nothing else there. Which collectives run, of what sizes, and which captured step is
-    replayed, follow from this and from the configuration alone. A rank's own output says which rows
-    it computes, and decides only what stays on the ranks that hold that very output: those of its
-    own attention group and its stages. A rank that decided by its own output what it does with the
-    others would wait for them in a call that they never make.
+    The rule: before a collective, runner and drafter branch only on what is in here. Which
+    collectives run, their sizes, and which captured step is replayed follow from this and the
+    configuration alone. A rank's own output decides which rows it computes, and otherwise only what
+    involves ranks with the same output: its attention group and its pipeline stages. A rank that
+    branched on its own output could wait in a collective that the others never enter.
 
-    Of each data-parallel rank: tokens, rows of logits, requests that draw (`sampled`), and rows
-    that score a token of the prompt (`scored`); each may be 0. decodes: no rank brings a chunk of
-    prompt. num_speculative_tokens: drafts verified, and made, for each request. sampling: how
-    tokens are drawn, wide enough for every row of every rank: never FULL. host: some row of some
-    rank needs the host's word, so of a captured step every rank replays the forward pass alone, and
-    samples and drafts behind it. switch: the number of the move of experts that all ranks put in
-    force before this step, 0 for none (engine/balance). micro_batches: the parts that the step is
-    computed in, of each the tokens of each data-parallel rank; empty where it is not cut.
+    Of each data-parallel rank: tokens, logits rows, requests that sample (`sampled`), and rows that
+    score a prompt token (`scored`); each may be 0. decodes: no rank has a prompt chunk.
+    num_speculative_tokens: drafts verified, and made, for each request. sampling: the variant wide
+    enough for every row of every rank: never FULL. host: some row of some rank needs the host, so
+    every rank replays only the captured forward pass, then samples and drafts outside it. switch:
+    the number of the expert move that all ranks apply before this step, 0 for none
+    (engine/balance). micro_batches: for each part of the step, the tokens of each data-parallel
+    rank; empty where it is not split.
     """
 
     tokens: tuple[int, ...]
@@ -189,8 +192,8 @@ class StepMetadata:
         switch: int = 0,
         micro_batches: int = 1,
     ) -> StepMetadata:
-        """`parts`: the output for each data-parallel rank; sampling, host: of the rows of all.
-        micro_batches: parts that are wanted."""
+        """`parts`: the output for each data-parallel rank; sampling, host: over the rows of all.
+        micro_batches: parts requested."""
         num_speculative_tokens = parts[0].num_speculative_tokens
         assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
             "one num_speculative_tokens for all ranks"
@@ -206,7 +209,7 @@ class StepMetadata:
             host=host,
             scored=tuple(part.num_scored for part in parts),
             switch=switch,
-            micro_batches=cut_together([part.lengths for part in parts], micro_batches),
+            micro_batches=split_lengths_of_ranks([part.lengths for part in parts], micro_batches),
         )
 
     @staticmethod
@@ -217,7 +220,7 @@ class StepMetadata:
         num_speculative_tokens: int,
         micro_batches: int = 1,
     ) -> StepMetadata:
-        """Of a captured step: so many requests decode on every rank."""
+        """Of a captured step: `size` requests decode on every rank."""
         width = num_speculative_tokens + 1
         rows = (size * width,) * ranks
         host = variant is SamplingVariant.FULL
@@ -232,13 +235,15 @@ class StepMetadata:
             sampling,
             host,
             scored,
-            micro_batches=cut_together([(width,) * size] * ranks, micro_batches),
+            micro_batches=split_lengths_of_ranks([(width,) * size] * ranks, micro_batches),
         )
 
     @property
     def row_micro_batches(self) -> tuple[tuple[int, ...], ...]:
-        """The same for one row of each request that draws."""
-        return cut_together([(1,) * count for count in self.sampled], len(self.micro_batches))
+        """`micro_batches` for one row of each request that samples."""
+        return split_lengths_of_ranks(
+            [(1,) * count for count in self.sampled], len(self.micro_batches)
+        )
 
     @property
     def scores(self) -> bool:
@@ -247,7 +252,7 @@ class StepMetadata:
 
     @property
     def variant(self) -> SamplingVariant:
-        """Which captured step this one replays, where all ranks only decode."""
+        """Which captured variant this step replays, where all ranks only decode."""
         return SamplingVariant.FULL if self.host else self.sampling
 
 
@@ -264,10 +269,9 @@ class TokenLogprobs:
 
 @dataclass
 class StepResult:
-    """New tokens of each of `SchedulerOutput.sampled_slots`: accepted drafts, then one that the
-    model itself drew. `drafted` counts the drafts that were up for verification; `logprobs` holds
-    one entry a token for the rows that asked. `prompt_logprobs`: of each chunk that scores, in
-    order, one entry a token."""
+    """New tokens of each of `SchedulerOutput.sampled_slots`: accepted drafts, then the model's own
+    token. `drafted` counts the drafts verified; `logprobs` has one entry a token for the rows that
+    asked. `prompt_logprobs`: of each scored chunk, in order, one entry a token."""
 
     tokens: list[list[int]]
     drafted: list[int] = field(default_factory=list)

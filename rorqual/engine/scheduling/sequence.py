@@ -1,5 +1,5 @@
-"""What the scheduler keeps and hands out: a request under way, a planned step, a new token, and
-a moment's load. No torch."""
+"""The scheduler's data: a request in progress, a scheduled step, a new token, and load figures. No
+torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rorqual.request import FinishReason, Request
 
 
 class Account:
-    """served: tokens computed in this name. entry: the number of its place in the heap, 0 while
-    nothing of it waits."""
+    """served: tokens computed for this name. entry: number of its heap entry, 0 while nothing
+    waits."""
 
     __slots__ = ("entry", "name", "served")
 
@@ -24,19 +24,18 @@ class Account:
 
 
 class Sequence:
-    """One request under way.
+    """One request in progress.
 
-    tokens: prompt and outputs the host knows, of 64 bits each, so that slices of them are copied as
-    they stand; pending: sampled tokens in flight;
-    num_computed_tokens: cache entries written once every launched step is done; max_total_len: the
-    length at which the request ends; num_hashed_pages: full pages already offered to the prefix
-    cache. With speculation in flight num_computed_tokens and pending count one token a step, the
-    least it brings; max_extra_tokens: what it may bring beyond. drafted, accepted: drafts verified
-    and found right, by their place behind the newest token. client_account, user_account: charged
-    for what is computed; made by the waiting queue. reserved: tokens charged beforehand.
-    num_scored: tokens of the prompt behind its first whose log probabilities launched steps give;
-    prompt_logprobs: those that are here; score_end: how many are wanted. host_asked: it has been
-    looked for in host memory since it last began to wait.
+    tokens: prompt and outputs the host knows, int64, so that slices can be copied directly;
+    pending: sampled tokens in flight; num_computed_tokens: cache entries written once every
+    launched step is done; max_total_len: the length at which the request ends; num_hashed_pages:
+    full pages already offered to the prefix cache. With speculative steps in flight
+    num_computed_tokens and pending count one token a step, the minimum; max_extra_tokens: what
+    these steps may add beyond. drafted, accepted: drafts verified and accepted, by position after
+    the newest token. client_account, user_account: charged for computed tokens; set by the waiting
+    queue. reserved: tokens charged in advance. num_scored: prompt tokens after the first whose log
+    probabilities launched steps compute; prompt_logprobs: those already collected; score_end: how
+    many are wanted. host_asked: host memory was searched for its pages since it last began to wait.
     """
 
     __slots__ = (
@@ -103,7 +102,7 @@ class Sequence:
         self.host_asked = False
 
     def restart(self) -> None:
-        """It holds nothing and nothing of it is in flight: only its tokens are left."""
+        """Forget everything but the tokens: it holds no pages and has no steps in flight."""
         self.slot = -1
         self.pages = []
         self.capacity = self.num_computed_tokens = self.collected = self.pending = 0
@@ -118,8 +117,8 @@ class Sequence:
 
     @property
     def reusable(self) -> array[int]:
-        """The tokens of which a cached prefix may be taken: who wants a prompt's log probabilities
-        has to compute the rows that are still to be scored."""
+        """The tokens for which a cached prefix may be used: with prompt log probabilities, the rows
+        still to be scored must be computed."""
         unscored = self.num_scored < self.score_end
         return self.tokens[: self.num_scored + 1] if unscored else self.tokens
 
@@ -130,9 +129,10 @@ class Sequence:
 
 @dataclass
 class InFlight:
-    """A planned step and whose tokens it samples, in order. before: how many tokens each of these
-    had as its result was taken in, -1 where the request had ended by then; empty until then.
-    scored: whose prompts it scores, a chunk each, in order; scored_before: as `before`, entries."""
+    """A scheduled step. sampled: the sequences whose tokens it samples, in order; before: how many
+    tokens each had when the result was processed, -1 where it had ended by then; empty until then.
+    scored: the sequences whose prompts it scores, one per chunk, in order; scored_before: likewise,
+    their number of log probabilities."""
 
     output: SchedulerOutput
     sampled: list[Sequence]
@@ -143,7 +143,7 @@ class InFlight:
 
 
 class PendingLoad(NamedTuple):
-    """Requests that decode; prompts that could be computed now, and their tokens."""
+    """Decoding requests; prompts that could be computed now, and their tokens."""
 
     decoding: int
     prompts: int
@@ -152,8 +152,8 @@ class PendingLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """A moment's load: requests, cache pages, and counts since the start (queries and hits in
-    tokens). host_pages: that host memory can hold, host_pages_held: that it does; the last two
+    """The current load: requests, cache pages, and counts since the start (queries and hits in
+    tokens). host_pages: capacity of host memory; host_pages_held: pages now there; the last two
     count pages copied out and in."""
 
     running: int
@@ -179,7 +179,7 @@ class Usage:
 
 @dataclass
 class TokenOut:
-    """A new token of a request; `finish` on its last."""
+    """A new token of a request; `finish` is set on its last."""
 
     sequence: Sequence
     token: int

@@ -1,13 +1,13 @@
-"""Requests that wait for a row, in the order in which they are to get one. No torch.
+"""Requests that wait for a device row, in admission order. No torch.
 
 By priority first, the lowest number first. Within a priority by client, the least served first:
 each client has an account of the tokens computed for it, prompt and output alike, so that one
-request beside another client's four hundred is next. A client that comes back after a pause starts
-no lower than where the queue stands, so nobody saves up for a burst. This is the virtual token
-counter of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024) with equal weights,
-and with the answer's expected length charged beforehand: else all rows that come free at once would
-go to one client.
-A client's share is divided among its users by the same rule, and a user's requests come in order.
+request goes ahead of another client's four hundred. A client that returns after a pause starts at
+the queue's current level, so no client can save up for a burst. This is the virtual token counter
+of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024) with equal weights, and with
+the expected output length charged in advance: else all rows freed at once would go to one client. A
+client's share is divided among its users by the same rule; a user's requests are first come, first
+served.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from rorqual.engine.scheduling.sequence import Account, Sequence
 
-MOST_IDLE = 1_000  # accounts with nothing waiting, or void heap entries, before they are cleared
+MOST_IDLE = 1_000  # idle accounts, or stale heap entries, before they are cleared
 
 
 class Accounts:
-    """Names with something waiting, the least served first. floor: what the name that came last
-    had been served then; an account that has fallen behind it counts as this much."""
+    """Names with waiting requests, the least served first. floor: `served` of the name admitted
+    last, at that time; accounts below it are raised to it."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.floor = 0
         self.waiting = 0  # names
-        # (served, entry, account); served may lag behind, and an entry that is not the account's
-        # own is void
+        # (served, entry, account); served may be outdated, and an entry that is not the account's
+        # current one is stale
         self.heap: list[tuple[int, int, Account]] = []
         self.entries = 0
 
@@ -41,7 +41,7 @@ class Accounts:
         return account
 
     def enter(self, account: Account) -> None:
-        """Something waits in this name."""
+        """The name has a waiting request."""
         if account.entry:
             return
         account.served = max(account.served, self.floor)
@@ -54,7 +54,7 @@ class Accounts:
         heappush(self.heap, (account.served, account.entry, account))
 
     def leave(self, account: Account) -> None:
-        """Nothing does any more. The account is kept while it says more than the floor does."""
+        """The name has no waiting request any more. Its account is kept while above the floor."""
         account.entry = 0
         self.waiting -= 1
         if len(self.accounts) > 2 * self.waiting + MOST_IDLE:
@@ -66,7 +66,7 @@ class Accounts:
 
     def refund(self, account: Account, tokens: int) -> None:
         account.served -= tokens
-        if account.entry:  # its place in the heap is too far back
+        if account.entry:  # its heap entry has too large a key
             self.waiting -= 1
             account.entry = 0
             self.enter(account)
@@ -91,15 +91,15 @@ class UserQueues:
 
 
 class PriorityLevel:
-    """The waiting requests of one priority, by client. Queues of a client's users are kept while
-    something of it waits; users start anew after."""
+    """The waiting requests of one priority, by client. A client's user accounts are kept only while
+    it has waiting requests."""
 
     def __init__(self) -> None:
         self.clients = Accounts()
         self.queues: dict[str, UserQueues] = {}
 
     def queue(self, sequence: Sequence) -> deque[Sequence]:
-        """Where the sequence is about to wait."""
+        """The queue that the sequence belongs to."""
         request = sequence.request
         client = sequence.client_account = self.clients.of(request.client)
         self.clients.enter(client)
@@ -118,7 +118,7 @@ class PriorityLevel:
         return queues.queues[queues.users.first().name][0]
 
     def advance(self, sequence: Sequence) -> None:
-        """The head is about to leave for a row."""
+        """The head is about to get a row: raise the floors."""
         self.clients.floor = max(self.clients.floor, sequence.client_account.served)
         users = self.queues[sequence.request.client].users
         users.floor = max(users.floor, sequence.user_account.served)
@@ -147,7 +147,7 @@ class WaitingQueue:
         return self.count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """By priority, client and user, which is not the order in which they will come."""
+        """By priority, client and user; not the admission order."""
         for priority in sorted(self.levels):
             for queues in self.levels[priority].queues.values():
                 for queue in queues.queues.values():
@@ -158,7 +158,7 @@ class WaitingQueue:
         self.count += 1
 
     def append_left(self, sequence: Sequence) -> None:
-        """Before all others of its user: it has run already."""
+        """Ahead of its user's others: it was preempted."""
         self._level(sequence).queue(sequence).appendleft(sequence)
         self.count += 1
 
@@ -184,7 +184,7 @@ class WaitingQueue:
         self.count -= 1
 
     def refund(self, sequence: Sequence) -> None:
-        """It leaves its row: what was charged beforehand and did not come."""
+        """It gives up its row: return what was charged in advance and not used."""
         tokens = sequence.reserved
         if not tokens:
             return
@@ -197,19 +197,19 @@ class WaitingQueue:
 
 
 def reserve(sequence: Sequence, tokens: int) -> None:
-    """It gets a row, and so many tokens of answer are expected of it."""
+    """It gets a row: charge the expected output tokens in advance."""
     charge(sequence, tokens)
     sequence.reserved = tokens
 
 
 def charge(sequence: Sequence, tokens: int) -> None:
-    """So many tokens of prompt were computed for it."""
+    """Charge computed prompt tokens."""
     sequence.client_account.served += tokens
     sequence.user_account.served += tokens
 
 
 def charge_output(sequence: Sequence, tokens: int) -> None:
-    """So many tokens of answer were, of which those reserved are paid for."""
+    """Charge output tokens, beyond those reserved."""
     paid = min(tokens, sequence.reserved)
     sequence.reserved -= paid
     if tokens > paid:

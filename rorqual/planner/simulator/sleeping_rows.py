@@ -91,7 +91,7 @@ class SleepingScheduler(Scheduler):
         assert not sequence.pending, "a step of it is in flight"
         name = sequence.request.id
         length = len(sequence.tokens)
-        # steps until it ends, fills a page (Scheduler._append), needs one (Scheduler._reach)
+        # steps until it ends, fills a page (Scheduler._append), needs one (Scheduler._writable_len)
         steps = min(sequence.max_total_len - length, sequence.next_hash - length + 1)
         if sequence.max_total_len - 1 > sequence.capacity:
             steps = min(steps, sequence.capacity - length + 2)
@@ -108,7 +108,7 @@ class SleepingScheduler(Scheduler):
 
     # ---- what the scheduler must not see of it
 
-    def _turn(self) -> Iterable[Sequence]:
+    def _decode_turn(self) -> Iterable[Sequence]:
         return self.due
 
     def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
@@ -118,9 +118,9 @@ class SleepingScheduler(Scheduler):
         self.prompt_budget = self.config.max_num_batched_tokens - rows
         return sampled
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         name = sequence.request.id
         if name in self.since:
             self.wake(sequence)
         self.places.pop(name, None)
-        super()._leave(sequence)
+        super()._release(sequence)

@@ -1,5 +1,6 @@
-"""Begins engine processes. A process imports what an engine needs, torch above all, before it reads
-what it is to be, so one may be begun before that is known, and import while this process does."""
+"""Starts engine processes. A process imports what an engine needs, torch above all, before it reads
+its configuration, so it can be started before that is known and import in parallel with this
+process."""
 
 from __future__ import annotations
 
@@ -21,22 +22,23 @@ def begin_engine() -> Process:
 
 
 class EarlyEngines:
-    """Engine processes begun before their server has read its options. Those that nobody took end
-    with the `with` block."""
+    """Engine processes started before the server has read its options. Unused ones end with the
+    `with` block."""
 
     def __init__(self) -> None:
         self.waiting: list[Process] = []
-        self.began: float | None = None  # the age of this process at the first; seconds
+        self.began: float | None = None  # age of this process at the first start; seconds
 
     def begin(self, count: int) -> None:
-        """So many; none where a package of the server's is missing, which the server then says."""
+        """Start `count` processes; none where a package of the server is missing, which the server
+        reports itself."""
         if find_spec("msgspec") is None or find_spec("zmq") is None:
             return
         self.began = process_age()
         self.waiting = [begin_engine() for _ in range(count)]
 
     def take(self) -> Process:
-        """One that waits, else a new one."""
+        """A waiting process, else a new one."""
         if self.began is None:
             self.began = process_age()
         return self.waiting.pop(0) if self.waiting else begin_engine()

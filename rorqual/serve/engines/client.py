@@ -1,4 +1,4 @@
-"""The API process's side of one engine: its sockets, who waits for what, and the newest figures.
+"""The API process's side of one engine: its sockets, its open sequences, and its newest snapshot.
 No torch."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("rorqual.serve")
 
 
 class ClientUsage:
-    """What each client has open: sequences, and the tokens they count for."""
+    """Each client's open sequences, and the tokens they count for."""
 
     def __init__(self) -> None:
         self.open: dict[str, tuple[int, int]] = {}
@@ -43,7 +43,7 @@ class ClientUsage:
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
-    """tokens: what it counts for, in `load` and for its client."""
+    """tokens: its share of `load` and of its client's usage."""
 
     job: EngineJob
     choice: int
@@ -52,7 +52,7 @@ class OpenSequence:
 
 
 class EngineClient:
-    """Bound to one life of an engine process; a restarted engine gets a new client.
+    """Bound to one engine process; a restarted engine gets a new client.
 
     `live` holds what is open by the engine's request id; `load` is the sum of its tokens.
     """
@@ -64,7 +64,7 @@ class EngineClient:
         self.outbox = f"ipc://{folder}/{name}-out"
         context = zmq.asyncio.Context.instance()
         self.receiver = context.socket(zmq.PULL)
-        # plain: with no high-water mark it never waits
+        # blocking socket: without a high-water mark it never blocks
         self.sender = zmq.Context(context).socket(zmq.PUSH)
         for socket, address in ((self.sender, self.inbox), (self.receiver, self.outbox)):
             socket.set_hwm(0)
@@ -75,7 +75,7 @@ class EngineClient:
         self.live: dict[str, OpenSequence] = {}
         self.load = 0
         self.made = time.monotonic()
-        self.start_seconds = 0.0  # until it could serve
+        self.start_seconds = 0.0  # until it was ready
         self.info: messages.EngineInfo | None = None
         self.snapshot = messages.Snapshot(0.0)
         self.ended: deque[messages.RequestTimes] = deque(maxlen=20_000)
@@ -86,10 +86,10 @@ class EngineClient:
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds by phase until it could serve; nothing before."""
+        """Start-up seconds by phase; empty before it is ready."""
         found = dict(self.info.startup) if self.info is not None else {}
         if found:
-            # from asking for a process to its first instruction, and the message's way
+            # process creation, and the message's transport
             found["process"] = max(0.0, self.start_seconds - sum(found.values()))
         return found
 
@@ -106,8 +106,8 @@ class EngineClient:
         self._send(messages.Add(request, every_step, job.span.recording))
 
     def cancel(self, ids: list[str]) -> None:
-        """Forget these and tell the engine; ids that have ended are passed over."""
-        there = [name for name in ids if self._forget(name)]
+        """Cancel these on the engine too; ids that have ended are ignored."""
+        there = [name for name in ids if self._remove(name)]
         if there:
             self._send(messages.Cancel(there))
 
@@ -115,7 +115,7 @@ class EngineClient:
         self._send(messages.ResetPrefix())
 
     def start_trace(self, prefix: str, steps: int) -> asyncio.Future[messages.TraceDone]:
-        """Have the next steps recorded; one at a time."""
+        """Record the next steps; one trace at a time."""
         self.trace = asyncio.get_running_loop().create_future()
         self._send(messages.StartTrace(prefix, steps))
         return self.trace
@@ -127,11 +127,11 @@ class EngineClient:
         self._send(messages.Shutdown())
 
     def _send(self, message: messages.ToEngine) -> None:
-        # nobody is at the other end once the process has gone; `close` then ends what is open
+        # after the process has ended nothing receives this; `close` then ends open requests
         with suppress(zmq.Again):
             self.sender.send(self.encoder.encode(message), zmq.NOBLOCK)
 
-    def _forget(self, name: str) -> bool:
+    def _remove(self, name: str) -> bool:
         entry = self.live.pop(name, None)
         if entry is not None:
             self.load -= entry.tokens
@@ -141,11 +141,11 @@ class EngineClient:
     # ---- from the engine
 
     async def listen(self) -> None:
-        """Hand out what the engine says, until cancelled."""
+        """Deliver the engine's messages, until cancelled."""
         while True:
-            self._take(self.decoder.decode(await self.receiver.recv()))
+            self._handle(self.decoder.decode(await self.receiver.recv()))
 
-    def _take(self, message: messages.FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine) -> None:
         self.last_heard = time.monotonic()
         if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
@@ -155,7 +155,7 @@ class EngineClient:
             self.snapshot = message
         elif isinstance(message, messages.Refused):
             entry = self.live.get(message.id)
-            if self._forget(message.id) and entry is not None:
+            if self._remove(message.id) and entry is not None:
                 if message.pages_lost:
                     entry.job.fail(pages_lost(message.message))
                 elif message.experts_missing:
@@ -184,11 +184,11 @@ class EngineClient:
         if entry is None:
             return  # cancelled while the step ran
         if output.finish is not None:
-            self._forget(output.id)
+            self._remove(output.id)
         entry.job.feed(entry.choice, output)
 
     def close(self) -> None:
-        """The engine has gone: every open request ends with an error."""
+        """The engine has ended: every open request fails."""
         live = self.live
         self.live = {}
         self.load = 0

@@ -1,5 +1,5 @@
-"""What an engine process counts: one record a live request, one addition a token. Latencies are
-taken where a step's tokens leave."""
+"""Metrics of an engine process: one record per live request, one addition per token. Latencies are
+taken when a step's tokens are sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rorqual.engine.scheduling.sequence import Sequence, Usage
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
-# requests that end between two snapshots; any further are left out of the percentiles
+# most requests recorded between two snapshots; others are left out of the percentiles
 MOST_ENDED = 4096
 
 
-class EngineMeter:
+class EngineMetrics:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
@@ -30,15 +30,13 @@ class EngineMeter:
         self._observe("time_to_first_token_seconds", now - sequence.request.arrival)
 
     def count_gap(self, seconds: float, tokens: int) -> None:
-        """`tokens` came together, `seconds` after those before them: as many gaps of equal
-        length."""
+        """`tokens` tokens came `seconds` after the ones before: counted as that many equal gaps."""
         self.histograms["inter_token_latency_seconds"].add(seconds / tokens, tokens)
 
     def end(
         self, sequence: Sequence, reason: str, started: float, first: float, now: float
     ) -> None:
-        """A request's last token has come. Times: when it was admitted, when its first token
-        came, and now."""
+        """A request has finished. Times: of its admission, its first token, and now."""
         arrival = sequence.request.arrival
         outputs = len(sequence.tokens) - len(sequence.request.tokens)
         tpot = (now - first) / (outputs - 1) if outputs > 1 else None

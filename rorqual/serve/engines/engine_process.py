@@ -1,8 +1,8 @@
-"""The engine process: an Engine, and the loop that feeds it from one socket and tells another what
-each step brought.
+"""The engine process: an Engine, and the loop that feeds it requests from one socket and sends each
+step's outputs to another.
 
 Started as `python -m rorqual.serve.engines.engine_process` (begin.py) with a EngineProcessConfig as
-one line of JSON on its standard input, which may come later than its imports.
+one line of JSON on its standard input, which may arrive after its imports.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
 from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
-from rorqual.serve.engines.engine_metrics import EngineMeter
+from rorqual.serve.engines.engine_metrics import EngineMetrics
 from rorqual.serve.engines.kv_events import KVEventPublisher
-from rorqual.serve.engines.phase_teller import PhaseTeller
+from rorqual.serve.engines.phase_reporter import PhaseReporter
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.text.generation_config import read_generation
@@ -51,13 +51,13 @@ log = logging.getLogger("rorqual.engine")
 
 SNAPSHOT_SECONDS = 0.25
 IDLE_POLL_MS = 1000
-STARTUP_FAILED = 3  # exit status: the engine could not start as asked
+STARTUP_FAILED = 3  # exit status: the engine could not start as configured
 STEP_FAILED = 4  # exit status: a step raised
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True):
-    """engine: fields of EngineConfig. The sockets are addresses the API process has bound.
-    tokenizer: the folder of the server's, where it is not the model's own."""
+    """engine: fields of EngineConfig. The sockets are addresses that the API process has bound.
+    tokenizer: the folder of the server's tokenizer, where it is not the model's own."""
 
     parent: int
     inbox: str
@@ -72,11 +72,11 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request the caller still wants. `held` keeps its compiled grammar.
+    """An open request. `held` keeps its compiled grammar.
 
-    `queued`: when the engine took it; `started`: when it was admitted; `first` and `last`: when its
-    first and its newest token left; 0 until then. `answered`: the caller has all it will get, while
-    its prompt is still being computed for another engine.
+    `queued`: when the engine received it; `started`: when it was admitted; `first` and `last`: when
+    its first and its newest token were sent; 0 until then. `answered`: the response is complete,
+    while its prompt is still being computed for another engine.
     """
 
     sequence: Sequence
@@ -88,12 +88,12 @@ class LiveRequest:
     first: float = 0.0
     last: float = 0.0
     answered: bool = False
-    # kept for the end where the caller waits for it
+    # kept for the end where the caller does not stream
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class EngineProcess:
-    """`run` until told to shut down."""
+    """`run` until Shutdown."""
 
     def __init__(
         self,
@@ -108,16 +108,16 @@ class EngineProcess:
         if transfers is not None:
             transfers.answer = self._answer_now
         self.publisher = publisher
-        # their pages are on the way; what keeps a compiled grammar
+        # requests whose pages are being fetched; the second keeps the compiled grammar
         self.arriving: dict[str, tuple[messages.Add, Any]] = {}
         self.link = link
         self.grammars = grammars
-        self.meter = EngineMeter(engine)
-        self.phases = PhaseTeller(link)
+        self.meter = EngineMetrics(engine)
+        self.phases = PhaseReporter(link)
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
         self.preparing: dict[str, messages.Add] = {}
-        # the last: what keeps the compiled grammar until the request holds it itself
+        # the last keeps the compiled grammar until the request holds it
         self.prepared: SimpleQueue[tuple[messages.Add, Exception | None, Any]] = SimpleQueue()
         self.running = True
         self.tracing = False
@@ -142,18 +142,18 @@ class EngineProcess:
             if events:
                 publisher.publish(rank, events)
 
-    # ---- what comes in
+    # ---- messages received
 
     def _receive(self) -> None:
         while (message := self.link.receive()) is not None:
-            self._take(message)
+            self._handle(message)
         while not self.prepared.empty():
             add, error, _held = self.prepared.get()
             if self.preparing.pop(add.request.id, None) is not None:
                 self.phases.grammar(add)
                 self._refuse(add.request, error) if error else self._add(add)
 
-    def _take(self, message: messages.ToEngine) -> None:
+    def _handle(self, message: messages.ToEngine) -> None:
         if isinstance(message, messages.Add):
             self._prepare(message) if message.request.params.structured else self._add(message)
         elif isinstance(message, messages.Cancel):
@@ -180,7 +180,8 @@ class EngineProcess:
             self.meter.finished["abort"] += 1
 
     def _prepare(self, add: messages.Add) -> None:
-        """Grammars are compiled beside the steps; the request is queued once its own is there."""
+        """Compile a request's grammar in the background; the request is queued once that is
+        done."""
         structure = add.request.params.structured
         assert structure is not None
         if self.grammars is None:
@@ -201,7 +202,7 @@ class EngineProcess:
             )
 
     def _when_prepared(self, add: messages.Add, error: Exception | None) -> None:
-        """Called on a preparing thread, or at once."""
+        """Called on a compiling thread, or at once."""
         assert self.grammars is not None
         self.prepared.put((add, error, self.grammars.hold(add.request.params.structured)))
         self.link.wake()
@@ -222,7 +223,7 @@ class EngineProcess:
         self._queue(add, held)
 
     def _queue_arrived(self, transfers: KVTransfers) -> None:
-        """Of requests whose prompts were computed elsewhere: those whose pages are here."""
+        """Queue remotely prefilled requests whose pages have arrived."""
         for request, error, dp_rank in transfers.arrived():
             add, held = self.arriving.pop(request.id)
             self.phases.fetched(add, error)
@@ -234,8 +235,8 @@ class EngineProcess:
                 self._queue(add, held, dp_rank)
 
     def _queue(self, add: messages.Add, held: Any, dp_rank: int | None = None) -> None:
-        """held: what keeps the compiled grammar until the request is live. dp_rank: which
-        data-parallel rank has its pages."""
+        """held: keeps the compiled grammar until the request is live. dp_rank: the data-parallel
+        rank that has its pages."""
         request = add.request
         try:
             over = self.engine.add(request, dp_rank)
@@ -254,7 +255,7 @@ class EngineProcess:
     def _refuse(self, request: Request, error: Exception) -> None:
         self.link.send(messages.Refused(request.id, str(error), isinstance(error, BusyError)))
 
-    # ---- what goes out
+    # ---- messages sent
 
     def _step(self) -> None:
         before = time.monotonic()
@@ -279,7 +280,7 @@ class EngineProcess:
             self._snapshot(now)
 
     def _end_all(self, reason: str) -> None:
-        """No server has held an expert for too long."""
+        """End all requests: an expert has had no holder for too long."""
         log.error("%d requests end: %s", len(self.live), reason)
         for name, live in list(self.live.items()):
             if not live.answered:
@@ -287,8 +288,7 @@ class EngineProcess:
             self.cancel(name)
 
     def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
-        """One Output for each request that has something to say; a step may bring several tokens
-        of one request."""
+        """One Output for each request with news; a step may have several tokens of one request."""
         found: dict[str, messages.Output] = {}
         tokens: dict[str, int] = {}
         for out in outs:
@@ -312,12 +312,12 @@ class EngineProcess:
         return list(found.values())
 
     def _answer_early(self, transfers: KVTransfers) -> list[messages.Output]:
-        """Requests whose pages may be fetched while they are computed: nobody waits for their
-        token."""
+        """Outputs of requests whose pages may be fetched while they are computed: their own token
+        is not needed."""
         return [self._early(name, params) for name, params in transfers.advance()]
 
     def _answer_now(self, name: str, params: dict[str, Any]) -> None:
-        """Of a request that the next step begins to compute."""
+        """Answer a request that the next step starts to compute."""
         self.link.send(messages.StepOutputs([self._early(name, params)]))
 
     def _early(self, name: str, params: dict[str, Any]) -> messages.Output:
@@ -373,9 +373,9 @@ class EngineProcess:
         traffic = self.transfers.traffic() if self.transfers else {}
         self.link.send(self.meter.snapshot(now, figures, traffic))
         if self.tracing:
-            self._tell_trace()
+            self._send_trace_result()
 
-    def _tell_trace(self) -> None:
+    def _send_trace_result(self) -> None:
         found = self.engine.traced()
         if found is not None:
             self.tracing = False
@@ -434,7 +434,7 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
         "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ())),
     }
     if "itl_ms" not in options:
-        # a GPU is through with a prompt of 2,000 tokens in four decode steps' time as it is
+        # a GPU takes only about four decode steps' time for a prompt of 2,000 tokens
         cpu = device_of(options.get("device", "auto")).type == "cpu"
         options["itl_ms"] = AUTO if cpu else OFF
     engine = Engine(EngineConfig(**options))
@@ -456,7 +456,7 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
             scheduler.prefix.record()
         publisher = KVEventPublisher(config.events)
         for rank in range(len(engine.scheduler.schedulers)):
-            publisher.publish(rank, [CacheCleared()])  # what an engine before this one held
+            publisher.publish(rank, [CacheCleared()])  # an earlier engine's pages
     link.send(info(engine, eos, startup))
     return EngineProcess(engine, link, grammars, transfers, publisher)
 
@@ -464,7 +464,7 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
 def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
-        return 0  # the server ended before it had said anything
+        return 0  # the server ended before sending a configuration
     config = msgspec.json.decode(line, type=EngineProcessConfig)
     die_with_parent(config.parent)
     log_to_stderr("rorqual engine: %(message)s", logging.INFO)
@@ -485,7 +485,7 @@ def main() -> int:
         return STEP_FAILED
     finally:
         if worker.tracing:
-            worker.engine.close()  # leaves no half of a file
+            worker.engine.close()  # leaves no partial file
         if worker.grammars is not None:
             worker.grammars.close()
         if worker.transfers is not None:
@@ -497,4 +497,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())  # which ends the other ranks: an exit handler of the executor's
+    end_process(main())  # ends the other ranks too, by the executor's exit handler

@@ -1,4 +1,4 @@
-"""Histograms cheap enough to be fed with every token: a bisection and an addition."""
+"""Histograms cheap enough to update for every token: a bisection and an addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP request's share of the engines: what has come for it and not yet been taken. No
+"""One HTTP request's outputs from the engines: a queue between engine client and request task. No
 torch."""
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ class Canceller(Protocol):
     def cancel(self, ids: list[str]) -> None: ...
 
 
-class Nowhere:
-    """In place of an engine, of a choice that none of them works on."""
+class NullEngine:
+    """Stands in for the engine of a choice that needs none."""
 
     def cancel(self, ids: list[str]) -> None:
-        """Nothing is under way."""
+        """There is nothing to cancel."""
 
 
 class EngineJob:
-    """`feed` from the engine's link, `take` from the request's task: whatever came in between is
-    taken at once.
+    """`feed` is called by the engine's client, `take` by the request's task, which gets everything
+    queued at once.
 
     `placed` holds, choice by choice, the engine and the id each sequence went to. More than
-    `buffered` tokens untaken mean a reader slower than the engine: the job fails and the connection
-    is aborted, for a task that waits for its socket would not notice.
+    `buffered` queued tokens mean a client slower than the engine: the job fails and the connection
+    is aborted, since a task blocked on its socket would not notice.
     """
 
     def __init__(self, buffered: int):
@@ -41,12 +41,12 @@ class EngineJob:
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
         self.span: RequestSpan = NO_SPAN
-        # Asked first while the task waits in `take`, and so has nothing under way: deals with an
-        # output at once and says so, or leaves it to the task.
+        # Called first while the task waits in `take`: handles an output directly and returns True,
+        # or leaves it to the task.
         self.sink: Callable[[int, Output], bool] | None = None
 
     def feed(self, choice: int, output: Output) -> None:
-        if self.sink is not None and self._parked and self._sunk(self.sink, choice, output):
+        if self.sink is not None and self._parked and self._try_sink(self.sink, choice, output):
             return
         self.items.append((choice, output))
         self.tokens += len(output.tokens)
@@ -57,27 +57,27 @@ class EngineJob:
 
     @property
     def _parked(self) -> bool:
-        """Whether the task waits in `take`, for the first of what is to come."""
+        """Whether the task waits in `take` with nothing queued."""
         return self.waiter is not None and not self.waiter.done() and self.error is None
 
-    def _sunk(self, sink: Callable[[int, Output], bool], choice: int, output: Output) -> bool:
+    def _try_sink(self, sink: Callable[[int, Output], bool], choice: int, output: Output) -> bool:
         try:
             return sink(choice, output)
-        except Exception as error:  # of this request; others are fed from the same loop
+        except Exception as error:  # only this request fails; others are fed from the same loop
             self.sink = None
             self.fail(error)
             return True
 
     def fail(self, error: Exception) -> None:
-        """End the request with this error; the first one counts. Its sequences are cancelled
-        now, not when the task wakes."""
+        """Fail the request; only the first error counts. Its sequences are cancelled now, not when
+        the task wakes."""
         if self.error is None:
             self.error = error
             self.close()
         self._wake()
 
     def refuse(self, message: str, busy: bool = False) -> None:
-        """The engine will not serve this request: the caller's mistake, unless it is busy."""
+        """The engine rejected this request: the caller's mistake, unless busy."""
         if busy:
             self.fail(engine_busy(message))
             return
@@ -93,7 +93,7 @@ class EngineJob:
             client.cancel([name])
 
     async def take(self) -> list[tuple[int, Output]]:
-        """Everything that has come, at least one output. Raises the job's error once there is
+        """All queued outputs, waiting for at least one. Raises the job's error once there is
         one."""
         while not self.items and self.error is None:
             self.waiter = asyncio.get_running_loop().create_future()
@@ -111,6 +111,7 @@ class EngineJob:
 
 
 def parameter_of(message: str) -> str | None:
-    """Messages about one parameter begin with its name: `top_p=3 is out of range`."""
+    """The parameter a message is about: such messages begin with its name, `top_p=3 is out of
+    range`."""
     name = message.split("=", 1)[0]
     return name if name.isidentifier() and name != message else None

@@ -1,8 +1,8 @@
-"""What the prefix cache holds, told to routers outside over ZeroMQ, in vLLM's form.
+"""Publishes prefix cache events to external routers over ZeroMQ, in vLLM's format.
 
 A message has three parts: topic, a number that counts up from 0 (8 bytes, big endian), and a batch
-in MessagePack. Whoever missed some asks at the replay address for those from a number on, and gets
-them one message each and an empty one with the number -1 behind. A block's hash is the first 8
+in MessagePack. A subscriber that missed some requests those from a number on at the replay address,
+and receives one message each, then an empty one with the number -1. A block's hash is the first 8
 bytes of its key as an unsigned number.
 """
 
@@ -27,8 +27,8 @@ from rorqual.cache.events import (
 from rorqual.errors import ConfigError
 from rorqual.serve.kv_events_config import KVEventsConfig
 
-KEPT_BATCHES = 10_000  # that can be replayed
-UNSENT = 10_000  # batches kept for a slow reader, who then misses some
+KEPT_BATCHES = 10_000  # kept for replay
+UNSENT = 10_000  # batches queued for a slow subscriber, which then misses some
 MEDIUM = "GPU"
 HOST_MEDIUM = "CPU"
 END = (-1).to_bytes(8, "big", signed=True)
@@ -38,7 +38,7 @@ SHORTEST_REQUEST = 8  # bytes
 
 # The names are vLLM's: they are the tags on the wire.
 class BlockStored(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
-    """token_ids: of all blocks, one behind the other."""
+    """token_ids: of all blocks, concatenated."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -68,9 +68,11 @@ def block_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-def told(events: Sequence[CacheEvent]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """In vLLM's form: pages of one chain that follow one another are one event. What host memory
-    holds has another medium, and is told without tokens: they were when the device stored it."""
+def to_vllm_events(
+    events: Sequence[CacheEvent],
+) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    """Events in vLLM's format: consecutive pages of one chain are one event. Events of host memory
+    have another medium and no tokens, which were published when the device stored the page."""
     found: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     last: bytes | None = None
     for event in events:
@@ -106,7 +108,7 @@ def _append(
     fresh: BlockStored | BlockRemoved,
     event: PageRemoved | HostPageStored | HostPageRemoved,
 ) -> None:
-    """To the last one, if that is as `fresh` but for its blocks."""
+    """Append to the last event, if that equals `fresh` except for its blocks."""
     last = found[-1] if found else None
     if (
         isinstance(last, BlockStored | BlockRemoved)
@@ -120,8 +122,8 @@ def _append(
 
 
 class KVEventPublisher:
-    """Encodes and sends on a thread of its own; the engine's only queues. Raises ConfigError where
-    an address is taken."""
+    """Encodes and sends on its own thread; the engine's thread only queues. Raises ConfigError
+    where an address is in use."""
 
     def __init__(self, config: KVEventsConfig):
         self.config = config
@@ -161,7 +163,7 @@ class KVEventPublisher:
             replaying.start()
         while (item := self.queue.get()) is not None:
             rank, events = item
-            data = msgspec.msgpack.encode(KVEventBatch(time.time(), told(events), rank))
+            data = msgspec.msgpack.encode(KVEventBatch(time.time(), to_vllm_events(events), rank))
             number = self.number
             self.kept.append((number, data))
             self.number += 1
@@ -179,7 +181,7 @@ class KVEventPublisher:
                 continue
             frames = sock.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != SHORTEST_REQUEST:
-                continue  # it is nobody who knows how to ask
+                continue  # not a valid request
             client, _, wanted = frames
             first = int.from_bytes(wanted, "big")
             for number, data in list(self.kept):

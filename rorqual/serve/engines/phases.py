@@ -1,11 +1,11 @@
-"""What an engine tells of a request's phases, as children of the request's span."""
+"""Adds an engine's RequestPhase messages as children of the request's span."""
 
 from __future__ import annotations
 
 from rorqual.serve.messages import RequestPhase
 from rorqual.telemetry.spans import RequestSpan, Value
 
-# latencies under the names of vLLM and SGLang, seconds, by the phase that they are the length of
+# latency attributes by vLLM's and SGLang's names, seconds, by the phase whose duration they are
 LATENCIES = {
     "queue": "gen_ai.latency.time_in_queue",
     "prefill": "gen_ai.latency.time_in_model_prefill",

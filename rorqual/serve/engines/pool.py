@@ -1,6 +1,8 @@
-"""The engine processes behind one API process: started, watched, chosen among, restarted. No torch.
+"""The engine processes of one API process: starts, watches, restarts them, and distributes
+requests. No torch.
 
-An engine's end is seen through a pidfd, which becomes readable the moment the process is gone.
+An engine's end is detected through a pidfd, which becomes readable as soon as the process has
+ended.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.begin import EarlyEngines
 from rorqual.serve.engines.client import ClientUsage, EngineClient
-from rorqual.serve.engines.job import EngineJob, Nowhere
+from rorqual.serve.engines.job import EngineJob, NullEngine
 from rorqual.serve.engines.socket_folder import SocketFolder
 from rorqual.serve.errors import not_ready
 from rorqual.serve.kv_events_config import KVEventsConfig
@@ -37,19 +39,18 @@ log = logging.getLogger("rorqual.serve")
 
 # seconds before each restart in a row; then the server gives up
 BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)
-CALM = 300.0  # seconds an engine must have served for earlier deaths to be forgotten
+CALM = 300.0  # seconds an engine must serve before its restart count is reset
 WATCH_SECONDS = 0.25
-AFFINITY_BLOCK = 64  # tokens of prompt by which engines are told apart
+AFFINITY_BLOCK = 64  # tokens of a prompt per block of prefix affinity
 AFFINITY_BLOCKS = 32
 AFFINITY_KEPT = 50_000
-SLACK = 4096  # tokens by which the engine that knows a prefix may be busier than the least busy
-# tokens that a request counts as about to write, at most: few come near their limit, and many name
-# none
+SLACK = 4096  # tokens by which the engine with a cached prefix may be busier than the least busy
+# most output tokens that a request counts for: few reach their limit, and many set none
 EXPECTED = 1024
 
 
 def expected_tokens(request: Request) -> int:
-    """What a request counts for while it is open."""
+    """The load that a request counts for while it is open."""
     most = request.params.max_tokens or EXPECTED
     return len(request.prompt) + min(most, EXPECTED)
 
@@ -88,9 +89,9 @@ class EnginePool:
         events: KVEventsConfig | None = None,
         early: EarlyEngines | None = None,
     ):
-        """tokenizer: the folder of the one whose tokens grammars are about; the model's if None.
-        transfer, events: of the first engine; each further one has the next port. early: processes
-        that have been begun."""
+        """tokenizer: the folder of the tokenizer for grammars; the model's if None. transfer,
+        events: of the first engine; each further one has the next port. early: processes already
+        started."""
         self.early = early or EarlyEngines()
         self.transfer = transfer
         self.events = events
@@ -112,47 +113,47 @@ class EnginePool:
 
     @property
     def began(self) -> float:
-        """Seconds of this process before it began its first engine."""
+        """Age of this process, in seconds, when it started its first engine."""
         return self.early.began or 0.0
 
-    # ---- life
+    # ---- processes
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
-                group.create_task(self._keep(engine))
+                group.create_task(self._supervise(engine))
 
-    async def _keep(self, engine: EngineSlot) -> None:
+    async def _supervise(self, engine: EngineSlot) -> None:
         while not self.stopping:
             since = time.monotonic()
-            status = await self._live(engine)
+            status = await self._run_process(engine)
             if self.stopping:
                 return
             died = engine.client.dying if engine.client else None
             reason = died.message if died else f"exit status {status}"
             engine.deaths = 1 if time.monotonic() - since > CALM else engine.deaths + 1
             if not self.restart or (died and died.user) or engine.deaths > len(BACKOFF):
-                raise EngineFailure(f"engine {engine.index} ended: {reason}")  # who waits logs it
+                raise EngineFailure(f"engine {engine.index} ended: {reason}")  # logged by run
             log.error("engine %d ended: %s", engine.index, reason)
             self.restarts += 1
             await asyncio.sleep(BACKOFF[engine.deaths - 1])
 
-    async def _live(self, engine: EngineSlot) -> int:
-        """Start the process, wait for its end, tell everyone. Returns its exit status."""
+    async def _run_process(self, engine: EngineSlot) -> int:
+        """Start the process, wait for its end, fail its requests. Returns its exit status."""
         client = engine.client = EngineClient(
             self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index, self.usage
         )
         listener = asyncio.create_task(client.listen())
         engine.child = self._spawn(engine, client)
         try:
-            await self._gone(engine.child, client)
-            await asyncio.sleep(0.05)  # its last words may still be on their way
+            await self._wait_exit(engine.child, client)
+            await asyncio.sleep(0.05)  # its last messages may still be arriving
         finally:
             listener.cancel()
             client.ready.clear()
             client.close()
             _kill(engine.child)
-            # the next life knows no prefix
+            # the next process has no cached prefix
             self.known = {key: index for key, index in self.known.items() if index != engine.index}
         return engine.child.returncode
 
@@ -183,9 +184,9 @@ class EnginePool:
         ranks = prod(options.get(name, 1) for name in ("tp", "dp", "pp"))
         return replace(given, port=given.port + index * ranks)
 
-    async def _gone(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
-        """Return when the process has ended. One that works on requests and says nothing for
-        `stall` seconds is ended here."""
+    async def _wait_exit(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
+        """Return when the process has ended. One that has open requests and sends nothing for
+        `stall` seconds is killed here."""
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
         pidfd = os.pidfd_open(child.pid)
@@ -209,7 +210,7 @@ class EnginePool:
         child.wait()
 
     async def stop(self) -> None:
-        """Ask every engine to leave, then make it."""
+        """Ask every engine to exit, then kill those that do not."""
         self.stopping = True
         for engine in self.engines:
             if (
@@ -239,7 +240,7 @@ class EnginePool:
 
     @property
     def healthy(self) -> bool:
-        """Every engine serves."""
+        """Whether every engine serves."""
         return len(self.clients) == len(self.engines)
 
     @property
@@ -248,7 +249,7 @@ class EnginePool:
 
     @property
     def room(self) -> int:
-        """Sequences that may be open at once: those that can run and those that may wait."""
+        """Most open sequences: those that can run and those that may wait."""
         return self.limits.waiting + sum(
             client.info.max_num_seqs for client in self.clients if client.info is not None
         )
@@ -265,19 +266,19 @@ class EnginePool:
         job: EngineJob,
         over: Collection[int] = (),
     ) -> None:
-        """Send a job's sequences, choice by choice; the job cancels them. over: choices of which
-        nothing is to come."""
+        """Send a job's sequences, choice by choice; the job cancels them. over: choices that are
+        already complete."""
         for choice, request in enumerate(requests):
             if choice in over:
-                job.placed.append((Nowhere(), request.id))
+                job.placed.append((NullEngine(), request.id))
                 continue
             client = self._choose(request)
             job.placed.append((client, request.id))
             client.add(request, every_step, job, choice, expected_tokens(request))
 
     def _choose(self, request: Request) -> EngineClient:
-        """The engine that last saw the longest beginning of this prompt, unless it is much
-        busier than the least busy by live tokens."""
+        """The engine that last had the longest prefix of this prompt, unless its load in tokens is
+        much higher than the lowest."""
         clients = self.clients
         if not clients:
             raise not_ready("no engine is ready")

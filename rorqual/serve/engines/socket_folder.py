@@ -1,5 +1,5 @@
-"""The folder of the sockets between the API process and its engines. One left by a server that was
-killed is removed by the next server to start."""
+"""The folder of the sockets between the API process and its engines. One left by a killed server is
+removed by the next server that starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger("rorqual.serve")
 
 PREFIX = "rorqual-"
 LOCK = "server.lock"
-YOUNG_SECONDS = 60.0  # a younger folder may belong to a server that has yet to take its lock
+YOUNG_SECONDS = 60.0  # a younger folder may belong to a server that has not taken its lock yet
 
 
 class SocketFolder:
-    """Of mode 0700: no one else reaches the sockets. This process holds the lock in it as long as
-    it lives, however it ends."""
+    """Has mode 0700: other users cannot reach the sockets. This process holds the lock in it until
+    it ends, however it ends."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()))
@@ -38,7 +38,7 @@ class SocketFolder:
 
 
 def sweep(parent: Path) -> None:
-    """Remove folders whose server has ended: of this user, with a lock that nobody holds."""
+    """Remove folders of this user whose server has ended: their lock is free."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another server may be sweeping too
             if _stale(folder):
@@ -61,7 +61,7 @@ def _stale(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Sockets and the lock; a folder with anything else in it stays."""
+    """Remove sockets and the lock; a folder with any other file stays."""
     for path in folder.iterdir():
         if path.name == LOCK or path.is_socket():
             path.unlink()

@@ -1,4 +1,4 @@
-"""The engine process's two sockets, and a pipe by which other threads wake its loop."""
+"""The engine process's two sockets, and a pipe with which other threads wake its loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineSockets:
         self.inbox = context.socket(zmq.PULL)
         self.outbox = context.socket(zmq.PUSH)
         for socket, address in ((self.inbox, inbox), (self.outbox, outbox)):
-            socket.set_hwm(0)  # the API process bounds the queue, and always reads
+            socket.set_hwm(0)  # the API process limits the queue, and always reads
             socket.linger = 1000
             socket.connect(address)
         self.wake_read, self.wake_write = os.pipe()

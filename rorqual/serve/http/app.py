@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, and those by which a server is watched and looked after."""
+"""The routes: OpenAI's API, and monitoring and administration."""
 
 from __future__ import annotations
 
@@ -82,52 +82,52 @@ TEXT_ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 class Api:
-    """State of the API process. `draining`: open requests go on, new ones are turned away."""
+    """State of the API process. `draining`: open requests continue, new ones are rejected."""
 
     def __init__(
         self,
         served: Served,
-        fleet: EnginePool,
+        pool: EnginePool,
         limits: ServerLimits,
         version: str,
         config: dict[str, Any],
         metrics_names: str = "rorqual",
     ):
         self.served = served
-        self.fleet = fleet
+        self.pool = pool
         self.limits = limits
         self.version = version
         self.config = config
-        self.builder = RequestBuilder(served, fleet, limits)
+        self.builder = RequestBuilder(served, pool, limits)
         self.counts: Counter[str] = Counter()
         self.running: set[EngineJob] = set()
-        self.rates = Rates(fleet)
-        self.history = History(fleet)
+        self.rates = Rates(pool)
+        self.history = History(pool)
         self.unknown = UnknownFields(limits.unknown_fields == "refuse")
         self.memory = MemoryTrimmer()
         self.draining = False
         self.created = int(time.time())
         speculates = bool(config["engine"].get("num_speculative_tokens"))
-        self.registry = registry(fleet, self.counts, metrics_names, served.names[0], speculates)
+        self.registry = registry(pool, self.counts, metrics_names, served.names[0], speculates)
 
     def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""
         if call.wanted:
-            check_room(self.fleet, call.wanted, self._retry_after())
+            check_room(self.pool, call.wanted, self._retry_after())
         more = self.unknown.headers()
-        return StreamResponse(call, self.fleet, self.counts, self.running, more)
+        return StreamResponse(call, self.pool, self.counts, self.running, more)
 
     def check_open(self) -> None:
-        """Before a completion's body is looked at any further."""
+        """Check state before a completion's body is processed."""
         self.unknown.check()
         if self.draining:
             raise not_ready("it is shutting down")
-        if not self.fleet.clients:
+        if not self.pool.clients:
             raise not_ready("no engine is ready")
 
     def _retry_after(self) -> int:
-        """About as long as a request takes now."""
-        recent = [one.e2e for client in self.fleet.clients for one in list(client.ended)[-100:]]
+        """Roughly the current duration of a request."""
+        recent = [one.e2e for client in self.pool.clients for one in list(client.ended)[-100:]]
         return min(LONGEST_RETRY, max(1, math.ceil(statistics.median(recent)))) if recent else 1
 
 
@@ -145,7 +145,7 @@ def create_app(
     guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
     add_dashboard(app, api, key, guard)
     if profile_dir is not None:
-        add_tracing(app, api.fleet, profile_dir)
+        add_tracing(app, api.pool, profile_dir)
     _errors(app, api)
     if tracer is not None and tracer.active:
         app.add_middleware(TracedRequests, tracer=tracer)
@@ -207,7 +207,7 @@ def _completions(app: FastAPI, api: Api) -> None:
 
 
 def _other_apis(app: FastAPI, api: Api) -> None:
-    """The same chats, told as other APIs tell them."""
+    """Chats in the formats of other APIs."""
 
     @app.post("/v1/responses", responses=ANSWERS, tags=["OpenAI"])
     async def respond(request: Request, body: ResponsesRequest) -> Response:
@@ -231,11 +231,11 @@ def _other_apis(app: FastAPI, api: Api) -> None:
 
 
 def _lengths(api: Api) -> list[int]:
-    return [client.info.max_model_len for client in api.fleet.clients if client.info is not None]
+    return [client.info.max_model_len for client in api.pool.clients if client.info is not None]
 
 
 def _strings(api: Api, ids: list[int]) -> list[str]:
-    """As the vocabulary writes them."""
+    """The vocabulary's strings of the tokens."""
     raw = api.served.tokenizer.raw
     return [raw.id_to_token(token) or "" for token in ids]
 
@@ -243,7 +243,7 @@ def _strings(api: Api, ids: list[int]) -> list[str]:
 def _model(api: Api, name: str) -> dict[str, Any]:
     lengths = _lengths(api)
     length = {"max_model_len": min(lengths)} if lengths else {}
-    # `root`: vLLM's tools load the tokenizer by it where no model is named
+    # `root`: vLLM's tools load the tokenizer from it if no model is named
     of = {"owned_by": "rorqual", "root": api.config.get("root", name), "parent": None}
     return {"id": name, "object": "model", "created": api.created, **of, **length}
 
@@ -259,7 +259,7 @@ def _state(app: FastAPI, api: Api) -> None:
     @app.get("/health", responses={503: ERRORS[503]}, tags=["state"])
     async def health() -> Response:
         """Every engine serves and new requests are taken."""
-        if api.draining or not api.fleet.healthy:
+        if api.draining or not api.pool.healthy:
             return error_response(
                 not_ready("it is shutting down" if api.draining else "an engine is not ready")
             )
@@ -289,19 +289,19 @@ def _state(app: FastAPI, api: Api) -> None:
     @app.get("/stats", tags=["state"])
     async def stats() -> Response:
         """The figures of this moment as one JSON object."""
-        return _json(snapshot(api.fleet, api.rates, api.counts))
+        return _json(snapshot(api.pool, api.rates, api.counts))
 
     @app.get("/get_server_info", include_in_schema=False)
     @app.get("/server_info", tags=["state"])
     async def server_info() -> Response:
         """How the server was started and what its engines came to."""
-        engines = [client.info for client in api.fleet.clients]
+        engines = [client.info for client in api.pool.clients]
         return _json(
             {
                 "version": api.version,
                 "config": api.config,
                 "engines": [_info(info) for info in engines if info is not None],
-                "internal_states": [_state_of(client.snapshot) for client in api.fleet.clients],
+                "internal_states": [_state_of(client.snapshot) for client in api.pool.clients],
             }
         )
 
@@ -311,13 +311,13 @@ def _state(app: FastAPI, api: Api) -> None:
     async def reset_prefix_cache() -> Response:
         """Drop every cached page that no request uses; takes effect before each engine's next
         step."""
-        for client in api.fleet.clients:
+        for client in api.pool.clients:
             client.reset_prefix()
         return _json({"status": "ok"})
 
 
 def _tools(app: FastAPI, api: Api) -> None:
-    """What load generators and evaluation harnesses ask before they begin."""
+    """Routes that load generators and evaluation harnesses query at start."""
 
     @app.get("/get_model_info", include_in_schema=False)
     @app.get("/model_info", tags=["state"])
@@ -339,8 +339,7 @@ def _tools(app: FastAPI, api: Api) -> None:
 
 
 def _state_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Of one engine, in SGLang's words: how far a step gets with its drafts. Nothing before the
-    first draft."""
+    """One engine's speculative acceptance, in SGLang's fields; empty before the first draft."""
     drafts = snapshot.drafted[0] if snapshot.drafted else 0
     return {"avg_spec_accept_length": 1 + sum(snapshot.accepted) / drafts} if drafts else {}
 
@@ -350,7 +349,7 @@ def _info(info: Any) -> dict[str, Any]:
 
 
 def _errors(app: FastAPI, api: Api) -> None:
-    """Every error has OpenAI's shape, or on Anthropic's routes theirs, whoever raised it."""
+    """Every error has OpenAI's format, or Anthropic's on their routes, whatever raised it."""
 
     def answer(request: Request, error: ApiError) -> Response:
         api.counts[f"failed_{error.status}"] += 1
@@ -381,7 +380,7 @@ def _errors(app: FastAPI, api: Api) -> None:
     async def defect(request: Request, error: Exception) -> Response:
         message = f"internal error: {type(error).__name__}"
         found = answer(request, ApiError(500, message, "server_error"))
-        found.headers["x-request-id"] = request_id.get()  # answered outside the middleware
+        found.headers["x-request-id"] = request_id.get()  # this response bypasses the middleware
         return found
 
 

@@ -1,5 +1,5 @@
-"""What stands before every route: the API key, the size of the body, the time it may take to
-arrive, and the request's name."""
+"""Middleware before every route: the API key, the body's size, the time it may take to arrive, and
+the request id."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rorqual.serve.limits import LONGEST_REQUEST_ID, ServerLimits
 OPEN = frozenset(("/live", "/health"))
 # dashboard.py asks for a session
 BY_COOKIE = frozenset(("/dashboard", "/dashboard/data", "/dashboard/login", "/dashboard/logout"))
-DISCARDED = 4  # times the largest body that is read of one that is refused
+DISCARDED = 4  # times the largest body: how much is read of a rejected one
 DISCARD_SECONDS = 5.0
 NAME = re.compile(rb"[!-~]+")  # printable ASCII without spaces
 
 
 class Authenticator:
-    """ASGI middleware. With keys, every path but OPEN and BY_COOKIE needs `Authorization:
-    Bearer KEY`; Anthropic's routes take `x-api-key: KEY` in its place. What is refused here is
-    counted in `counts`, as the routes count theirs."""
+    """ASGI middleware. With keys, every path but OPEN and BY_COOKIE needs `Authorization: Bearer
+    KEY`; Anthropic's routes take `x-api-key: KEY` in its place. Requests rejected here are counted
+    in `counts`, as the routes count theirs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Authenticator:
         request_id.set(name.decode())
 
         def named(message: Message) -> Awaitable[None]:
-            # no coroutine of its own: every chunk of a stream passes here
+            # not a coroutine: every chunk of a stream passes here
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             return send(message)
@@ -92,8 +92,8 @@ class Authenticator:
         return None
 
     async def _discard(self, receive: Receive) -> None:
-        """Read on for a while: a client that is still sending would see a reset connection
-        rather than the answer."""
+        """Keep reading for a while: a client that is still sending would see a reset connection
+        instead of the response."""
         seen = 0
         most = DISCARDED * self.limits.body
         with suppress(TimeoutError):
@@ -102,7 +102,8 @@ class Authenticator:
                     seen += len(message.get("body", b""))
 
     def _limited(self, receive: Receive) -> Receive:
-        """Counts the body's bytes and the time until it is complete; afterwards it stands aside."""
+        """Limits the body's bytes and the time until it is complete; afterwards passes messages
+        through."""
         seen = 0
         complete = False
         deadline = time.monotonic() + self.limits.patience
@@ -117,7 +118,7 @@ class Authenticator:
                 raise HTTPException(
                     408,
                     f"the body did not arrive within {self.limits.patience:g} s",
-                    {"connection": "close"},  # else the sender could go on
+                    {"connection": "close"},  # else the client could keep sending
                 ) from None
             seen += len(message.get("body", b""))
             self.memory.note(len(message.get("body", b"")))
@@ -130,7 +131,7 @@ class Authenticator:
 
 
 def _request_name(given: bytes) -> bytes:
-    """The caller's own name of a request, where it is one; else a new one."""
+    """The caller's request id, if valid; else a new one."""
     fits = 0 < len(given) <= LONGEST_REQUEST_ID and NAME.fullmatch(given)
     return given if fits else secrets.token_hex(16).encode()
 

@@ -1,5 +1,5 @@
-"""A request of the API on its way: its sequences, its replies, and how they are written. Kinds:
-chat, and plain text; those of other APIs are in blocks/, responses/ and anthropic/."""
+"""An API request in progress: its sequences, its replies, and how they are written. Kinds: chat and
+completion; those of other APIs are in blocks/, responses/ and anthropic/."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from rorqual.text.tokenizer import Tokenizer
 
 
 class Call:
-    """`requests` and `replies` go together, one a choice. take() feeds replies; `events` are what
-    take() found to send.
+    """`requests` and `replies` correspond, one per choice. take() feeds replies and returns the
+    `events` to send.
 
-    top: how many likely tokens to list, None for no log probabilities. scores: some request wants
-    those of its prompt: `read_scores` before take(), and then `prompt_entries` has them by choice.
-    prompt_top: how many likely tokens to list for each token of a prompt, None for no such list.
-    returns_ids: token ids go with the text; `new_ids` are those of the output being noted. as_ids:
-    log probabilities name tokens by their ids. more: fields of a whole answer. end: a stream's
-    last bytes. over: choices of which the engine has nothing more to say, for the stream goes on
-    from another's (resume/replay.py); early: events that tell their end.
+    top: number of likely tokens to list, None for no log probabilities. scores: some request wants
+    prompt log probabilities: call `read_scores` before take(), which then has `prompt_entries` by
+    choice. prompt_top: number of likely tokens to list for each prompt token, None for none.
+    returns_ids: token ids are returned with the text; `new_ids` are those of the current output.
+    as_ids: log probabilities name tokens by id. more: extra fields of a non-streamed response. end:
+    a stream's last bytes. over: choices already complete in the stream that this one continues
+    (resume/replay.py); early: the events of their end.
     """
 
     end = DONE
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def wanted(self) -> list[Request]:
-        """Those of which an engine must hear."""
+        """Requests to send to an engine."""
         return [request for i, request in enumerate(self.requests) if i not in self.over]
 
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
@@ -83,17 +83,18 @@ class Call:
 
     @property
     def every_step(self) -> bool:
-        """Whether the engine must tell of each token as it comes."""
+        """Whether the engine must send tokens as they are sampled."""
         return self.stream or any(reply.params.stop for reply in self.replies)
 
     @property
     def sinks(self) -> bool:
-        """Whether a choice ends with the engine's last word alone, and no output takes long."""
+        """Whether choices end only with the engine's finish, and every output is quick to
+        process."""
         return not self.scores and all(reply.plain_text for reply in self.replies)
 
     def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
-        """Take in outputs; returns the events to send where the answer streams. Outputs of one
-        choice become one event."""
+        """Process outputs; returns the events to send when streaming. Outputs of one choice become
+        one event."""
         events: list[bytes] = []
         for choice, output in _merged(items):
             reply = self.replies[choice]
@@ -121,7 +122,7 @@ class Call:
         raise NotImplementedError
 
     def last_event(self, choice: int) -> bytes:
-        """Of a choice whose text was told before: its end alone."""
+        """The final event of a choice whose text was already sent."""
         raise NotImplementedError
 
     def _event(self, choice: bytes) -> bytes:
@@ -142,11 +143,11 @@ class Call:
         raise NotImplementedError
 
     def refusal(self, error: ApiError) -> bytes:
-        """The body of an answer that is none."""
+        """The body of an error response."""
         return error.body()
 
     def failure(self, error: ApiError) -> bytes:
-        """The last words of a stream that has begun."""
+        """The error event of a started stream."""
         return b"data: " + error.body() + b"\n\n" + DONE
 
 
@@ -180,12 +181,12 @@ class ChatCall(Call):
         else:
             self._fields(reply, part, text, events)
         if first and len(events) == before:
-            # clients take the time of the first token from the chunk after the role's
+            # clients measure TTFT by the chunk after the role's
             events.append(self._event(part.content("")))
         if reply.finish is not None:
             events.append(self._last(choice))
         if self.new_ids:
-            events.append(self._event(part.content("")))  # of tokens whose text is held
+            events.append(self._event(part.content("")))  # for tokens whose text is held back
 
     def _last(self, choice: int) -> bytes:
         reply = self.replies[choice]
@@ -214,8 +215,8 @@ class ChatCall(Call):
         entries: Entries,
         events: list[bytes],
     ) -> None:
-        """The log probabilities go with whatever content there is, also none: a token may end
-        inside a character."""
+        """Log probabilities are sent with the content, even if empty: a token may end inside a
+        character."""
         assert self.top is not None
         found = encode(chat_logprobs(entries, self.top, self.tokenizer, self.as_ids))
         content = text
@@ -319,7 +320,7 @@ class TextCall(Call):
         with_prompt = first and self.echo_scores
         if self.top is not None and (entries or with_prompt):
             logprobs = encode(self._logprobs(choice, entries or [], with_prompt))
-        # also without text, as where a token ends inside a character: clients time tokens by chunks
+        # even without text, where a token ends inside a character: clients time tokens by chunks
         made = self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)
         if self.returns_ids and first:
             prompt = encode(self.requests[choice].prompt)
@@ -332,7 +333,7 @@ class TextCall(Call):
         return self._event(made)
 
     def swallow(self, choice: int, entries: Entries) -> None:
-        """Tokens whose text was told before: the offsets of those that follow count it."""
+        """Count tokens whose text was already sent, for the offsets of later ones."""
         if self.top is not None:
             self._logprobs(choice, entries, with_prompt=False)
 
@@ -391,7 +392,7 @@ class TextCall(Call):
 
 
 def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
-    """Where a choice has several outputs waiting, they become one."""
+    """Merge several waiting outputs of a choice into one."""
     if len(items) == 1:
         return items
     found: dict[int, Output] = {}
@@ -410,7 +411,7 @@ def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
 
 
 def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Deltas of tool calls put together to whole ones."""
+    """Merge deltas of tool calls into whole calls."""
     heads: list[dict[str, Any]] = []
     parts: list[list[str]] = []
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""One choice of an answer as it grows: tokens from the engine to text, log probabilities,
+"""One choice of a response as it grows: from the engine's tokens to text, log probabilities,
 reasoning and tool calls. No torch."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rorqual.serve.messages import Output
 from rorqual.text.detokenizer import Completion
 from rorqual.text.reasoning import Reasoning
 from rorqual.text.tokenizer import Tokenizer
-from rorqual.text.tool_calls import Told, ToolParser
+from rorqual.text.tool_calls import ToolParser, ToolParserOutput
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where asked
-    for."""
+    """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where
+    requested."""
 
     text: str
     entries: list[tuple[int, dict[int, Logprob]]] | None = None
@@ -41,7 +41,7 @@ class ChoiceBuilder:
 
     @property
     def every_token(self) -> bool:
-        """Text must be looked at token by token."""
+        """Whether text must be checked token by token."""
         return bool(self.params.stop) or self.params.logprobs is not None
 
     def push(self, output: Output) -> Piece:
@@ -53,7 +53,7 @@ class ChoiceBuilder:
         return piece
 
     def _whole(self, output: Output) -> Piece:
-        """Everything came at once: decode it at once."""
+        """All tokens in one output: decode them together."""
         self.completion.out.token_ids = output.tokens
         self.tokens = len(output.tokens)
         self.finish = output.finish
@@ -99,8 +99,9 @@ class ChoiceBuilder:
         )
 
 
-class UnheardChoiceBuilder(ChoiceBuilder):
-    """Of a request for no token at all. The engine draws one nevertheless: it ends the prompt."""
+class ZeroTokenChoiceBuilder(ChoiceBuilder):
+    """For max_tokens=0. The engine samples one token nevertheless, which ends the prompt; it is
+    dropped."""
 
     def push(self, output: Output) -> Piece:
         self.cached = output.cached
@@ -109,8 +110,8 @@ class UnheardChoiceBuilder(ChoiceBuilder):
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Splits the text: fields() yields (name, value) of the deltas, in order. forced: the text is
-    tool calls alone, so that what is left of one cut short is no text for the reader."""
+    """Splits the text: fields() yields (name, value) of the deltas, in order. forced: the text
+    consists of tool calls only, so the rest of a truncated one is not content."""
 
     def __init__(
         self,
@@ -143,10 +144,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
             if text:
                 yield "content", text
             return
-        yield from _told(self.tools.push(text))
+        yield from _tool_fields(self.tools.push(text))
         if self.finish is not None:
             rest = self.tools.flush(cut=self.finish != FinishReason.STOP)
-            yield from _told(Told("", rest.calls) if self.forced else rest)
+            yield from _tool_fields(ToolParserOutput("", rest.calls) if self.forced else rest)
 
     @property
     def finish_reason(self) -> str | None:
@@ -154,8 +155,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return "tool_calls" if called and self.finish == FinishReason.STOP else self.finish
 
 
-def _told(told: Told) -> Iterator[tuple[str, Any]]:
-    if told.content:
-        yield "content", told.content
-    if told.calls:
-        yield "tool_calls", told.calls
+def _tool_fields(output: ToolParserOutput) -> Iterator[tuple[str, Any]]:
+    if output.content:
+        yield "content", output.content
+    if output.calls:
+        yield "tool_calls", output.calls

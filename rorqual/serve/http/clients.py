@@ -1,4 +1,4 @@
-"""In whose name a request comes, and what one client may have open at once."""
+"""Which client a request belongs to, and how much one client may have open at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rorqual.request import Request
 from rorqual.serve.engines.pool import EnginePool, expected_tokens
 from rorqual.serve.errors import over_share, queue_full
 
-CLIENT = "rorqual.client"  # the scope's entry for who sent a request
-RESERVE = 8  # one part in so many of the room is kept for clients that have less than that open
+CLIENT = "rorqual.client"  # scope entry: the client of a request
+RESERVE = 8  # 1 / RESERVE of the capacity is reserved for clients with less than that open
 SCHEME = b"bearer "
-LONGEST_USER = 64  # characters, beyond which a digest stands for the name
+LONGEST_USER = 64  # characters; longer names are replaced by a digest
 
 
 class ApiKeys:
-    """The keys that are accepted; each is a client of its own."""
+    """The accepted keys; each is a separate client."""
 
     def __init__(self, keys: str | None):
-        """keys: with commas between them. Without any, everybody may ask."""
+        """keys: comma-separated. None: no key is required."""
         self.keys = [key.strip().encode() for key in (keys or "").split(",") if key.strip()]
 
     def holder(self, given: bytes) -> str | None:
-        """The client's name, or None where it is none of them. Looks at all in equal time."""
+        """The key's client name, or None if invalid. Compares all keys in constant time."""
         found = None
         for index, key in enumerate(self.keys):
             if hmac.compare_digest(given, key):
@@ -48,7 +48,7 @@ def address_of(scope: Scope) -> str:
 
 
 def network_of(address: str) -> str:
-    """Whoever has one IPv6 address has all of its /64, and counts once."""
+    """The unit that is counted: an IPv6 address stands for its /64 network."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -57,19 +57,19 @@ def network_of(address: str) -> str:
 
 
 def user_name(user: str | None) -> str:
-    """Names of any length, none of which costs much to keep."""
+    """A user's name, bounded in length."""
     if user is None or len(user) <= LONGEST_USER:
         return user or ""
     return hashlib.blake2b(user.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def check_room(fleet: EnginePool, requests: list[Request], seconds: int) -> None:
-    """Raises ApiError where the queue, or the client's part of it, is full. seconds: after which
-    to try again."""
-    limits = fleet.limits
+def check_room(pool: EnginePool, requests: list[Request], seconds: int) -> None:
+    """Raises ApiError where the queue, or the client's share of it, is full. seconds: for
+    Retry-After."""
+    limits = pool.limits
     wanted = len(requests)
     client = requests[0].client
-    sequences, tokens = fleet.usage.of(client)
+    sequences, tokens = pool.usage.of(client)
     if 0 < limits.client_sequences < sequences + wanted:
         raise over_share(
             f"{sequences} of your sequences are open and {wanted} more were asked for; accepted: "
@@ -83,7 +83,7 @@ def check_room(fleet: EnginePool, requests: list[Request], seconds: int) -> None
             f"{limits.client_tokens}",
             seconds,
         )
-    reserve = fleet.room // RESERVE
-    room = fleet.room - (reserve if sequences + wanted > reserve else 0)
-    if fleet.live + wanted > room:
-        raise queue_full(fleet.live, seconds)
+    reserve = pool.room // RESERVE
+    room = pool.room - (reserve if sequences + wanted > reserve else 0)
+    if pool.live + wanted > room:
+        raise queue_full(pool.live, seconds)

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with limits it lacks: bytes of headers, seconds for a request to
-arrive, and a way to cut a connection."""
+"""uvicorn's HTTP protocol with additional limits: bytes of headers, seconds for a request to
+arrive, and aborting a connection."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rorqual.serve.limits import BODY_GRACE, ServerLimits
 
 
 class Connection(HttpToolsProtocol):
-    """Every message has `patience` seconds for its headers, from its first byte (which has as long
-    from when the connection was made), and then a little more than that for its body: until then
-    the route's own deadline answers 408, and where no route reads the body nobody would notice."""
+    """A request has `patience` seconds for its headers, from its first byte (which has as long from
+    the connection's start), and then a little more than that for its body: normally the route's own
+    deadline responds with 408 first, but a route that does not read the body would not notice."""
 
     limits = ServerLimits()
     deadline: asyncio.TimerHandle | None = None
-    receiving = False  # a message has begun and is not complete
+    receiving = False  # a request has started and is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
         self._disarm()
 
     def on_response_complete(self) -> None:
-        """A message that waited for this answer is read on from here, so its time begins."""
+        """Reading of a pipelined request resumes here, so its time starts."""
         waited = bool(self.pipeline)
         super().on_response_complete()
         if waited and not self.pipeline and self.receiving:
@@ -86,10 +86,10 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         answered = self.cycle is None or self.cycle.response_complete
         if answered and not self.receiving and self.deadline is None:
-            self._arm(self.limits.patience)  # blank lines: uvicorn takes them for a sign of life
+            self._arm(self.limits.patience)  # blank lines, which uvicorn counts as activity
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn's, in the API's own shape."""
+        """As uvicorn's, in the API's error format."""
         status, text = (
             (431, "the headers are too large")
             if self.header_bytes > self.limits.headers
@@ -109,13 +109,13 @@ class Connection(HttpToolsProtocol):
 
 
 def limited(limits: ServerLimits) -> type[Any]:
-    """The protocol class with these limits."""
+    """A protocol class with these limits."""
     return type("LimitedConnection", (Connection,), {"limits": limits})
 
 
 class DirectSend:
-    """The outermost ASGI layer: leaves in the scope what it sends by, for the chunks of streams.
-    Layers within add to an answer's head; its body only costs them time."""
+    """The outermost ASGI layer: puts its `send` into the scope, for the chunks of streams. Inner
+    layers add to a response's head; passing the body through them only costs time."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

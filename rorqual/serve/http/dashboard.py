@@ -1,9 +1,9 @@
-"""`/dashboard`: one page that draws what the server knows of itself, and the session by which a
-browser sees it where there is an API key.
+"""`/dashboard`: one page that draws the server's figures, and login sessions for browsers where
+there is an API key.
 
-The page holds no figures: it asks /dashboard/data for them, which needs the session's cookie. The
-cookie is a signed expiry date. Its signature's secret is made from the API key, slowly, so that
-sessions outlive a restart, end when the key changes, and tell nothing of it.
+The page contains no figures: it fetches /dashboard/data, which needs the session's cookie. The
+cookie is a signed expiry date. The signing secret is derived from the API key with a slow function,
+so that sessions survive a restart, end when the key changes, and reveal nothing about it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LONGEST_LOGIN = 8192  # bytes of a login's body
 
 
 class Sessions:
-    """Who may look: everyone where there is no key, else who sends it as any client does, or has
-    logged in with it."""
+    """Access control: everyone where there is no key, else clients that send it, or have logged in
+    with it."""
 
     def __init__(self, key: str | None):
         self.key = key.encode() if key else None
@@ -47,8 +47,8 @@ class Sessions:
             if self.key
             else b""
         )
-        # Cookies know hosts, not ports: servers with different keys on one host must not take each
-        # other's.
+        # Cookies are per host, not per port: servers with different keys on one host need different
+        # names.
         self.cookie = f"rorqual-session-{self._sign('name')[:12]}"
 
     def _sign(self, text: str) -> str:
@@ -62,7 +62,7 @@ class Sessions:
         body, _, signature = token.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(body).encode()):
             return False
-        return now < int(body.partition(".")[0])  # signed here, so it is a number
+        return now < int(body.partition(".")[0])  # signed by us, so it is a number
 
     def has_cookie(self, request: Request) -> bool:
         try:
@@ -72,8 +72,8 @@ class Sessions:
         return self.cookie in cookies and self.valid(cookies[self.cookie].value, time.time())
 
     def set_cookie(self, response: Response, request: Request, token: str) -> Response:
-        """An empty token ends the session. `secure` cannot be asked for on plain HTTP: a browser
-        would drop the cookie."""
+        """An empty token ends the session. `secure` is not set on plain HTTP: a browser would drop
+        the cookie."""
         seconds = SESSION_SECONDS if token else 0
         secure = request.url.scheme == "https"
         response.set_cookie(
@@ -89,8 +89,8 @@ class Sessions:
 
 
 def add_dashboard(app: FastAPI, api: Any, key: str | None, guard: KeyGuard) -> None:
-    """Routes of the page. `api` is api.Api; `guard` is the keys'. The
-    middleware lets these paths pass: they ask for their own cookie."""
+    """Add the page's routes. `api` is app.Api. The middleware does not check the key on these
+    paths: they check the cookie themselves."""
     sessions = Sessions(key)
     body = PAGE.read_bytes()
     headers = {
@@ -104,14 +104,14 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None, guard: KeyGuard) -> N
         return Response(body, status, headers, "text/html")
 
     def refusal(given: bytes | None, request: Request) -> ApiError | None:
-        """None where the key is right, or nobody asks for one."""
+        """None where the key is right, or none is required."""
         error = guard.refusal(given, request.client.host if request.client else "")
         if error is not None:
             api.counts[f"failed_{error.status}"] += 1
         return error
 
     def unseen(request: Request) -> ApiError | None:
-        """Why this request may not see the page: it has neither a session nor the key."""
+        """The error for a request with neither a session nor the key; else None."""
         if sessions.key is None or sessions.has_cookie(request):
             return None
         given = request.headers.get("authorization")
@@ -159,7 +159,7 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None, guard: KeyGuard) -> N
 
 
 def _form_key(body: bytes) -> str:
-    """The field `key` of a form; nothing where it is not one."""
+    """The field `key` of a form; empty if the body is not a form."""
     if len(body) > LONGEST_LOGIN:
         return ""
     try:
@@ -169,8 +169,8 @@ def _form_key(body: bytes) -> str:
 
 
 def policy(page: str) -> str:
-    """The Content-Security-Policy under which the page's own style and script run, known by
-    their hashes, and nothing else."""
+    """A Content-Security-Policy that allows only the page's own style and script, by their
+    hashes."""
     style, script = (
         _hash(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) for tag in ("style", "script")
     )
@@ -189,13 +189,13 @@ def _hash(found: list[str]) -> str:
 
 
 def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
-    """What the page draws: the figures of /stats, what is served on what, and the rows after
+    """The page's data: the figures of /stats, the served model and devices, and the rows after
     `since` (seconds, as in `now`).
 
-    `expert_load` [layer][expert] is large and changes slowly, so it comes only where asked for;
-    summed over the engines."""
+    `expert_load` [layer][expert], summed over the engines, is large and changes slowly, so it is
+    included only with `experts`."""
     history: History = api.history
-    stats = snapshot(api.fleet, api.rates, api.counts)
+    stats = snapshot(api.pool, api.rates, api.counts)
     load = [engine.pop("expert_load") for engine in stats["engines"]]
     return {
         **stats,
@@ -206,7 +206,7 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
         "version": api.version,
         "models": api.served.names,
         "draining": api.draining,
-        "places": [_place(engine, api.config["engine"]) for engine in api.fleet.engines],
+        "places": [_place(engine, api.config["engine"]) for engine in api.pool.engines],
         "fields": HistoryRow._fields,
         "rows": [row for row in history.rows if row.at > since],
         "latency_fields": LatencyRow._fields,
@@ -219,7 +219,7 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
 
 
 def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
-    """One engine's place in the pool, whether a process serves in it or not."""
+    """One engine slot of the pool, with or without a serving process."""
     info = engine.client.info if engine.client is not None else None
     state = "serving" if engine.serving else "down" if info is not None else "starting"
     shown = ("dtype", "device", "max_model_len", "max_num_seqs", "num_pages", "page_size")
@@ -234,7 +234,7 @@ def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summed(loads: list[list[list[int]]]) -> list[list[int]]:
-    """Engines of one server have the same layers; one that has not counted yet is passed over."""
+    """Sum over a server's engines, which have the same layers; skips those without counts."""
     return [
         [sum(counts) for counts in zip(*layers, strict=True)]
         for layers in zip(*(load for load in loads if load), strict=True)

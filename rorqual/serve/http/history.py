@@ -1,5 +1,5 @@
-"""The last minutes of the server, one row a second, so that a page opened now can show how it
-came here. No torch."""
+"""The last minutes of the server's figures, one row a second, for a newly opened dashboard. No
+torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rorqual.serve.messages import RequestTimes, Snapshot
 KEPT_SECONDS = 300
 ROW_SECONDS = 1.0
 RATE_SECONDS = 5.0  # over which tokens a second are taken
-SHARE_SECONDS = 60.0  # over which prefix hits and accepted drafts are
-LATENCY_SECONDS = 60.0  # requests that ended within this make a point of the latency charts
+SHARE_SECONDS = 60.0  # over which shares of prefix hits and accepted drafts are taken
+LATENCY_SECONDS = 60.0  # requests that ended within this form a point of the latency charts
 LATENCY_EVERY = 5  # rows
 
 
 class HistoryRow(NamedTuple):
-    """Over all engines at `at`, seconds of the monotonic clock; None is what cannot be known.
-    Tokens a second, sequences, shares from 0 to 1, tokens."""
+    """Over all engines at `at`, seconds of the monotonic clock; None is unknown. Tokens a second,
+    sequences, shares from 0 to 1, tokens."""
 
     at: float
     output: float | None
@@ -48,7 +48,7 @@ class LatencyRow(NamedTuple):
 
 
 class EngineCounters(NamedTuple):
-    """What one engine had counted by `at`."""
+    """One engine's counters at `at`."""
 
     at: float
     output: int
@@ -60,11 +60,10 @@ class EngineCounters(NamedTuple):
 
 
 class History:
-    """`sample` is to be called at least once a second. `boot` tells one life of the server from
-    another."""
+    """Call `sample` at least once a second. `boot` identifies this run of the server."""
 
-    def __init__(self, fleet: EnginePool):
-        self.fleet = fleet
+    def __init__(self, pool: EnginePool):
+        self.pool = pool
         self.boot = secrets.token_hex(8)
         self.started = time.monotonic()
         self.rows: deque[HistoryRow] = deque(maxlen=KEPT_SECONDS)
@@ -76,7 +75,7 @@ class History:
         now = time.monotonic()
         if self.rows and now - self.rows[-1].at < 0.9 * ROW_SECONDS:
             return
-        clients = [client for client in self.fleet.clients if client.snapshot.at]
+        clients = [client for client in self.pool.clients if client.snapshot.at]
         self.lives = {client: self.lives.get(client, deque()) for client in clients}
         for client, past in self.lives.items():
             if not past or past[-1].at < client.snapshot.at:
@@ -102,7 +101,7 @@ class History:
         )
 
     def _rate(self, now: float, name: str) -> float | None:
-        """Each engine by its own clock, so that a snapshot that comes late makes no wave."""
+        """Each engine by its own clock, so that a late snapshot causes no spike."""
         rates = []
         for past in self.lives.values():
             first = _since(past, now - RATE_SECONDS)
@@ -136,12 +135,12 @@ def _counters(s: Snapshot) -> EngineCounters:
 
 
 def _since(past: deque[EngineCounters], start: float) -> EngineCounters:
-    """The newest from before `start`, else the oldest there is."""
+    """The newest from before `start`, else the oldest."""
     return next((counters for counters in reversed(past) if counters.at <= start), past[0])
 
 
 def _plus_one(drafts: float | None) -> float | None:
-    """The token that follows the accepted drafts counts too."""
+    """Adds the model's own token after the accepted drafts."""
     return None if drafts is None else 1.0 + drafts
 
 

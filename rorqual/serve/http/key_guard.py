@@ -1,4 +1,4 @@
-"""How often an address may send a wrong API key."""
+"""Rate limit of wrong API keys per address."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS
 
 
 class KeyGuard:
-    """Each wrong key that an address tries counts once: a client that was set up with a wrong key
-    and repeats it guesses nothing. An address that has tried `most` of them within GUESS_SECONDS
-    is turned away, whatever it sends, until that time is over."""
+    """Each distinct wrong key of an address counts once: a misconfigured client that repeats one
+    key is not guessing. An address that has tried `most` of them within GUESS_SECONDS is rejected,
+    whatever it sends, until that time is over."""
 
     def __init__(self, keys: ApiKeys, most: int):
         self.keys = keys
         self.most = most
-        # by address: when its time is over, and hashes of what it tried; the oldest come first
+        # by address: end of its time window, and hashes of the keys tried; oldest first
         self.guesses: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
 
     def refusal(self, given: bytes | None, address: str) -> ApiError | None:
-        """given: the key that was sent, if any was."""
+        """given: the key sent, if any."""
         if not self.keys.keys:
             return None
         if self.guesses:
@@ -40,7 +40,7 @@ class KeyGuard:
         )
 
     def _wait(self, network: str, now: float) -> float:
-        """Seconds for which this address is turned away."""
+        """Seconds for which this address is still rejected."""
         until, tried = self.guesses.get(network, (0.0, set()))
         if until <= now:
             self.guesses.pop(network, None)

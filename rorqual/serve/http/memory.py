@@ -1,4 +1,4 @@
-"""Memory of large bodies goes back to the system. The C library keeps what was freed, for each
+"""Returns the memory of large bodies to the system. The C library keeps freed memory for each
 thread that tokenized a long text: hundreds of MB after a few bodies of the largest size."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ TRIMS = 4
 
 
 class MemoryTrimmer:
-    """`note` what came in; where that was enough, `run` asks the C library to give back what is
-    free, TRIMS times: a large body is still being worked on when it has come."""
+    """`note` received bytes; once they exceed LARGE_BODIES, `run` makes the C library return free
+    memory, TRIMS times, as a large body is still being processed when it has arrived."""
 
     def __init__(self) -> None:
-        # glibc's alone; other libraries give back by themselves
+        # glibc only; other C libraries return memory themselves
         self.trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self.size = 0
         self.due = 0
 
     def note(self, size: int) -> None:
-        """A body of `size` bytes has come."""
+        """A body of `size` bytes was received."""
         self.size += size
         if self.size >= LARGE_BODIES:
             self.size = 0

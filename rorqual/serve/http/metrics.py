@@ -1,4 +1,4 @@
-"""What the server knows of itself: one snapshot for a page to draw."""
+"""The server's figures as one snapshot, for the dashboard and /stats."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PERCENTILES = (50, 90, 95, 99)
 class Rates:
     """Tokens a second over the last seconds, from samples of the counters."""
 
-    def __init__(self, fleet: EnginePool):
-        self.fleet = fleet
+    def __init__(self, pool: EnginePool):
+        self.pool = pool
         self.samples: deque[tuple[float, int, int]] = deque(maxlen=600)
 
     def sample(self) -> None:
-        snapshots = [client.snapshot for client in self.fleet.clients]
+        snapshots = [client.snapshot for client in self.pool.clients]
         self.samples.append(
             (
                 time.monotonic(),
@@ -46,21 +46,21 @@ class Rates:
         }
 
 
-def snapshot(fleet: EnginePool, rates: Rates, counts: Counter[str]) -> dict[str, Any]:
-    """The state of this moment: counters since the engines started, gauges, percentiles over the
-    last WINDOW seconds."""
+def snapshot(pool: EnginePool, rates: Rates, counts: Counter[str]) -> dict[str, Any]:
+    """The current state: counters since the engines started, gauges, percentiles over the last
+    WINDOW seconds."""
     now = time.monotonic()
     return {
         "time": time.time(),
-        "healthy": fleet.healthy,
-        "restarts": fleet.restarts,
+        "healthy": pool.healthy,
+        "restarts": pool.restarts,
         "tokens_per_second": rates.over(5.0),
         "window_seconds": WINDOW,
         "recent": percentiles(
-            [one for client in fleet.clients for one in client.ended if one.at >= now - WINDOW]
+            [one for client in pool.clients for one in client.ended if one.at >= now - WINDOW]
         ),
         "http_events": dict(counts),
-        "engines": [_engine(client) for client in fleet.clients],
+        "engines": [_engine(client) for client in pool.clients],
     }
 
 
@@ -89,7 +89,7 @@ def _engine(client: EngineClient) -> dict[str, Any]:
 
 
 def percentiles(ended: list[RequestTimes]) -> dict[str, Any]:
-    """Of the requests that ended lately, seconds: {"count", "ttft": {"p50": ...}, ...}."""
+    """Of the recently ended requests, seconds: {"count", "ttft": {"p50": ...}, ...}."""
     series = {
         "ttft": [one.ttft for one in ended],
         "tpot": [one.tpot for one in ended if one.tpot is not None],

@@ -1,8 +1,8 @@
 """The requests of the OpenAI API, with vLLM's extensions.
 
-A field of a completion's body that is not here is set aside (unknown_fields.py); in the objects
-within it, and on the other routes, it is refused by name. Answers are not modelled here: they are
-written by hand in `sse`, where every microsecond counts.
+A field of a completion's body that is not here is set aside (unknown_fields.py); in nested objects,
+and on the other routes, it is rejected by name. Responses are not modelled here: `sse` builds them
+by hand, where every microsecond counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rorqual.serve.http.unknown_fields import set_aside
 
 
 def _whole(value: Any) -> Any:
-    """16.0 is 16, as JSON has one kind of number; 16.5 is left to be refused."""
+    """16.0 becomes 16, as JSON has one kind of number; 16.5 is left for validation to reject."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -32,7 +32,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def _one_wrong_bias(value: Any) -> Any:
-    """Of many wrong entries only the first is told."""
+    """Report only the first of many wrong entries."""
     if not isinstance(value, dict):
         return value
     for token, bias in value.items():
@@ -42,7 +42,7 @@ def _one_wrong_bias(value: Any) -> Any:
     return value
 
 
-# A list of a million wrong items is told by its first.
+# Of a list of a million wrong items only the first is reported.
 FAST = Field(fail_fast=True)
 SEVERAL = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[TokenId], SEVERAL]
@@ -58,7 +58,7 @@ class Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown(cls, data: Any) -> Any:
-        """Of more fields than there are, only the first unknown one is told."""
+        """Report only the first of many unknown fields."""
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -86,15 +86,15 @@ class StructuredOutputs(Model):
 
 
 class Sampling(Model):
-    """What both kinds of completion share."""
+    """Fields shared by both kinds of completion."""
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
-        """Half of a surrogate pair, which JSON's escapes can spell, is no character: nothing
-        behind this could encode it."""
+        """Reject lone surrogates, which JSON escapes can write: later code could not encode
+        them."""
         try:
-            msgspec.json.encode(data)  # a hundred times as fast as a walk
+            msgspec.json.encode(data)  # a hundred times as fast as a recursive check
         except (ValueError, OverflowError, RecursionError):
             if isinstance(data, dict):
                 _check_text(data)
@@ -180,7 +180,7 @@ class Sampling(Model):
 
 
 def _check_text(data: dict[str, Any]) -> None:
-    """Refuses the first string that cannot be encoded, by the name of its field."""
+    """Reject the first string that cannot be encoded, by the name of its field."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
     while waiting:
         where, value = waiting.pop()
@@ -225,7 +225,7 @@ class ToolCall(Model):
 
 
 class ChatMessage(Model):
-    """One turn. The fields an answer of this server carries may be sent back as they came."""
+    """One turn. All fields of this server's responses may be sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAST] | None = None
@@ -274,7 +274,7 @@ class ResponseFormat(Model):
 
 
 class ResumedChoice(Model):
-    """token_ids: what the stream has accounted for. ended: its end was told too."""
+    """token_ids: those the stream's events cover. ended: whether its end was sent too."""
 
     index: Count
     token_ids: Annotated[list[TokenId], FAST]
@@ -282,7 +282,8 @@ class ResumedChoice(Model):
 
 
 class Resume(Model):
-    """A stream of another server's. Choices that are not listed have not begun."""
+    """The state of another server's stream, to be continued. Choices not listed have not
+    started."""
 
     id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
     created: Annotated[int, Field(ge=0, lt=2**53)]

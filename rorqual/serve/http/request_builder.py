@@ -23,7 +23,7 @@ from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import Call, ChatCall, TextCall
-from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, UnheardChoiceBuilder
+from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, ZeroTokenChoiceBuilder
 from rorqual.serve.http.clients import user_name
 from rorqual.serve.http.protocol import (
     ChatMessage,
@@ -76,8 +76,8 @@ PASSED_ON = (
 
 @dataclass(frozen=True)
 class Served:
-    """What is served: names it answers to, and how its text is made and read. reasoning: whether
-    <think> is split off."""
+    """The served model: its names, tokenizer, template and parsers. reasoning: whether <think> is
+    split off."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -90,9 +90,9 @@ class Served:
 
 
 class RequestBuilder:
-    def __init__(self, served: Served, fleet: EnginePool, limits: ServerLimits):
+    def __init__(self, served: Served, pool: EnginePool, limits: ServerLimits):
         self.served = served
-        self.fleet = fleet
+        self.pool = pool
         self.limits = limits
 
     # ---- chat
@@ -100,7 +100,7 @@ class RequestBuilder:
     async def chat(
         self, body: ChatRequest, client: str, make: Callable[..., Call] = ChatCall
     ) -> Call:
-        """make: what writes the answer."""
+        """make: the Call class that writes the response."""
         self._check_model(body)
         tools, forced = self._tools(body)
         text, inside = self._render(body, body.messages, tools)
@@ -177,7 +177,7 @@ class RequestBuilder:
         return text, self.served.reasoning and inside
 
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The functions to describe to the model, and those of which one must be called."""
+        """The functions to describe to the model, and those one of which must be called."""
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
         choice = body.tool_choice
@@ -197,8 +197,7 @@ class RequestBuilder:
         return tools, tools
 
     def _hides_marks(self) -> bool:
-        """Whether the tokens around calls are special ones, which are left out of a text unless it
-        is asked for them."""
+        """Whether the tokens around calls are special ones, which decoding skips by default."""
         tokenizer = self.served.tokenizer
         marks = FORMATS[self.served.tool_format].marks
         return any(tokenizer.raw.token_to_id(mark) in tokenizer.special_ids for mark in marks)
@@ -212,7 +211,8 @@ class RequestBuilder:
     def _structure(
         self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool
     ) -> StructuredOutput | None:
-        """What the text must look like; where the prompt opened a <think> block, only after it."""
+        """The structure required of the text; where the prompt opened a <think> block, only after
+        it."""
         structure = structure_of(body, self.limits.grammar)
         if forced and structure is not None:
             raise bad_request(
@@ -283,16 +283,16 @@ class RequestBuilder:
         tokens = sum(map(len, prompts))
         call = make(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
         call.prompt_top = prompt_top
-        builder = ChoiceBuilder if most else UnheardChoiceBuilder
+        builder = ChoiceBuilder if most else ZeroTokenChoiceBuilder
         call.replies.extend(
             builder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests)
         )
         return await self._streaming(call, body)
 
-    # ---- text and tokens alone
+    # ---- tokenizing only
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """The ids that a completion of this prompt, or a chat of these messages, begins with."""
+        """The prompt's ids for a completion of this prompt, or a chat of these messages."""
         self._check_model(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("either prompt or messages must be given", "prompt")
@@ -322,7 +322,7 @@ class RequestBuilder:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _count(self, body: Sampling, prompts: int) -> int:
-        """Choices of each prompt, within the limits and the room there is."""
+        """Choices of each prompt, checked against the limits and free capacity."""
         n = body.n or 1
         if n > self.limits.n:
             raise bad_request(f"n={n} is out of range; accepted: 1 to {self.limits.n}", "n")
@@ -351,7 +351,8 @@ class RequestBuilder:
         return self._top(body.prompt_logprobs, "prompt_logprobs")
 
     def _check_scores(self, requests: list[Request]) -> None:
-        """All of a request's are in the API process at once, as objects."""
+        """Limit prompt log probabilities: all of a request's are in the API process at once, as
+        objects."""
         scored = [r for r in requests if r.params.prompt_logprobs is not None]
         entries = sum(
             len(r.prompt) * (r.params.prompt_logprobs or 0) + len(r.prompt) for r in scored
@@ -412,13 +413,13 @@ class RequestBuilder:
                 if params.seed is not None and sample:
                     child = replace(child, seed=_wrapped(params.seed + sample))
                 if params.prompt_logprobs is not None and sample and not body.stream:
-                    child = replace(child, prompt_logprobs=None)  # the first choice's are shown
+                    child = replace(child, prompt_logprobs=None)  # only the first's are returned
                 given = (tuple(prompt), child, eos, now, salt, *name)
-                requests.append(Request(self.fleet.new_id(), *given))
+                requests.append(Request(self.pool.new_id(), *given))
         return requests
 
     def _kept(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """What truncate_prompt_tokens leaves of it."""
+        """The prompt after truncate_prompt_tokens."""
         context = self._most_tokens() + 1
         if (params.truncate_prompt_tokens or 0) >= context:
             raise bad_request(
@@ -445,8 +446,8 @@ class RequestBuilder:
             )
 
     async def _encode(self, texts: list[str], special: bool, cut: bool = False) -> list[list[int]]:
-        """Long texts are tokenized on a thread, so that other streams go on; a text with too
-        many tokens whatever they are is not tokenized at all, unless the prompt is to be cut."""
+        """Long texts are tokenized on a thread, so that other streams continue; a text that must
+        have too many tokens is not tokenized at all, unless the prompt is truncated."""
         tokenizer = self.served.tokenizer
         most = self._most_tokens()
         longest = tokenizer.longest
@@ -464,8 +465,8 @@ class RequestBuilder:
             raise bad_request(f"the text cannot be encoded: {error}") from None
 
     def _most_tokens(self) -> int:
-        """Of a prompt, on the engine with the longest context."""
-        lengths = [it.info.max_model_len for it in self.fleet.clients if it.info is not None]
+        """Most tokens of a prompt, on the engine with the longest context."""
+        lengths = [it.info.max_model_len for it in self.pool.clients if it.info is not None]
         return max(lengths, default=MAX_COUNT) - 1
 
     def _decode(self, prompt: list[int]) -> str:
@@ -484,7 +485,7 @@ class RequestBuilder:
         )
 
     async def _streaming(self, call: Any, body: Resumable) -> Any:
-        """How the answer is told, and from where on."""
+        """Set up how the response is streamed, and where it resumes."""
         _set_stream(call, body)
         given = body.rorqual_resume
         if given is not None:
@@ -496,7 +497,7 @@ class RequestBuilder:
 
 @contextmanager
 def _named(parameter: str) -> Iterator[None]:
-    """What is wrong in here is wrong with this parameter."""
+    """Attributes errors inside the block to this parameter."""
     try:
         yield
     except RequestError as error:
@@ -511,7 +512,7 @@ def _set_stream(call: Call, body: Sampling) -> None:
     call.returns_ids = bool(body.return_token_ids)
     call.as_ids = bool(body.return_tokens_as_token_ids)
     if body.kv_transfer_params is not None:
-        call.more["kv_transfer_params"] = None  # there is no prefill elsewhere to tell of
+        call.more["kv_transfer_params"] = None  # there is no remote prefill to report
     call.include_usage = bool(options and options.include_usage)
     call.continuous_usage = bool(
         options and options.include_usage and options.continuous_usage_stats
@@ -519,7 +520,7 @@ def _set_stream(call: Call, body: Sampling) -> None:
 
 
 def _wrapped(seed: int) -> int:
-    """The next seeds of the other choices, within 64 bits."""
+    """Seeds of further choices, wrapped to 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -550,8 +551,8 @@ def _prompts(given: Any) -> list[str | list[int]]:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """The form templates expect: text as one string, arguments as JSON text that goes through
-    tojson unchanged."""
+    """The form templates expect: text as one string, arguments as JSON text that tojson leaves
+    unchanged."""
     content = message.content
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found["content"] = (

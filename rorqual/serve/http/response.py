@@ -1,5 +1,5 @@
-"""The response that carries a Call: starts its sequences, streams or waits, and lets go of
-everything however it ends."""
+"""The HTTP response of a Call: starts its sequences, streams or waits, and releases everything
+however it ends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rorqual.telemetry.spans import NO_SPAN
 
 log = logging.getLogger("rorqual.serve")
 
-DIRECT = "rorqual.send"  # in the scope: what DirectSend was given to send by
-SPAN = "rorqual.span"  # of the request, where spans are told
-ABORT = "rorqual.abort"  # the scope's entry for cutting the connection; see connection.py
-GRACE = 5.0  # seconds after its deadline for a stream to deliver its last words
+DIRECT = "rorqual.send"  # scope entry: the `send` that DirectSend received
+SPAN = "rorqual.span"  # scope entry: the request's span, with tracing
+ABORT = "rorqual.abort"  # scope entry: aborts the connection; see connection.py
+GRACE = 5.0  # seconds after its deadline for a stream to deliver its last event
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,30 +38,30 @@ EVENTS = [
 
 
 class StreamResponse(Response):
-    """The engine hears of the request when the response is asked for; headers are sent with the
-    first token, so that whatever the engine refuses is still an HTTP status."""
+    """The request is sent to the engine when the response starts; headers are sent with the first
+    token, so that a rejection by the engine is still an HTTP status."""
 
     def __init__(
         self,
         call: Call,
-        fleet: EnginePool,
+        pool: EnginePool,
         counts: Counter[str],
         running: set[EngineJob],
         more_headers: Sequence[tuple[bytes, bytes]] = (),
     ):
         self.call = call
-        self.fleet = fleet
+        self.pool = pool
         self.counts = counts
         self.running = running
         self.status_code = 200
         self.background = None
-        self.job = EngineJob(fleet.limits.buffered)
+        self.job = EngineJob(pool.limits.buffered)
         self.started = False
         self.more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self.job
-        timeout = self.fleet.limits.timeout
+        timeout = self.pool.limits.timeout
         job.span = scope.get(SPAN, NO_SPAN)
         note_request(job.span, self.call)
         if self.call.stream:
@@ -70,7 +70,7 @@ class StreamResponse(Response):
         deadline = asyncio.get_running_loop().call_later(timeout, self._late, timeout)
         self.running.add(job)
         try:
-            self.fleet.submit(self.call.requests, self.call.every_step, job, self.call.over)
+            self.pool.submit(self.call.requests, self.call.every_step, job, self.call.over)
             if self.call.stream:
                 await self._stream(send, scope.get(DIRECT, send))
             else:
@@ -103,7 +103,7 @@ class StreamResponse(Response):
             self.job.abort_connection()
 
     async def _stream(self, send: Send, direct: Send) -> None:
-        """direct: takes chunks past the layers that only look at an answer's head."""
+        """direct: sends chunks past the layers that only change a response's head."""
         call = self.call
         job = self.job
         early = call.early
@@ -137,8 +137,8 @@ class StreamResponse(Response):
         self.started = True
 
     def _sink_into(self, direct: Send) -> None:
-        """From here on usual chunks leave where the engine's message is read, without waking this
-        task: all but the last, where the connection takes them at once."""
+        """From here on ordinary chunks are sent where the engine's message is read, without waking
+        this task: all but the last, while the connection accepts them without waiting."""
         cycle = getattr(direct, "__self__", None)
         if not isinstance(cycle, RequestResponseCycle) or not self.call.sinks:
             return
@@ -186,7 +186,7 @@ class StreamResponse(Response):
 
 
 async def _watch(receive: Receive, job: EngineJob) -> None:
-    """Fail the job as soon as the client has gone."""
+    """Fail the job as soon as the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     job.fail(Disconnected())
@@ -204,12 +204,12 @@ async def _send_all(
 
 
 def error_response(error: ApiError, path: str = "") -> Any:
-    """In the form of the API that the path belongs to; OpenAI's where none is told."""
+    """In the error format of the path's API; by default OpenAI's."""
     return Response(error_body(error, path), error.status, error.headers(), "application/json")
 
 
 def _run_at_once(sending: Coroutine[Any, Any, None]) -> None:
-    """A send that has no reason to wait."""
+    """Run a send that must not need to wait."""
     try:
         sending.send(None)
     except StopIteration:

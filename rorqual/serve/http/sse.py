@@ -1,5 +1,5 @@
-"""Answers as bytes. Chunks of a stream are put together from parts encoded beforehand: a token
-costs one encoded string."""
+"""Responses as bytes. Chunks of a stream are assembled from pre-encoded parts: a token costs one
+encoded string."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rorqual.text.tokenizer import REPLACEMENT, Tokenizer
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+LOWEST = -9999.0  # represents minus infinity, which JSON lacks
 
 Entries = list[tuple[int, dict[int, Logprob]]]
 PromptEntries = list[dict[int, Logprob] | None]
 
 
 class ChunkHead:
-    """What every part of one answer begins with."""
+    """The head of every chunk of one response."""
 
     def __init__(self, name: str, kind: str, created: int, model: str, fingerprint: str):
         self.fields = {
@@ -98,8 +98,8 @@ class TextChoice:
 
 
 def usage(prompt: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
-    """Token counts; a prompt counts once however many choices it has. Cached: what its first
-    choice found in the prefix cache."""
+    """Token counts; a prompt counts once for all its choices. Cached: the first choice's prefix
+    cache hits."""
     output = sum(reply.tokens for reply in replies)
     cached = max((reply.cached for reply in replies), default=0)
     details = {"cached_tokens": cached}
@@ -145,7 +145,7 @@ def _token(token: int, found: Logprob, tokenizer: Tokenizer, as_ids: bool) -> di
 def prompt_logprobs(
     prompt: Sequence[int], entries: PromptEntries, top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: each token and the `top` likely ones, by token id."""
+    """vLLM's format: each token and the `top` most likely ones, by token id."""
     return [
         None if entry is None else _by_id(token, entry, top)
         for token, entry in zip(prompt, entries, strict=True)
@@ -171,8 +171,8 @@ def text_logprobs(
     tokenizer: Tokenizer,
     as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """The lists of the older API, and the offset at which the next token's text begins. The first
-    token of a prompt has no entry."""
+    """The lists of the completions API, and the text offset of the next token. The first token of a
+    prompt has no entry."""
     result: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -201,8 +201,8 @@ def text_logprobs(
 
 
 def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """The bytes of a token, also where it is a part of a character; None where the vocabulary
-    does not say."""
+    """The bytes of a token, also where it is part of a character; None where the vocabulary does
+    not give them."""
     if REPLACEMENT not in text:
         return list(text.encode())
     found = [BYTE_OF.get(char) for char in tokenizer.raw.id_to_token(token) or "?"]
@@ -210,8 +210,8 @@ def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> list[int] | None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: itself where it is
-    one, else one from 256 on."""
+    """The byte of each character in byte-level vocabularies: printable bytes are themselves, others
+    are characters from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {

@@ -1,4 +1,5 @@
-"""Which structure a request asks for, by any of the names clients use, as one StructuredOutput."""
+"""The structure a request asks for, by any of the parameters clients use, as one
+StructuredOutput."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SCHEMA_DEPTH = 64
 def structure_of(
     body: ChatRequest | CompletionRequest, limits: GrammarLimits
 ) -> StructuredOutput | None:
-    """At most one may be given; sizes are checked here, the rest where it is compiled."""
+    """At most one may be given; sizes are checked here, the rest when it is compiled."""
     found = [
         *_from_format(body.response_format),
         *_from_guided(body),
@@ -48,7 +49,7 @@ def structure_of(
 
 
 def check_schema(name: str, structure: StructuredOutput) -> None:
-    """The references of a schema; `name` is the parameter it came in."""
+    """Check a schema's references; `name` is its parameter."""
     try:
         check_refs(structure)
     except RequestError as error:
@@ -103,7 +104,7 @@ def _dump(value: Any) -> str:
 
 
 def _check_depth(name: str, structure: StructuredOutput) -> None:
-    """Brackets of a schema nest at most so deep; counted without building anything."""
+    """Limit the nesting of a schema's brackets, counted without parsing it."""
     if structure.kind != "json_schema":
         return
     depth = deepest = 0
@@ -117,7 +118,7 @@ def _check_depth(name: str, structure: StructuredOutput) -> None:
 
 
 def as_format(structure: StructuredOutput) -> dict[str, Any]:
-    """The same as a part of a structural tag."""
+    """The structure as a part of a structural tag."""
     if structure.kind == "json_object":
         return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 1}
     if structure.kind == "json_schema":
@@ -139,7 +140,7 @@ def as_format(structure: StructuredOutput) -> dict[str, Any]:
 
 
 def after_thinking(form: dict[str, Any]) -> dict[str, Any]:
-    """Free text to the end of the reasoning, then this."""
+    """Free text up to the end of the reasoning, then `form`."""
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
     return {"type": "sequence", "elements": [thought, form]}
 

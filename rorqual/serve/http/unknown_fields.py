@@ -1,5 +1,5 @@
-"""Fields of a body that this server does not have: those that would change the answer are refused,
-others are left out and named in the answer's header, or refused too."""
+"""Unknown fields of a body: those that would change the output are rejected; others are ignored and
+named in a response header, or rejected too."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger("rorqual.serve")
 HEADER = b"x-rorqual-ignored"
 LISTED = 20  # names in the header
 LONGEST = 64  # characters of a name there
-MOST = 100  # unknown fields that are ignored; a body with more is no request
-WARNED = 1_000  # names of which the log has told
+MOST = 100  # most unknown fields that are ignored; a body with more is rejected
+WARNED = 1_000  # most names that are logged
 
-# Known to OpenAI's or vLLM's API, not supported here, and no matter of taste: they change tokens,
-# or what an answer means. The values that ask for nothing are accepted, as is null.
+# Known to OpenAI's or vLLM's API but not supported here, and they change tokens or the meaning of a
+# response. Values without effect are accepted, as is null.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -43,13 +43,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "rorqual_resume": (),
 }
 
-# Of the body being read, in the task that reads it: pydantic's validators have no other place.
+# State of the body being parsed, by task: pydantic's validators can keep it nowhere else.
 ignored: ContextVar[tuple[str, ...]] = ContextVar("ignored", default=())
 
 
 def set_aside(data: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The fields that are `known`; the names of others go to `ignored`. Raises ApiError for one of
-    REFUSED that asks for something."""
+    """The `known` fields; names of others are added to `ignored`. Raises ApiError for one of
+    REFUSED with an effect."""
     others = [name for name in data if name not in known and data[name] is not None]
     for name in others:
         if name in REFUSED and data[name] not in REFUSED[name]:
@@ -59,15 +59,14 @@ def set_aside(data: dict[str, Any], known: set[str]) -> dict[str, Any]:
 
 
 class UnknownFields:
-    """refuse: any is a mistake of the caller's, not only more than MOST. warned: names of which the
-    log has told."""
+    """refuse: reject any unknown field, not only more than MOST. warned: names already logged."""
 
     def __init__(self, refuse: bool):
         self.refuse = refuse
         self.warned: set[str] = set()
 
     def check(self) -> None:
-        """Once a body was read. Raises ApiError where unknown fields are refused."""
+        """Called after parsing a body. Raises ApiError where unknown fields are rejected."""
         names = ignored.get()
         if len(names) > MOST or (names and self.refuse):
             shown = quoted(names[0], "")
@@ -78,7 +77,7 @@ class UnknownFields:
                 log.warning("a request's unknown field %s is ignored", quoted(name))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the answer: what was left out of its request."""
+        """Response headers that name the ignored fields."""
         names = ignored.get()
         listed = [quote(name[:LONGEST], safe="") for name in names[:LISTED]]
         return [(HEADER, ", ".join(listed).encode())] if listed else []

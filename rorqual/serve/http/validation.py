@@ -1,5 +1,5 @@
-"""What is wrong with a body, in the words of the API: the parameter at fault and what it takes,
-nothing of the library that found it."""
+"""Validation errors of a body in the API's terms: the parameter at fault and its accepted values,
+without pydantic's details."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from rorqual.errors import quoted
 from rorqual.serve.errors import ApiError, bad_request
 
-# Fields that take values of several forms. pydantic puts the name of the form it tried after the
-# field's own; that name is no part of the request.
+# Fields that accept several types. pydantic adds the name of the type it tried after the field's
+# own; that name is not part of the request.
 FORMS = {
     "prompt": "a string, an array of strings, an array of token ids or an array of such arrays",
     "stop": "a string or an array of strings",
@@ -36,8 +36,8 @@ Error = dict[str, Any]
 
 
 def invalid_body(errors: Sequence[Error]) -> ApiError:
-    """The first thing wrong. Where a field takes several forms: what is wrong with the one that
-    was meant, as far as can be told."""
+    """The first error. For a field that accepts several types: the error of the type most likely
+    meant."""
     first = errors[0]
     loc = tuple(first["loc"][1:])  # after "body"
     if first["type"] == "json_invalid":
@@ -57,7 +57,7 @@ def invalid_body(errors: Sequence[Error]) -> ApiError:
 
 
 def wrong_value(error: Error, field: str | None) -> ApiError:
-    """One of pydantic's errors, about this field."""
+    """One of pydantic's errors, as an ApiError about this field."""
     field = quoted(field, "") if field else None
     if error["type"] == "extra_forbidden":
         return bad_request(f"the field '{field}' is not known here", field)
@@ -70,8 +70,8 @@ def wrong_value(error: Error, field: str | None) -> ApiError:
 
 
 def _meant(errors: list[Error]) -> Error | None:
-    """Of the errors of one field's forms: the first of the form whose kind of value was given;
-    of several such forms, the one that was right for longest."""
+    """Among the errors of a field's types: the first of the type that matches the given value's
+    kind; of several such types, the one whose error is deepest."""
     forms: dict[Any, list[Error]] = {}
     for error in errors:
         loc = tuple(error["loc"][1:])
@@ -94,8 +94,8 @@ def _meant(errors: list[Error]) -> Error | None:
 
 
 def _field(loc: tuple[Any, ...]) -> tuple[str | None, int | None]:
-    """The parameter's name with the numbers of its items, and where in `loc` the name of a form
-    stands, if one does."""
+    """The parameter's name with item indices, and the position in `loc` of a type's name, if
+    any."""
     for i in range(1, len(loc)):
         if _name(loc[:i]) in FORMS and not isinstance(loc[i - 1], int):
             return ".".join(map(str, (*loc[:i], *loc[i + 1 :]))), i

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rorqual.engine.balance.moves import Answer, Move, changed_slots, moves
+from rorqual.engine.balance.moves import Move, MoveResult, changed_slots, moves
 from rorqual.engine.balance.policy import LoadWindow, RebalancePolicy, noise_limit
 from rorqual.parallel.eplb.placement import Floats, balancedness, place
 
@@ -145,5 +145,5 @@ def test_moves_change_few_slots_of_any_rank_at_a_time() -> None:
 
 
 def test_answers_travel() -> None:
-    answer = Answer(3, 2, 0.5, "RuntimeError: no", True)
-    assert Answer.decode(answer.encode()) == answer
+    answer = MoveResult(3, 2, 0.5, "RuntimeError: no", True)
+    assert MoveResult.decode(answer.encode()) == answer

@@ -19,7 +19,7 @@ from rorqual.engine.distributed.handshake import HandshakeError, PeerIdentity
 from rorqual.engine.distributed.launchers import remote
 from rorqual.engine.distributed.listener import Listener, join
 from rorqual.engine.distributed.network import interface_of, interfaces, named_address, route_to
-from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from rorqual.engine.distributed.worker_handle import ConnectedWorker, WorkerHandle
 from rorqual.errors import ConfigError, EngineError
 
 SECRET = b"a secret of some length"
@@ -256,21 +256,23 @@ def test_a_frame_too_large_or_of_no_kind_is_an_error() -> None:
 
 def test_a_member_that_sends_one_is_named() -> None:
     mine, theirs = pair()
-    member = WorkerHandle(1, "rank 1", JoinedWorker(mine, 7, host="host-b"))
+    member = WorkerHandle(1, "rank 1", ConnectedWorker(mine, 7, host="host-b"))
     theirs.socket.sendall(HEADER.pack(99, 0))
     member.listen()
-    assert member.gone(60) is None
-    assert member.failed() == "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 17"
+    assert member.liveness_error(60) is None
+    assert member.reported_failure() == (
+        "rank 1 on host-b failed: a frame of kind 99 came; accepted: 1 to 17"
+    )
 
 
 def test_a_member_that_leaves_or_falls_silent_is_named() -> None:
     mine, theirs = pair()
-    member = WorkerHandle(1, "rank 1", JoinedWorker(mine, 7, host="host-b"))
-    assert member.gone(60) is None
-    assert "rank 1 on host-b has given no sign of life" in str(member.gone(-1))
+    member = WorkerHandle(1, "rank 1", ConnectedWorker(mine, 7, host="host-b"))
+    assert member.liveness_error(60) is None
+    assert "rank 1 on host-b has given no sign of life" in str(member.liveness_error(-1))
     theirs.close()
     member.listen()
-    assert "rank 1 on host-b has closed its link" in str(member.gone(60))
+    assert "rank 1 on host-b has closed its link" in str(member.liveness_error(60))
 
 
 def test_patience_ends_a_wait() -> None:

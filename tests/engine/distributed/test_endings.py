@@ -19,7 +19,7 @@ from rorqual import LLM, SamplingParams
 from rorqual.engine.distributed.channel import Channel, FrameKind
 from rorqual.engine.distributed.launchers.local import LocalLauncher
 from rorqual.engine.distributed.rendezvous import Rendezvous
-from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from rorqual.engine.distributed.worker_handle import ConnectedWorker, WorkerHandle
 from rorqual.errors import EngineError
 from rorqual.parallel.mesh import ProcessGroups
 from tests.child_process import stand_still
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_before_it_has_come_ends_the_start(
     join = Rendezvous.join
     pids = []
 
-    def start_and_halt(self: LocalLauncher) -> list[JoinedWorker]:
+    def start_and_halt(self: LocalLauncher) -> list[ConnectedWorker]:
         (joined,) = start_ranks(self)
         stand_still(joined.pid)
         pids.append(joined.pid)
@@ -186,7 +186,7 @@ def child(code: str) -> WorkerHandle:
     head = f"import os, signal, socket, sys; sock = socket.socket(fileno={number})\n"
     process = subprocess.Popen([sys.executable, "-c", head + code], pass_fds=[number])
     theirs.close()
-    return WorkerHandle(1, "rank 1", JoinedWorker(Channel(mine), process.pid, process=process))
+    return WorkerHandle(1, "rank 1", ConnectedWorker(Channel(mine), process.pid, process=process))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_what_a_rank_ended_with_is_said(code: str, words: str | None) -> None:
     handle = child(f"sock.recv(1)\n{code}")
     handle.channel.send(FrameKind.STOP)
     handle.listen()
-    assert handle.leave(time.monotonic() + 60) == (words and f"rank 1 {words}")
+    assert handle.wait_stopped(time.monotonic() + 60) == (words and f"rank 1 {words}")
 
 
 def test_a_rank_that_does_not_stop_is_killed_and_that_is_said() -> None:
     handle = child("signal.pause()")
     handle.channel.send(FrameKind.STOP)
-    said = handle.leave(time.monotonic())
+    said = handle.wait_stopped(time.monotonic())
     assert said == "rank 1 did not end in time when it was told to stop, and was killed"
     assert handle.process is not None
     assert handle.process.returncode == -signal.SIGKILL

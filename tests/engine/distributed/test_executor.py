@@ -203,10 +203,10 @@ def test_a_process_that_leaves_its_groups_behind_ends_with_its_own_status(tmp_pa
     code = f"""
 import atexit, sys
 import torch.distributed as dist
-from rorqual.engine.distributed.executor import leave_behind
+from rorqual.engine.distributed.executor import skip_group_teardown
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 atexit.register(print, "handlers run")
-leave_behind()
+skip_group_teardown()
 sys.exit(7)
 """
     done = subprocess.run(

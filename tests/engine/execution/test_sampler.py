@@ -72,7 +72,7 @@ def new_row(
 
 def draw(logits: Tensor, rows: RequestState, slots: list[int], positions: list[int]) -> Tensor:
     """As the runner samples a step that asks for edits."""
-    params = rows.asked(slots)
+    params = rows.sampling_params(slots)
     where = torch.tensor(positions)
     if any(p.edits_logits for p in params):
         logits = apply_logits_processors(logits, [LogitRow(slot) for slot in slots], where, rows)

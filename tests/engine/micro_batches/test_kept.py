@@ -14,7 +14,7 @@ from rorqual import LLM
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import read_model
 from rorqual.engine.micro_batches.kept import AGREES, KeptTimes, parsed, read
-from rorqual.engine.micro_batches.measure import Limits, off
+from rorqual.engine.micro_batches.measure import Limits, deviation
 from rorqual.engine.micro_batches.step_times import (
     MeasuredSize,
     PhaseTimes,
@@ -115,9 +115,9 @@ def test_reasons_are_compared_with_the_engine_that_is_there() -> None:
     layers = sum(runner.model.config.moe_layers)
     same = StepTimes(layers, reason, reason)
     limits = Limits(4, 1, 64, 64)
-    assert off(runner, limits, same) == 0
-    assert off(runner, limits, replace(same, layers=layers + 1)) == float("inf")
-    assert off(runner, limits, replace(same, decode=table(1.0).decode)) == float("inf")
+    assert deviation(runner, limits, same) == 0
+    assert deviation(runner, limits, replace(same, layers=layers + 1)) == float("inf")
+    assert deviation(runner, limits, replace(same, decode=table(1.0).decode)) == float("inf")
 
 
 @pytest.mark.exhaustive

@@ -14,9 +14,9 @@ from rorqual.engine.micro_batches.policy import (
     FixedParts,
     MeasuredParts,
     best_parts,
-    played,
     predicted,
     shapes,
+    simulated_seconds,
 )
 from rorqual.engine.micro_batches.report import lines, parts_of
 from rorqual.engine.micro_batches.step_times import (
@@ -53,7 +53,7 @@ def size(
     for parts in range(1, min(MOST_AUTO_PARTS, tokens) + 1):
         each_part = [tokens // parts + (i < tokens % parts) for i in range(parts)]
         over = hand_over * 2 * parts * LAYERS if parts > 1 else 0.0
-        passes.append(played([stages(count) for count in each_part], LAYERS) + over)
+        passes.append(simulated_seconds([stages(count) for count in each_part], LAYERS) + over)
     return MeasuredSize(
         tokens,
         min(tokens, 12),
@@ -79,13 +79,13 @@ def prompts(tokens: int, requests: int = 12) -> tuple[tuple[int, ...], ...]:
 def test_two_resources_side_by_side() -> None:
     even = (StageSeconds(1.0, 1.0), StageSeconds(1.0, 1.0), StageSeconds(0.0))
     half = tuple(StageSeconds(s.compute / 2, s.wire / 2) for s in even)
-    assert played([even], LAYERS) == 4 * LAYERS
+    assert simulated_seconds([even], LAYERS) == 4 * LAYERS
     # both are busy but for what the last message takes
-    assert played([half, half], LAYERS) == 2 * LAYERS + 0.5
-    assert played([half, half], 3) == 6.5
+    assert simulated_seconds([half, half], LAYERS) == 2 * LAYERS + 0.5
+    assert simulated_seconds([half, half], 3) == 6.5
     # weights that are read once for each part: nothing is gained
     reading = tuple(StageSeconds(s.compute, s.wire / 2) for s in even)
-    assert played([reading, reading], LAYERS) >= 4 * LAYERS
+    assert simulated_seconds([reading, reading], LAYERS) >= 4 * LAYERS
 
 
 def test_a_wire_as_slow_as_computing_is_hidden() -> None:

@@ -10,8 +10,8 @@ from rorqual.engine.scheduling.scheduler_output import (
     SamplingVariant,
     SchedulerOutput,
     StepMetadata,
-    cut,
-    cut_together,
+    split_lengths,
+    split_lengths_of_ranks,
 )
 from rorqual.errors import ConfigError
 
@@ -33,14 +33,14 @@ from rorqual.errors import ConfigError
 def test_runs_of_whole_requests(
     lengths: tuple[int, ...], parts: int, found: tuple[int, ...]
 ) -> None:
-    assert cut(lengths, parts) == found
+    assert split_lengths(lengths, parts) == found
 
 
 def test_every_cut_lies_between_requests() -> None:
     lengths = (7, 1, 30, 2, 2, 11, 400, 3)
     edges = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
     for parts in range(1, 9):
-        sizes = cut(lengths, parts)
+        sizes = split_lengths(lengths, parts)
         assert sum(sizes) == sum(lengths)
         assert all(sizes)
         assert len(sizes) <= parts
@@ -48,10 +48,10 @@ def test_every_cut_lies_between_requests() -> None:
 
 
 def test_a_rank_that_cannot_be_cut_leaves_all_whole() -> None:
-    assert cut_together([(1, 1), (5, 5)], 2) == ((1, 5), (1, 5))
-    assert cut_together([(1, 1), (5,)], 2) == ()
-    assert cut_together([(1, 1), ()], 2) == ()
-    assert cut_together([(1, 1), (5, 5)], 1) == ()
+    assert split_lengths_of_ranks([(1, 1), (5, 5)], 2) == ((1, 5), (1, 5))
+    assert split_lengths_of_ranks([(1, 1), (5,)], 2) == ()
+    assert split_lengths_of_ranks([(1, 1), ()], 2) == ()
+    assert split_lengths_of_ranks([(1, 1), (5, 5)], 1) == ()
 
 
 def test_what_ranks_agree_on_names_the_parts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from rorqual.serve.engines.engine_metrics import EngineMeter
+from rorqual.serve.engines.engine_metrics import EngineMetrics
 from tests.engine.execution.test_host_memory import TIER, texts
 from tests.engine.execution.test_identity import engine, greedy
 from tests.models.checkpoints import save
@@ -17,7 +17,7 @@ from tests.models.checkpoints import save
 def test_a_snapshot_counts_them(tmp_path: Path) -> None:
     save("qwen", tmp_path)
     llm = engine(tmp_path, **TIER)
-    meter = EngineMeter(llm.engine)
+    meter = EngineMetrics(llm.engine)
     assert meter.snapshot(0.0, [], {}).host_cache[1:] == [0, 0, 0, 0, 0]
     for _ in range(2):
         greedy(llm, texts(3), one_by_one=True)
@@ -28,4 +28,4 @@ def test_a_snapshot_counts_them(tmp_path: Path) -> None:
     assert 0 < bytes_in == usage.host_pages_in * size == hits // 8 * size
     assert 0 < held * size <= bytes_out
     assert hits < queries
-    assert EngineMeter(engine(tmp_path).engine).snapshot(0.0, [], {}).host_cache == []
+    assert EngineMetrics(engine(tmp_path).engine).snapshot(0.0, [], {}).host_cache == []

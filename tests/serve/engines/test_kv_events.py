@@ -34,7 +34,7 @@ from rorqual.serve.engines.kv_events import (
     KVEventBatch,
     KVEventPublisher,
     block_hash,
-    told,
+    to_vllm_events,
 )
 from rorqual.serve.kv_events_config import KVEventsConfig
 
@@ -85,7 +85,7 @@ def test_events_tell_what_the_cache_holds(lookahead: int) -> None:
         cache.release(pages)
         if turn % 50 == 49:
             cache.clear()
-        follower.follow(told(events.drain()))
+        follower.follow(to_vllm_events(events.drain()))
         # what is held and begins at the root without a salt, found by asking for every prompt
         held = {block_hash(key) for key in cache.pages if key in events.told}
         assert set(follower.texts) == held
@@ -118,7 +118,7 @@ def test_events_tell_what_each_tier_holds(lookahead: int) -> None:
         tier.end()
         if turn % 50 == 49:
             cache.clear()
-        for event in told(events.drain()):
+        for event in to_vllm_events(events.drain()):
             assert not isinstance(event, AllBlocksCleared)
             blocks = held[event.medium]
             for number in event.block_hashes:
@@ -150,7 +150,7 @@ def test_salted_prompts_are_not_told_of() -> None:
 
 def test_pages_of_a_chain_are_one_event() -> None:
     one, two, three = (bytes([i]) * 32 for i in range(3))
-    found = told(
+    found = to_vllm_events(
         [
             PageStored(one, None, (1, 2)),
             PageStored(two, one, (3, 4)),
@@ -185,14 +185,14 @@ def test_an_engine_that_begins_anew_says_so() -> None:
     events = scheduler.prefix.record()
     prompt = [5] * 40
     llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
-    (stored,) = told(events.drain())
+    (stored,) = to_vllm_events(events.drain())
     assert isinstance(stored, BlockStored)
     size = stored.block_size
     assert stored.token_ids == prompt[: len(prompt) // size * size]
     scheduler.restart()
     assert events.drain() == [CacheCleared()]
     llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
-    assert told(events.drain()) == [stored]
+    assert to_vllm_events(events.drain()) == [stored]
 
 
 # ---- the sockets

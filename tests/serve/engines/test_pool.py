@@ -111,7 +111,7 @@ class Client:
 
 
 @pytest.fixture
-def fleet() -> Iterator[EnginePool]:
+def pool() -> Iterator[EnginePool]:
     found = EnginePool([{}, {}, {}], ServerLimits())
     for engine in found.engines:
         engine.client = Client(engine.index)  # type: ignore[assignment]
@@ -120,51 +120,51 @@ def fleet() -> Iterator[EnginePool]:
 
 
 def sent(
-    fleet: EnginePool, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = ""
+    pool: EnginePool, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = ""
 ) -> int:
     """The engine that a request goes to; prompts with another `start` share nothing."""
     prompt = tuple(range(start, start + length))
     job = SimpleNamespace(placed=[])
-    fleet.submit(
-        [Request(fleet.new_id(), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)],
+    pool.submit(
+        [Request(pool.new_id(), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)],
         False,
         job,
     )  # type: ignore[arg-type]
     return job.placed[0][0].index
 
 
-def test_new_prompts_go_to_the_engine_with_the_fewest_live_tokens(fleet: EnginePool) -> None:
-    assert sent(fleet, 0, 600) == 0
-    assert sent(fleet, 1000, 100) == 1
-    assert sent(fleet, 2000, 300) == 2
-    assert sent(fleet, 3000, 100) == 1, "two short requests weigh less than a long one"
-    assert [engine.client.load for engine in fleet.engines] == [610, 220, 310]  # type: ignore[union-attr]
+def test_new_prompts_go_to_the_engine_with_the_fewest_live_tokens(pool: EnginePool) -> None:
+    assert sent(pool, 0, 600) == 0
+    assert sent(pool, 1000, 100) == 1
+    assert sent(pool, 2000, 300) == 2
+    assert sent(pool, 3000, 100) == 1, "two short requests weigh less than a long one"
+    assert [engine.client.load for engine in pool.engines] == [610, 220, 310]  # type: ignore[union-attr]
 
 
-def test_a_prompt_goes_where_its_beginning_is_known(fleet: EnginePool) -> None:
-    homes = [sent(fleet, 1000 * conversation, 400) for conversation in range(3)]
+def test_a_prompt_goes_where_its_beginning_is_known(pool: EnginePool) -> None:
+    homes = [sent(pool, 1000 * conversation, 400) for conversation in range(3)]
     assert homes == [0, 1, 2]
-    assert [sent(fleet, 1000 * conversation, 500) for conversation in (2, 0, 1, 2)] == [2, 0, 1, 2]
-    assert sent(fleet, 2000, 400, salt="another tenant") == 0, (
+    assert [sent(pool, 1000 * conversation, 500) for conversation in (2, 0, 1, 2)] == [2, 0, 1, 2]
+    assert sent(pool, 2000, 400, salt="another tenant") == 0, (
         "the least loaded: within another salt nothing is known"
     )
 
 
-def test_a_prefix_is_not_worth_any_queue(fleet: EnginePool) -> None:
-    home = sent(fleet, 0, 400)
-    fleet.engines[home].client.load += SLACK  # type: ignore[union-attr]
-    assert sent(fleet, 0, 400) != home
-    assert sent(fleet, 0, 400) != home, "and now the other one knows it"
+def test_a_prefix_is_not_worth_any_queue(pool: EnginePool) -> None:
+    home = sent(pool, 0, 400)
+    pool.engines[home].client.load += SLACK  # type: ignore[union-attr]
+    assert sent(pool, 0, 400) != home
+    assert sent(pool, 0, 400) != home, "and now the other one knows it"
 
 
-def test_a_request_without_a_limit_does_not_drive_its_conversation_away(fleet: EnginePool) -> None:
+def test_a_request_without_a_limit_does_not_drive_its_conversation_away(pool: EnginePool) -> None:
     """It may write to the end of the context, and counts as one that writes as much as many do."""
-    home = sent(fleet, 0, 400, max_tokens=None)
-    assert fleet.engines[home].client.load == 400 + EXPECTED  # type: ignore[union-attr]
-    assert sent(fleet, 0, 500, max_tokens=None) == home
+    home = sent(pool, 0, 400, max_tokens=None)
+    assert pool.engines[home].client.load == 400 + EXPECTED  # type: ignore[union-attr]
+    assert sent(pool, 0, 500, max_tokens=None) == home
 
 
-def test_an_engine_that_is_gone_gets_nothing(fleet: EnginePool) -> None:
-    home = sent(fleet, 0, 400)
-    fleet.engines[home].client = None
-    assert sent(fleet, 0, 400) != home
+def test_an_engine_that_is_gone_gets_nothing(pool: EnginePool) -> None:
+    home = sent(pool, 0, 400)
+    pool.engines[home].client = None
+    assert sent(pool, 0, 400) != home

@@ -50,11 +50,11 @@ def killed(parent: Path) -> Path:
 def test_what_a_killed_server_left_goes_when_the_next_starts(parent: Path):
     left = aged(killed(parent))
     assert {path.name for path in left.iterdir()} == {LOCK, "engine-0-0-in"}
-    fleet = EnginePool([{}], ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
     assert not left.exists()
-    assert oct(fleet.folder.stat().st_mode & 0o777) == "0o700"
-    fleet.kill()
-    fleet.kill()
+    assert oct(pool.folder.stat().st_mode & 0o777) == "0o700"
+    pool.kill()
+    pool.kill()
     assert list(parent.iterdir()) == []
 
 
@@ -112,17 +112,17 @@ def test_the_end_of_an_engine_is_logged_by_one(
     lines: int,
 ):
     """Without restart whoever waits for the pool logs its failure."""
-    fleet = EnginePool([{}], ServerLimits(), restart)
+    pool = EnginePool([{}], ServerLimits(), restart)
 
     async def live(engine: EngineSlot) -> int:
-        fleet.stopping = engine.deaths == 1
+        pool.stopping = engine.deaths == 1
         return 9
 
-    monkeypatch.setattr(fleet, "_live", live)
+    monkeypatch.setattr(pool, "_run_process", live)
     monkeypatch.setattr("rorqual.serve.engines.pool.BACKOFF", (0.0,))
     with caplog.at_level(logging.INFO, "rorqual.serve"):
         try:
-            asyncio.run(fleet.run())
+            asyncio.run(pool.run())
         except ExceptionGroup as group:
             (error,) = group.exceptions
             assert isinstance(error, EngineFailure)
@@ -130,4 +130,4 @@ def test_the_end_of_an_engine_is_logged_by_one(
         else:
             assert restart
     assert len(caplog.records) == lines
-    fleet.kill()
+    pool.kill()

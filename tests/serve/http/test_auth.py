@@ -21,9 +21,9 @@ KEY = "sesame"
 @pytest.fixture
 def api() -> Iterator[Api]:
     limits = ServerLimits(wrong_keys=3)
-    fleet = EnginePool([{}], limits)
-    yield Api(SimpleNamespace(names=("model",)), fleet, limits, "1", {"engine": {}})  # type: ignore[arg-type]
-    fleet.kill()
+    pool = EnginePool([{}], limits)
+    yield Api(SimpleNamespace(names=("model",)), pool, limits, "1", {"engine": {}})  # type: ignore[arg-type]
+    pool.kill()
 
 
 def browse(api: Api, address: str = "192.0.2.1", app: object = None) -> TestClient:

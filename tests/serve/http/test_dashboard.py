@@ -72,15 +72,15 @@ class Client(SimpleNamespace):
 @pytest.fixture
 def api() -> Iterator[Api]:
     """An API process with room for one engine, in which none serves yet."""
-    fleet = EnginePool([{}], ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
     yield Api(
         SimpleNamespace(names=("model",)),
-        fleet,
+        pool,
         ServerLimits(),
         "1.2.3",
         {"engine": {"num_speculative_tokens": 2}},
     )  # type: ignore[arg-type]
-    fleet.kill()
+    pool.kill()
 
 
 def browse(api: Api, key: str | None = None, url: str = "http://testserver") -> TestClient:
@@ -254,7 +254,7 @@ def test_figures_of_engines(api: Api):
         expert_moves=[1, 4, 30, 2],
     )
     client.ended.append(RequestTimes(time.monotonic(), 0.5, 0.02, 2.0, 0.1))
-    api.fleet.engines[0].client = client  # type: ignore[assignment]
+    api.pool.engines[0].client = client  # type: ignore[assignment]
     api.history.sample()
     page = browse(api)
     found = page.get("/dashboard/data").json()
@@ -291,8 +291,8 @@ def test_balance_of_ranks_in_metrics(api: Api):
     figures = {"expert_balancedness": [0.5, 0.75], "expert_moves": [1, 4, 30, 2]}
     client = engine_client(**figures)
     client.startup = {"weights": 2.5}
-    fleet = SimpleNamespace(clients=[client], restarts=0, healthy=True, began=0.25)
-    families = {found.name: found for found in OwnCollector(fleet, Counter()).collect()}
+    pool = SimpleNamespace(clients=[client], restarts=0, healthy=True, began=0.25)
+    families = {found.name: found for found in OwnCollector(pool, Counter()).collect()}
     assert [
         (sample.labels["phase"], sample.value)
         for sample in families["rorqual:startup_seconds"].samples
@@ -332,8 +332,8 @@ class Clock:
 def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
     monkeypatch.setattr(history, "time", clock)
-    fleet = SimpleNamespace(clients=[])
-    past = History(fleet)  # type: ignore[arg-type]
+    pool = SimpleNamespace(clients=[])
+    past = History(pool)  # type: ignore[arg-type]
 
     def step(seconds: float = 1.0) -> HistoryRow:
         clock.now += seconds
@@ -341,7 +341,7 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
         return past.rows[-1]
 
     assert step().running is None
-    fleet.clients = [one, two] = [engine_client(at=clock.now), engine_client(at=clock.now)]
+    pool.clients = [one, two] = [engine_client(at=clock.now), engine_client(at=clock.now)]
     step()
     for _ in range(20):
         one.snapshot = Snapshot(clock.now + 0.7, output_tokens=one.snapshot.output_tokens + 100)
@@ -358,9 +358,9 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
     count = len(past.rows)
     step(0.5)
     assert len(past.rows) == count, "one row a second"
-    fleet.clients = [engine_client(at=clock.now, output_tokens=5)]
+    pool.clients = [engine_client(at=clock.now, output_tokens=5)]
     assert step().output is None, "a new engine counts from 0; that is no rate"
-    fleet.clients[0].snapshot = Snapshot(
+    pool.clients[0].snapshot = Snapshot(
         clock.now + 1, output_tokens=35, drafted=[10, 8], accepted=[6, 3]
     )
     row = step()
@@ -495,7 +495,7 @@ def listening(api: Api, key: str | None, port: int = 0) -> Iterator[int]:
 @needs_browser
 def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
     client = engine_client(running=2, pages_total=10)
-    api.fleet.engines[0].client = client  # type: ignore[assignment]
+    api.pool.engines[0].client = client  # type: ignore[assignment]
     running = "document.querySelectorAll('#tiles b')[1]?.textContent"
 
     async def enter(tab: Browser, key: str) -> None:

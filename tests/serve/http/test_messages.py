@@ -33,10 +33,10 @@ TURN = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def api() -> Iterator[Api]:
-    fleet = EnginePool([{}], ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
     names = SimpleNamespace(names=("model",))
-    yield Api(names, fleet, ServerLimits(), "1.2.3", {"engine": {}})  # type: ignore[arg-type]
-    fleet.kill()
+    yield Api(names, pool, ServerLimits(), "1.2.3", {"engine": {}})  # type: ignore[arg-type]
+    pool.kill()
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def served() -> Served:
 
 
 def refused(served: Served, api: Api, **fields: Any) -> ApiError:
-    builder = RequestBuilder(served, api.fleet, api.limits)
+    builder = RequestBuilder(served, api.pool, api.limits)
     with pytest.raises(ApiError) as found:
         asyncio.run(builder.completion(CompletionRequest(prompt="a", **fields), "me"))
     return found.value
@@ -205,7 +205,7 @@ def test_what_is_said_back_is_short(served: Served, api: Api, client: TestClient
     )
     choice = {"type": "function", "function": {"name": long}}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    builder = RequestBuilder(served, api.fleet, api.limits)
+    builder = RequestBuilder(served, api.pool, api.limits)
     with pytest.raises(ApiError) as found:
         builder._tools(ChatRequest(messages=TURN, tools=tools, tool_choice=choice))  # type: ignore[arg-type]
     assert len(found.value.message) < 3 * ECHOED
@@ -237,7 +237,7 @@ FOREIGN = {"type": "object", "properties": {"a": {"$ref": "http://example.org/a.
 def test_a_schema_elsewhere_is_refused(
     served: Served, api: Api, fields: dict[str, Any], param: str
 ):
-    builder = RequestBuilder(served, api.fleet, api.limits)
+    builder = RequestBuilder(served, api.pool, api.limits)
     with pytest.raises(ApiError) as found:
         asyncio.run(builder.chat(ChatRequest.model_validate({"messages": TURN, **fields}), "me"))
     assert (found.value.status, found.value.param) == (400, param)

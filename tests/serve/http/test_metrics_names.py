@@ -67,7 +67,7 @@ def scraped(server: Running) -> Samples:
 
 def told(names: str | None = None, speculates: int = 0, **figures: Any) -> Samples:
     """/metrics of a server whose engine has counted `figures`."""
-    fleet = EnginePool([{}], ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
     histograms = {name: Histogram(bounds).state() for name, bounds in BOUNDS.items()}
     ready = asyncio.Event()
     ready.set()
@@ -80,15 +80,15 @@ def told(names: str | None = None, speculates: int = 0, **figures: Any) -> Sampl
         startup={"weights": 1.5},
         ready=ready,
     )
-    fleet.engines[0].client = client  # type: ignore[assignment]
+    pool.engines[0].client = client  # type: ignore[assignment]
     served = SimpleNamespace(names=("first", "second"))
     config = {"engine": {"num_speculative_tokens": speculates}}
     more = () if names is None else (names,)
-    api = Api(served, fleet, ServerLimits(), "1", config, *more)  # type: ignore[arg-type]
+    api = Api(served, pool, ServerLimits(), "1", config, *more)  # type: ignore[arg-type]
     try:
         return samples(TestClient(create_app(api, None)).get("/metrics").text)
     finally:
-        fleet.kill()
+        pool.kill()
 
 
 def test_host_memory_is_told_where_there_is_some() -> None:

@@ -58,12 +58,12 @@ def client_of(api: Any, folder: Path, key: str | None = None, host: Any = HERE) 
 def api() -> Iterator[Any]:
     from tests.serve.http.test_text_routes import TOKENIZER, Api, EnginePool, ServerLimits
 
-    fleet = EnginePool([{}], ServerLimits())
-    fleet.engines[0].client = Engine()  # type: ignore[assignment]
+    pool = EnginePool([{}], ServerLimits())
+    pool.engines[0].client = Engine()  # type: ignore[assignment]
     served = SimpleNamespace(names=("m",), tokenizer=TOKENIZER)
-    yield Api(served, fleet, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
-    fleet.engines[0].client = None
-    fleet.kill()
+    yield Api(served, pool, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
+    pool.engines[0].client = None
+    pool.kill()
 
 
 def told(answer: Any) -> tuple[int, str]:
@@ -83,7 +83,7 @@ def test_only_from_this_machine(api: Any, tmp_path: Path, host: str) -> None:
         status, message = told(client.post(path))
         assert status == 403
         assert "from another address" in message
-    assert not api.fleet.engines[0].client.asked
+    assert not api.pool.engines[0].client.asked
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "Forwarded", "Origin", "via", "x-real-ip"])
@@ -106,7 +106,7 @@ def test_one_at_a_time(api: Any, tmp_path: Path) -> None:
         assert told(client.post("/stop_profile")) == (409, "no profile is under way")
         started = client.post("/start_profile", json={"num_steps": 7, "output": "a"})
         assert started.json() == {"status": "started", "output": "a", "num_steps": 7}
-        assert api.fleet.engines[0].client.asked == [(str(tmp_path / "a"), 7)]
+        assert api.pool.engines[0].client.asked == [(str(tmp_path / "a"), 7)]
         status, message = told(client.post("/start_profile", json={"output": "b"}))
         assert (status, message) == (409, "a profile is under way; /stop_profile ends it")
         stopped = client.post("/stop_profile")
@@ -115,11 +115,11 @@ def test_one_at_a_time(api: Any, tmp_path: Path) -> None:
         status, message = told(client.post("/start_profile", json={"output": "a"}))
         assert (status, message) == (409, "there is a profile 'a' already")
         assert client.post("/start_profile").status_code == 200  # as vLLM's clients ask
-        assert api.fleet.engines[0].client.asked[-1][1] == routes.DEFAULT_STEPS
+        assert api.pool.engines[0].client.asked[-1][1] == routes.DEFAULT_STEPS
 
 
 def test_what_was_not_written_is_told(api: Any, tmp_path: Path) -> None:
-    api.fleet.engines[0].client.error = "a: no room"
+    api.pool.engines[0].client.error = "a: no room"
     with client_of(api, tmp_path) as client:
         client.post("/start_profile", json={"output": "a"})
         assert told(client.post("/stop_profile")) == (
@@ -139,7 +139,7 @@ def test_no_name_leads_out_of_the_folder(api: Any, tmp_path: Path, name: str) ->
     if name:
         assert told(answer)[0] == 400
         assert answer.json()["error"]["param"] == "output"
-        assert not api.fleet.engines[0].client.asked
+        assert not api.pool.engines[0].client.asked
     else:
         assert answer.status_code == 200  # the time
 
@@ -148,7 +148,7 @@ def test_no_name_leads_out_of_the_folder(api: Any, tmp_path: Path, name: str) ->
 def test_the_number_of_steps_is_bounded(api: Any, tmp_path: Path, steps: Any) -> None:
     with client_of(api, tmp_path) as client:
         assert told(client.post("/start_profile", json={"num_steps": steps}))[0] == 400
-    assert not api.fleet.engines[0].client.asked
+    assert not api.pool.engines[0].client.asked
     assert routes.MOST_STEPS == step_trace.MOST_STEPS
 
 
@@ -170,11 +170,11 @@ def test_replicas_have_files_of_their_own(api: Any, tmp_path: Path) -> None:
 
     second = EngineSlot(1)
     second.client = Engine(1)  # type: ignore[assignment]
-    api.fleet.engines.append(second)
+    api.pool.engines.append(second)
     with client_of(api, tmp_path) as client:
         client.post("/start_profile", json={"output": "a"})
         found = client.post("/stop_profile").json()["files"]
-    api.fleet.engines.pop()
+    api.pool.engines.pop()
     assert found == ["a-engine0.json.gz", "a-engine1.json.gz"]
 
 

@@ -77,8 +77,8 @@ def test_the_api_process_keeps_no_prompt(
     served = Served(
         ("m",), tokenizer, ChatTemplate(tokenizer), defaults, 4096, False, "hermes", "print"
     )
-    fleet = EnginePool([{}], ServerLimits())
-    api = Api(served, fleet, ServerLimits(), "1", {"engine": {}})
+    pool = EnginePool([{}], ServerLimits())
+    api = Api(served, pool, ServerLimits(), "1", {"engine": {}})
     engines: Any = Engines(refuses)
     monkeypatch.setattr(EngineSlot, "serving", property(lambda self: engines))
     client = TestClient(create_app(api, None))
@@ -86,7 +86,7 @@ def test_the_api_process_keeps_no_prompt(
     assert answer.status_code == (400 if refuses else 200)
     assert len(engines.seen) == 1
     assert engines.seen[0]() is None
-    fleet.kill()
+    pool.kill()
 
 
 def test_the_engine_keeps_no_prompt_that_it_refused(no_collection: None):
@@ -121,11 +121,11 @@ def test_memory_is_given_back_after_large_bodies_only(monkeypatch: pytest.Monkey
 
 
 def test_bodies_are_noted(monkeypatch: pytest.MonkeyPatch):
-    fleet = EnginePool([{}], ServerLimits())
-    api = Api(SimpleNamespace(names=("m",)), fleet, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
+    pool = EnginePool([{}], ServerLimits())
+    api = Api(SimpleNamespace(names=("m",)), pool, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
     body = json.dumps({"prompt": "word " * 1000}).encode()
     TestClient(create_app(api, None)).post(
         "/v1/completions", content=body, headers={"content-type": "application/json"}
     )
     assert api.memory.size == len(body)
-    fleet.kill()
+    pool.kill()

@@ -43,11 +43,11 @@ def served(tokenizer: Tokenizer = TOKENIZER) -> Served:
 
 @pytest.fixture
 def builder(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestBuilder]:
-    fleet = EnginePool([{}], ServerLimits())
-    made = RequestBuilder(served(), fleet, ServerLimits())
+    pool = EnginePool([{}], ServerLimits())
+    made = RequestBuilder(served(), pool, ServerLimits())
     monkeypatch.setattr(made, "_most_tokens", lambda: 99)  # max_model_len 100
     yield made
-    fleet.kill()
+    pool.kill()
 
 
 def complete(builder: RequestBuilder, prompt: Any = LONG, **given: Any) -> Call:

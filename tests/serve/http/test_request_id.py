@@ -19,9 +19,9 @@ from rorqual.serve.limits import LONGEST_REQUEST_ID, ServerLimits
 
 @pytest.fixture
 def api() -> Iterator[Api]:
-    fleet = EnginePool([{}], ServerLimits())
-    yield Api(SimpleNamespace(names=("m",)), fleet, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
-    fleet.kill()
+    pool = EnginePool([{}], ServerLimits())
+    yield Api(SimpleNamespace(names=("m",)), pool, ServerLimits(), "1", {"engine": {}})  # type: ignore[arg-type]
+    pool.kill()
 
 
 def named(api: Api, given: str | None, path: str = "/version", key: str | None = None) -> str:

@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.models.hub import BUNDLED
 from rorqual.request import Request, SamplingParams
-from rorqual.serve.engines.job import EngineJob, Nowhere
+from rorqual.serve.engines.job import EngineJob, NullEngine
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.protocol import Resume
 from rorqual.serve.http.resume import replay
@@ -96,7 +96,7 @@ def said(call: Any, case: Case, begun: int, groups: list[int]) -> bytes:
     """The stream of a call whose engine goes on behind `begun` tokens; groups: tokens of its
     outputs, in turn."""
     job = EngineJob(1)
-    job.placed = [(Nowhere(), "0")]
+    job.placed = [(NullEngine(), "0")]
     events = list(call.early)
     tokens = case.tokens
     turn = 0

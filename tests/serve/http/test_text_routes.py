@@ -27,9 +27,9 @@ def api() -> Iterator[Api]:
     template = ChatTemplate(TOKENIZER)
     defaults = GenerationDefaults((1,), {})
     served = Served(("m",), TOKENIZER, template, defaults, 4096, False, "hermes", "print")
-    fleet = EnginePool([{}], ServerLimits())
-    yield Api(served, fleet, ServerLimits(), "1", {"engine": {}})
-    fleet.kill()
+    pool = EnginePool([{}], ServerLimits())
+    yield Api(served, pool, ServerLimits(), "1", {"engine": {}})
+    pool.kill()
 
 
 @pytest.fixture

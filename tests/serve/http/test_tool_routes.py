@@ -36,9 +36,9 @@ class FakeClient:
 @pytest.fixture
 def api() -> Iterator[Api]:
     served: Any = SimpleNamespace(names=("m",), tokenizer=Tokenizer(BUNDLED))
-    fleet = EnginePool([{}], ServerLimits())
-    yield Api(served, fleet, ServerLimits(), "1", dict(CONFIG))
-    fleet.kill()
+    pool = EnginePool([{}], ServerLimits())
+    yield Api(served, pool, ServerLimits(), "1", dict(CONFIG))
+    pool.kill()
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Ways to start the other ranks of an engine and to be connected with them. What they do
-afterwards is the same: engine/distributed/worker_process.py."""
+"""Launchers start the other ranks of an engine and connect to them. All ranks then run
+engine/distributed/worker_process.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_launcher(config: EngineConfig) -> Launcher:
-    """Raises ConfigError where the launcher's own conditions are not met."""
+    """Raises ConfigError where the launcher's requirements are not met."""
     if config.launcher == "torchrun":
         from rorqual.engine.distributed.launchers.torchrun import TorchrunLauncher
 
@@ -27,8 +27,7 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 
 def check_alone(config: EngineConfig) -> None:
-    """An engine of one rank starts nobody. Raises ConfigError where torchrun has started others
-    all the same."""
+    """Raises ConfigError where torchrun has started several ranks for an engine of one."""
     if config.launcher == "torchrun":
         from rorqual.engine.distributed.launchers.torchrun import TorchrunPlace
 

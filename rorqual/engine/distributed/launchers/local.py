@@ -1,5 +1,5 @@
-"""The ranks of one host, as child processes over inherited socket pairs: nobody else can reach
-these."""
+"""The ranks of one host, as child processes over inherited socket pairs, which no other process can
+reach."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel
 from rorqual.engine.distributed.launchers.base import Launcher
 from rorqual.engine.distributed.rendezvous import Rendezvous
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 
 
 class LocalLauncher(Launcher):
-    """GPUs are taken in order from `first_device` on. Process groups meet through a file that
-    only this user can read."""
+    """GPUs are assigned in order from `first_device` on. Process groups rendezvous through a file
+    that only this user can read."""
 
     interface = "lo"
 
@@ -30,10 +30,10 @@ class LocalLauncher(Launcher):
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-ranks-"))
         self.rendezvous = Rendezvous(file=str(self.folder / "store"))
 
-    def start(self) -> list[JoinedWorker]:
+    def start(self) -> list[ConnectedWorker]:
         return [self._child(self.config.first_device + rank) for rank in range(1, self.world)]
 
-    def _child(self, device_index: int) -> JoinedWorker:
+    def _child(self, device_index: int) -> ConnectedWorker:
         mine, theirs = socket.socketpair()
         command = [
             sys.executable,
@@ -45,7 +45,9 @@ class LocalLauncher(Launcher):
         with group_signals_blocked():
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
         theirs.close()
-        return JoinedWorker(Channel(mine), process.pid, process=process, device_index=device_index)
+        return ConnectedWorker(
+            Channel(mine), process.pid, process=process, device_index=device_index
+        )
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

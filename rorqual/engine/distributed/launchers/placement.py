@@ -1,4 +1,4 @@
-"""Which rank runs where, given the hosts of the places that were reserved. No torch."""
+"""Assigns ranks to reserved places, given the host of each. No torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 def assign(nodes: Sequence[str], tp: int) -> list[int]:
     """The place of each rank: a permutation of range(len(nodes)), place 0 being rank 0's.
 
-    Attention groups of `tp` neighbouring ranks, which talk most, come onto one node wherever one
-    has room for a whole group, the first onto rank 0's; groups that follow each other fill a
-    node before they begin the next. What is left is split among nodes."""
+    Attention groups of `tp` neighbouring ranks, which communicate most, are placed on one node
+    where one has room for a whole group, the first on rank 0's; consecutive groups fill a node
+    before the next. The remaining groups are split among nodes."""
     free = Counter(nodes[1:])
     groups = len(nodes) // tp
     here = nodes[0]

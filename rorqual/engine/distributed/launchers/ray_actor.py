@@ -1,5 +1,5 @@
-"""What runs inside a Ray actor: it starts one rank as a child and says where. No torch, and no
-weights or steps through Ray."""
+"""Runs inside a Ray actor: starts one rank as a child and reports its place. No torch; weights and
+steps do not pass through Ray."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rorqual.errors import ConfigError
 
 
 class Starter:
-    """Holds the resources of one rank for as long as it lives."""
+    """Holds the resources of one rank while it exists."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
     def place(self) -> tuple[str, list[int]]:
-        """The host's name, and the numbers of the GPUs that Ray gave to this actor."""
+        """The host's name, and the indices of the GPUs that Ray assigned to this actor."""
         import ray
 
         return socket.gethostname(), [int(gpu) for gpu in ray.get_gpu_ids()]
@@ -26,8 +26,8 @@ class Starter:
     def start(
         self, address: str, port: int, rank: int, world: int, secret: str | None, file: str | None
     ) -> int:
-        """The child's process id. secret: None where every host was given the same one, in
-        `file` or in RORQUAL_SECRET. Raises ConfigError where this host was not."""
+        """Returns the child's process id. secret: None where every host is configured with the same
+        one, in `file` or RORQUAL_SECRET. Raises ConfigError where this host is not."""
         known = secret.encode() if secret else shared_secret(file)
         if known is None:
             host = socket.gethostname()

@@ -1,6 +1,6 @@
-"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets GPUs or processors aside and
-starts the processes; these then come over the authenticated link like any others. Rank 0 stays in
-the process that asked, on a host of the cluster.
+"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, reserves GPUs or processors and starts
+the processes, which then connect over the authenticated channel like any others. Rank 0 stays in
+the calling process, on a host of the cluster.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.launchers.placement import assign
 from rorqual.engine.distributed.launchers.ray_actor import Starter
 from rorqual.engine.distributed.launchers.remote import RemoteLauncher
-from rorqual.engine.distributed.worker_handle import JoinedWorker
+from rorqual.engine.distributed.worker_handle import ConnectedWorker
 from rorqual.errors import ConfigError, EngineError
 from rorqual.platforms import device_of
 
-RESERVE_SECONDS = 120.0  # until the cluster has set everything aside
-ANSWER_SECONDS = 60.0  # until an actor answers
-CHECK_EVERY = 10  # of the listener's tenths of a second
+RESERVE_SECONDS = 120.0  # until the cluster has reserved everything
+ANSWER_SECONDS = 60.0  # until an actor responds
+CHECK_EVERY = 10  # in tenths of a second, the listener's interval
 
 
 def _ray() -> Any:
-    """Ray, connected with the cluster that RAY_ADDRESS names, or the one of this host."""
+    """Ray, connected to the cluster that RAY_ADDRESS names, or to this host's."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -58,7 +58,7 @@ class RayLauncher(RemoteLauncher):
         return str(self.ray.util.get_node_ip_address())
 
     def device_index(self) -> int:
-        """The first of rank 0's place, among those this process sees."""
+        """The first GPU of rank 0's placement, among those this process sees."""
         if not self.has_gpus:
             return 0
         (given,) = self.ray.get(self.actors[0].place.remote(), timeout=ANSWER_SECONDS)[1]
@@ -68,16 +68,17 @@ class RayLauncher(RemoteLauncher):
         self.group, nodes = self._reserve()
         places = assign(nodes, self.config.tp)
         self.actors = [self._actor(place) for place in places]
-        told = None if secret is None else secret.decode()
+        given = None if secret is None else secret.decode()
         starts = [
-            actor.start.remote(self.address, port, rank, self.world, told, self.config.secret_file)
+            actor.start.remote(self.address, port, rank, self.world, given, self.config.secret_file)
             for rank, actor in enumerate(self.actors)
             if rank
         ]
         self._get(starts)
 
     def _reserve(self) -> tuple[Any, list[str]]:
-        """A placement group of one place a rank, the first on this host; and the node of each."""
+        """A placement group with one bundle per rank, the first on this host; and each bundle's
+        node."""
         need = {"GPU": 1, "CPU": 1} if self.has_gpus else {"CPU": 1}
         here = f"node:{self.ray.util.get_node_ip_address()}"
         bundles = [{**need, here: 0.001}, *([need] * (self.world - 1))]
@@ -120,7 +121,7 @@ class RayLauncher(RemoteLauncher):
             ) from None
 
     def _check(self) -> None:
-        """A rank whose process has ended will not come."""
+        """Raises if a rank's process has ended."""
         self.waits += 1
         if self.waits % CHECK_EVERY:
             return
@@ -131,16 +132,16 @@ class RayLauncher(RemoteLauncher):
                     f"{self.address}"
                 )
 
-    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
-        return JoinedWorker(
+    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> ConnectedWorker:
+        return ConnectedWorker(
             channel, identity.pid, host=f"{identity.host} ({channel.peer})", device_index=0
-        )  # Ray shows a process its own GPU alone
+        )  # Ray makes only its own GPU visible to a process
 
     def close(self) -> None:
-        # the cluster may have gone before
+        # the cluster may be gone already
         with suppress(self.ray.exceptions.RayError, RuntimeError, ConnectionError):
             for actor in self.actors:
-                self.ray.kill(actor)  # its child dies with it, even one that was stopped
+                self.ray.kill(actor)  # its child dies with it, even a suspended one
             if self.group is not None:
                 self.ray.util.remove_placement_group(self.group)
         self.actors = []

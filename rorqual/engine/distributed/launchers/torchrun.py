@@ -1,9 +1,9 @@
-"""Ranks that torchrun has started, or whoever sets the same variables: RANK, WORLD_SIZE,
+"""Ranks started by torchrun, or by anything that sets the same variables: RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
 The process of rank 0 runs the command; every other calls `take_part` and ends with rank 0. They
-meet once through the TCPStore at MASTER_ADDR: rank 0 says there where its listener is, and, if
-nobody was given a secret, a random one. One engine a run.
+exchange data once through the TCPStore at MASTER_ADDR: rank 0 publishes its listener's address
+there and, where none is configured, a random secret. One engine a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHERE = "where"
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun tells a process. agent: torchrun keeps the store itself; else rank 0 does.
+    """torchrun's variables of a process. agent: torchrun itself runs the store; else rank 0 does.
     attempt: how often ranks were restarted."""
 
     rank: int
@@ -74,7 +74,7 @@ class TorchrunPlace:
         )
 
     def check(self, config: EngineConfig) -> None:
-        """On every rank, so that all end with the same words."""
+        """Called on every rank, so that all fail with the same message."""
         if config.parallel.world != self.world:
             sizes = f"tp={config.tp} x dp={config.dp} x pp={config.pp}"
             raise ConfigError(
@@ -82,7 +82,7 @@ class TorchrunPlace:
             )
 
     def store(self) -> dist.Store:
-        """Raises EngineError where nobody keeps one at MASTER_ADDR."""
+        """Raises EngineError where there is none at MASTER_ADDR."""
         patience: dict[str, Any] = {"timeout": timedelta(seconds=START_SECONDS)}
         try:
             if self.agent or self.rank:
@@ -136,12 +136,12 @@ class TorchrunLauncher(RemoteLauncher):
 
 
 def take_part(config: EngineConfig, model: str | None = None) -> int | None:
-    """None in rank 0's process. In any other: be a rank of rank 0's engine until that ends, and
-    return the exit status.
+    """Returns None in rank 0's process. Any other runs as a rank of rank 0's engine until that
+    ends; returns its exit status.
 
-    config: of this process's own command; sizes must be those of torchrun, `interface` and
-    `secret_file` are this host's, all else comes from rank 0. model: as named in the command,
-    found or fetched on each host by itself."""
+    config: of this process's own command; sizes must match torchrun's, `interface` and
+    `secret_file` are this host's, all else comes from rank 0. model: as named in the command; each
+    host finds or downloads it itself."""
     place = TorchrunPlace.read()
     place.check(config)
     if not place.rank:

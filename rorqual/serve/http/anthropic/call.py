@@ -1,4 +1,4 @@
-"""An answer of the Messages API: its blocks, whole or as the events of a stream."""
+"""A response of the Messages API: its blocks, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MessagesCall(BlockCall):
         super().__init__(*args, **more)
         self.start = b""  # of the events of the block that is open
 
-    # ---- the whole of it
+    # ---- whole response
 
     def whole(self) -> bytes:
         stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
@@ -54,7 +54,7 @@ class MessagesCall(BlockCall):
         return reason if isinstance(reason, str) else None
 
     def _stop_reason(self) -> str:
-        """A stop string may cut a call short, so it is told before the call."""
+        """A stop string may truncate a call, so it takes precedence over tool_use."""
         reply = self.reply
         if reply.finish == FinishReason.LENGTH:
             return "max_tokens"
@@ -75,7 +75,7 @@ class MessagesCall(BlockCall):
     def refusal(self, error: ApiError) -> bytes:
         return anthropic_body(error)
 
-    # ---- the events of a stream
+    # ---- stream events
 
     def begun(self) -> list[bytes]:
         message = {**self._message([]), "usage": self._usage()}
@@ -125,14 +125,14 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _signature(block: Block) -> str:
-    """Clients leave thinking without one out of what they send back. It is a digest; nobody checks
-    it."""
+    """Clients drop thinking blocks without a signature from later requests. It is a digest, and
+    never verified."""
     return hashlib.blake2b(block.text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def input_of(arguments: str) -> Any:
-    """Arguments must be an object in this API. What is none, as where max_tokens cut it, comes as
-    Anthropic asks clients to wrap such text."""
+    """Arguments must be an object in this API. Anything else, such as a truncated object, is
+    wrapped as Anthropic recommends."""
     if not arguments.strip():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Errors in the shape Anthropic's clients know: {"type": "error", "error": {"type", "message"}}."""
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(error: ApiError, path: str) -> bytes:
-    """An error in the form of the API that the path belongs to."""
+    """An error in the format of the path's API."""
     return anthropic_body(error) if is_anthropic(path) else error.body()
 
 
 def anthropic_body(error: ApiError) -> bytes:
-    """This form has no field for the parameter, so the message names it."""
+    """This format has no field for the parameter, so the message names it."""
     message = error.message
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"

@@ -1,5 +1,5 @@
-"""The requests of Anthropic's Messages API, as far as they are about text and functions. What is
-nested is read by translate.py; its models here say what an object of each `type` may hold."""
+"""The requests of Anthropic's Messages API, for text and functions. Nested objects are parsed by
+translate.py; their models here define the fields of each `type`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class OutputConfig(Model):
 
 
 class PromptBody(Sampling):
-    """What both routes take, with a chat's sampling fields, vLLM's among them."""
+    """Fields of both routes, with a chat's sampling fields, including vLLM's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -158,4 +158,4 @@ class MessagesRequest(PromptBody):
 
 
 class CountRequest(PromptBody):
-    """max_tokens and what else says how to sample is without effect."""
+    """max_tokens and sampling fields have no effect."""

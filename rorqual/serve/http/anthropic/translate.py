@@ -64,7 +64,7 @@ async def messages_call(builder: RequestBuilder, body: MessagesRequest, client: 
 
 
 async def count_tokens(builder: RequestBuilder, body: CountRequest) -> int:
-    """Of the prompt that messages_call would make."""
+    """Tokens of the prompt that messages_call would build."""
     with renamed(NAMES):
         chat = as_chat(body)
         asked = TokenizeRequest.model_construct(
@@ -140,7 +140,7 @@ def _format(body: PromptBody) -> ResponseFormat | None:
 
 
 def _thinking(body: PromptBody) -> dict[str, bool] | None:
-    """Templates call the switch by the one name or by the other."""
+    """Templates use one of two names for this switch."""
     if body.thinking is None:
         return None
     on = body.thinking.type != "disabled"
@@ -148,7 +148,7 @@ def _thinking(body: PromptBody) -> dict[str, bool] | None:
 
 
 def _user(body: PromptBody) -> str | None:
-    """Who asks, in Anthropic's place for it or in OpenAI's."""
+    """The user, from Anthropic's field or OpenAI's."""
     found = (body.metadata or {}).get("user_id")
     if found is not None and not isinstance(found, str):
         raise bad_request("metadata.user_id: should be a string", "metadata.user_id")
@@ -185,7 +185,7 @@ def _messages(body: PromptBody) -> list[ChatMessage]:
 
 
 def _asked(role: str, blocks: list[Any], where: Where) -> list[ChatMessage]:
-    """A turn of the user's: each result of a tool is a message of its own in a chat."""
+    """A user turn: each tool result is a separate message in a chat."""
     found: list[ChatMessage] = []
     texts: list[TextPart] = []
     for i, block in enumerate(blocks):

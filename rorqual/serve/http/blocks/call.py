@@ -1,5 +1,5 @@
-"""An answer as a row of blocks: reasoning, text and calls of functions, one after the other. The
-Responses and the Messages API both tell answers so; each writes the blocks in its own words."""
+"""A response as a sequence of blocks: reasoning, text and function calls. The Responses and the
+Messages API both have this structure; each writes the blocks in its own format."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ KIND_OF = {"reasoning_content": Kind.REASONING, "content": Kind.TEXT}
 
 @dataclass
 class Block:
-    """`parts` make its text, of a call the arguments. name: the function's; call: the call's id.
-    entries: log probabilities of the tokens of a text. cut: the answer ended inside it for want of
-    tokens."""
+    """`parts` form its text, or a call's arguments. name: the function's; call: the call's id.
+    entries: log probabilities of a text's tokens. cut: the response was truncated inside it."""
 
     kind: Kind
     index: int
@@ -46,8 +45,8 @@ class Block:
 
 
 class BlockCall(Call):
-    """One choice, told in blocks. Subclasses write what each of begun(), opened(), grown(),
-    closed() and ended() is called for; none is called where the answer is not streamed."""
+    """One choice, as blocks. Subclasses write the events in begun(), opened(), grown(), closed()
+    and ended(); these are only called when streaming."""
 
     end = b""
 
@@ -57,9 +56,9 @@ class BlockCall(Call):
         self.id = str(self.head.fields["id"]).rpartition("-")[2]
         self.blocks: list[Block] = []
         self.has_begun = False
-        self.waiting: Entries = []  # of tokens whose text has not come yet
-        self.thinking = 0  # tokens up to the end of the reasoning, if there is any
-        self.has_reasoned = self.has_thought = False  # it has begun; it has ended
+        self.waiting: Entries = []  # of tokens whose text is not yet known
+        self.thinking = 0  # tokens up to the end of the reasoning, if any
+        self.has_reasoned = self.has_thought = False  # reasoning has started; has ended
         self.end_of_thought = self.tokenizer.raw.token_to_id(END)
 
     @property
@@ -68,7 +67,7 @@ class BlockCall(Call):
         assert isinstance(found, ChatChoiceBuilder)
         return found
 
-    # ---- what comes in
+    # ---- outputs of the engine
 
     def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
         if self.reply.reasoning is not None and not self.has_thought:
@@ -77,7 +76,7 @@ class BlockCall(Call):
         return super().take(items, job)
 
     def _count(self, tokens: list[int]) -> None:
-        """Tokens of reasoning: those up to its end, and that one."""
+        """Count reasoning tokens, up to and including its end token."""
         if self.has_thought:
             return
         end = self.end_of_thought
@@ -116,7 +115,7 @@ class BlockCall(Call):
                 self._grow(KIND_OF[name], value, events)
 
     def _keep(self, entries: Entries, before: str, after: str) -> None:
-        """Log probabilities are told of an answer's tokens alone, not of those of its reasoning."""
+        """Keep log probabilities of content tokens only, not of reasoning."""
         if after == "inside":
             self.waiting.clear()
         elif before != "outside" and self.has_reasoned:
@@ -125,7 +124,7 @@ class BlockCall(Call):
             self.waiting.extend(entries)
 
     def _call(self, delta: dict[str, Any], events: list[bytes]) -> None:
-        """A delta of a call in OpenAI's form: the first has its id and name."""
+        """Process a call's delta in OpenAI's format: the first has its id and name."""
         if "id" in delta:
             self.waiting.clear()
             self._open(Kind.CALL, events, delta["function"]["name"], delta["id"])
@@ -133,7 +132,7 @@ class BlockCall(Call):
         if arguments:
             self._grow(Kind.CALL, arguments, events)
 
-    # ---- the row of blocks
+    # ---- the sequence of blocks
 
     def _open(self, kind: Kind, events: list[bytes], name: str = "", call: str = "") -> Block:
         self._close(events)
@@ -164,7 +163,7 @@ class BlockCall(Call):
                 events.extend(self.closed(block))
 
     def _finish(self, finish: str, events: list[bytes]) -> None:
-        """An answer without anything has one empty text."""
+        """Close the last block; an empty response has one empty text."""
         if not self.blocks:
             self._open(Kind.TEXT, events)
         last = self.blocks[-1]
@@ -174,7 +173,7 @@ class BlockCall(Call):
         self._close(events)
 
     def reasoning_tokens(self) -> int:
-        """Where no single token ends the reasoning: as many as its text has."""
+        """Tokens of reasoning; where no single token ends it, those of its text."""
         reply = self.reply
         if not self.has_reasoned:
             return 0
@@ -183,7 +182,7 @@ class BlockCall(Call):
             self.thinking = sum(len(self.tokenizer.encode(text, False)) for text in thoughts)
         return min(self.thinking, reply.tokens)
 
-    # ---- in the words of an API
+    # ---- events, by API
 
     def begun(self) -> list[bytes]:
         raise NotImplementedError
@@ -205,7 +204,7 @@ class BlockCall(Call):
 
 
 def _after_reasoning(entries: Entries) -> Entries:
-    """Those behind the end of the reasoning; none where its end came in an earlier output."""
+    """The entries after the end of the reasoning; none where the end was in an earlier output."""
     tail = ""
     for i, (token, found) in enumerate(entries):
         text = found[token].decoded_token or ""

@@ -1,5 +1,5 @@
-"""Objects of which `type` says what they are, in bodies that are translated to a chat: read one by
-one, so that a mistake is told by its place in the caller's own body."""
+"""Tagged objects (by `type`) in bodies that are translated to a chat: parsed one by one, so that
+errors name the place in the caller's own body."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name_of(where: Where) -> str:
 
 def read(model: type[AnyModel], value: Any, where: Where) -> AnyModel:
     """Raises ApiError that names the field within the body. Unknown fields may be null: clients
-    send back objects of which they dumped every field."""
+    send back objects with all fields dumped."""
     if isinstance(value, dict):
         known = {field.alias or name for name, field in model.model_fields.items()}
         value = {name: it for name, it in value.items() if it is not None or name in known}
@@ -41,7 +41,7 @@ def read(model: type[AnyModel], value: Any, where: Where) -> AnyModel:
 def read_tagged(
     models: Mapping[str, type[Model]], value: Any, where: Where, default: str | None = None
 ) -> Any:
-    """A model chosen by the value's `type`; default: the type of one that names none."""
+    """A model chosen by the value's `type`; default: its type where it has none."""
     if not isinstance(value, dict):
         raise bad_request(f"{name_of(where)}: should be an object", name_of(where))
     kind = value.get("type")
@@ -60,7 +60,7 @@ def read_tagged(
 
 
 def items_of(value: Any, where: Where, form: str, least: int = 1) -> list[Any]:
-    """A list within its limits; form: what else than a list the field takes, in words."""
+    """A list within its limits; form: what the field accepts, for the error."""
     name = name_of(where)
     if not isinstance(value, list):
         raise bad_request(f"{name}: should be {form}", name)
@@ -83,7 +83,7 @@ def read_texts(
 
 
 def refuse(data: Any, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """refused: by field the values that ask for nothing, and what to say of any other."""
+    """refused: by field, the values without effect, and the error for any other."""
     if not isinstance(data, dict):
         return
     for name, (nothing, words) in refused.items():
@@ -94,8 +94,8 @@ def refuse(data: Any, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Non
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the chat path name a chat's parameters; here they get those of the body. names:
-    from the one to the other."""
+    """Inside the block, errors that name a chat's parameters are renamed to the body's. names: chat
+    parameter to body parameter."""
     try:
         yield
     except RequestError as error:
@@ -115,7 +115,7 @@ def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def json_text(value: Any, where: Where) -> str:
-    """As JSON, however it nests; the caller's mistake where it cannot be."""
+    """The value as JSON; a caller's error where it nests too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:

@@ -28,31 +28,30 @@ from rorqual.serve.http.prometheus.names import (
 
 
 def registry(
-    fleet: EnginePool, counts: Counter[str], names: str, model: str, speculates: bool
+    pool: EnginePool, counts: Counter[str], names: str, model: str, speculates: bool
 ) -> CollectorRegistry:
-    """names: those of ServeConfig.metrics_names. model: the served name that vLLM's labels
-    tell."""
+    """names: as ServeConfig.metrics_names. model: the served name, for vLLM's labels."""
     made = CollectorRegistry(auto_describe=False)
     if names in ("rorqual", "both"):
-        made.register(EngineCollector(fleet, RORQUAL))
-        made.register(OwnCollector(fleet, counts))
+        made.register(EngineCollector(pool, RORQUAL))
+        made.register(OwnCollector(pool, counts))
     if names in ("vllm", "both"):
-        made.register(EngineCollector(fleet, VLLM, {"model_name": model}, speculates))
+        made.register(EngineCollector(pool, VLLM, {"model_name": model}, speculates))
     return made
 
 
 class EngineCollector(Collector):
-    """What the engines count, by engine. labels: the same for every sample. Without `speculates`
-    nothing is told of drafts."""
+    """What the engines count, by engine. labels: added to every sample. Without `speculates`
+    figures of drafts are left out."""
 
     def __init__(
         self,
-        fleet: EnginePool,
+        pool: EnginePool,
         names: MetricNames,
         labels: dict[str, str] | None = None,
         speculates: bool = True,
     ):
-        self.fleet = fleet
+        self.pool = pool
         self.names = names
         self.common = labels or {}
         self.labels = [*self.common, "engine"]
@@ -63,7 +62,7 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        clients = self.fleet.clients
+        clients = self.pool.clients
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(self._name(name), text, labels=self.labels)
             for client in clients:
@@ -91,7 +90,7 @@ class EngineCollector(Collector):
         return [*self.common.values(), str(client.index), *more]
 
     def _host_cache(self, clients: list[EngineClient]) -> Iterator[Metric]:
-        """Where there is such a tier."""
+        """Figures of host memory, where configured."""
         told = [client for client in clients if client.snapshot.host_cache]
         for place, name in enumerate(self.names.host_cache if told else ()):
             if name is None:
@@ -166,10 +165,10 @@ TRAFFIC = (
 
 
 class OwnCollector(Collector):
-    """What vLLM has no name for: the experts' load, and what the API process itself counts."""
+    """Figures without a name in vLLM: expert load, and counts of the API process."""
 
-    def __init__(self, fleet: EnginePool, counts: Counter[str]):
-        self.fleet = fleet
+    def __init__(self, pool: EnginePool, counts: Counter[str]):
+        self.pool = pool
         self.counts = counts
 
     def describe(self) -> Iterable[Metric]:
@@ -181,7 +180,7 @@ class OwnCollector(Collector):
             "Tokens by MoE layer and expert.",
             labels=["engine", "layer", "expert"],
         )
-        for client in self.fleet.clients:
+        for client in self.pool.clients:
             for layer, counts in enumerate(client.snapshot.expert_load):
                 for expert, count in enumerate(counts):
                     load.add_metric([str(client.index), str(layer), str(expert)], count)
@@ -198,33 +197,33 @@ class OwnCollector(Collector):
             events.add_metric([name], count)
         yield events
         yield CounterMetricFamily(
-            "rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts
+            "rorqual:engine_restarts", "Engine processes started again.", self.pool.restarts
         )
         startup = GaugeMetricFamily(
             "rorqual:startup_seconds",
             "Seconds that an engine's start took, by phase; api: before this server started it.",
             labels=["engine", "phase"],
         )
-        for client in self.fleet.clients:
-            for phase, seconds in {"api": self.fleet.began, **client.startup}.items():
+        for client in self.pool.clients:
+            for phase, seconds in {"api": self.pool.began, **client.startup}.items():
                 startup.add_metric([str(client.index), phase], seconds)
         yield startup
         yield GaugeMetricFamily(
-            "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
+            "rorqual:healthy", "1 while every engine serves.", int(self.pool.healthy)
         )
 
     def _transfers(self) -> Iterator[Metric]:
         for place, (name, text, counts) in enumerate(TRANSFERS):
             kind = CounterMetricFamily if counts else GaugeMetricFamily
             family = kind(f"rorqual:{name}", text, labels=["engine"])
-            for client in self.fleet.clients:
+            for client in self.pool.clients:
                 if client.snapshot.transfers:
                     family.add_metric([str(client.index)], client.snapshot.transfers[place])
             yield family
         for place, (name, text) in enumerate(TRAFFIC):
             labels = ["engine", "transport"]
             counter = CounterMetricFamily(f"rorqual:{name}", text, labels=labels)
-            for client in self.fleet.clients:
+            for client in self.pool.clients:
                 for transport, values in client.snapshot.traffic.items():
                     counter.add_metric([str(client.index), transport], values[place])
             yield counter
@@ -232,7 +231,7 @@ class OwnCollector(Collector):
     def _expert_servers(self) -> Iterator[Metric]:
         for place, (name, text) in enumerate(EXPERT_SERVERS):
             family = GaugeMetricFamily(f"rorqual:{name}", text, labels=["engine", "server"])
-            for client in self.fleet.clients:
+            for client in self.pool.clients:
                 for server, *values in client.snapshot.expert_servers:
                     family.add_metric([str(client.index), server], float(values[place]))
             yield family
@@ -243,13 +242,13 @@ class OwnCollector(Collector):
             "Mean over max of the ranks' loads, by MoE layer, lately.",
             labels=["engine", "layer"],
         )
-        for client in self.fleet.clients:
+        for client in self.pool.clients:
             for layer, value in enumerate(client.snapshot.expert_balancedness):
                 balance.add_metric([str(client.index), str(layer)], value)
         yield balance
         for place, (name, text) in enumerate(EXPERT_MOVES):
             family = CounterMetricFamily(f"rorqual:{name}", text, labels=["engine"])
-            for client in self.fleet.clients:
+            for client in self.pool.clients:
                 if client.snapshot.expert_moves:
                     family.add_metric([str(client.index)], client.snapshot.expert_moves[place])
             yield family

@@ -1,7 +1,7 @@
-"""Under which names and labels /metrics tells the engines' figures: our own, or vLLM's.
+"""Names and labels of the engines' figures in /metrics: our own, or vLLM's.
 
-Our names are vLLM's with another prefix, except where we mean something else by them: those have
-vLLM's meaning under vLLM's name, and what we do not measure is not there.
+Our names are vLLM's with another prefix, except where the meaning differs: under vLLM's name a
+figure has vLLM's meaning, and figures we do not measure are absent.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True)
 class MetricNames:
-    """finished: reasons that are told from the start, though no request has ended so. by_position:
-    what is told for each place in a draft. host_cache: of Snapshot.host_cache."""
+    """finished: reasons exported from the start, even at zero. by_position: figures exported for
+    each position in a draft. host_cache: of Snapshot.host_cache."""
 
     prefix: str
     counters: Figures
@@ -101,7 +101,7 @@ VLLM = MetricNames(
         **_COUNTERS,
     },
     finished=("stop", "length", "abort"),
-    # a tier behind the device's cache is external there, and its size and bytes are not told
+    # vLLM calls such a tier external, and does not export its size and bytes
     host_cache=(
         None,
         None,

@@ -1,4 +1,4 @@
-"""An answer of the Responses API: its items, whole or as the events of a stream."""
+"""A response of the Responses API: its items, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PART_OF = {Kind.REASONING: "reasoning_text", Kind.TEXT: "output_text"}
 
 
 class ResponsesCall(BlockCall):
-    """said_back: what the answer repeats of its request, by field, as JSON."""
+    """echoed: fields of the request that the response repeats, as JSON."""
 
-    def __init__(self, *args: Any, said_back: dict[str, msgspec.Raw], **more: Any):
+    def __init__(self, *args: Any, echoed: dict[str, msgspec.Raw], **more: Any):
         super().__init__(*args, **more)
-        self.said_back = said_back
+        self.echoed = echoed
         self.sequence = 0
         self.start = b""  # of the events of the block that is open
 
-    # ---- the whole of it
+    # ---- whole response
 
     def whole(self) -> bytes:
         return encode(self._response(self._status()))
@@ -55,7 +55,7 @@ class ResponsesCall(BlockCall):
             "temperature": params.temperature,
             "top_p": params.top_p,
             "usage": self._usage() if done else None,
-            **self.said_back,
+            **self.echoed,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ResponsesCall(BlockCall):
         return f"{PREFIX[block.kind]}_{self.id}{block.index:02x}"
 
     def _item(self, block: Block) -> dict[str, Any]:
-        """A block that has only been opened has no parts yet."""
+        """A newly opened block has no parts yet."""
         status = "in_progress" if block.open else "incomplete" if block.cut else "completed"
         item = {"id": self._name(block), "status": status}
         if block.kind is Kind.CALL:
@@ -95,9 +95,9 @@ class ResponsesCall(BlockCall):
         found = chat_logprobs(entries, self.top, self.tokenizer)["content"]
         return [_with_bytes(entry) for entry in found]
 
-    # ---- the events of a stream
+    # ---- stream events
 
-    def _told(self, kind: str, **fields: Any) -> bytes:
+    def _encode_event(self, kind: str, **fields: Any) -> bytes:
         found = {"type": kind, "sequence_number": self.sequence, **fields}
         self.sequence += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode(found) + b"\n\n"
@@ -105,13 +105,13 @@ class ResponsesCall(BlockCall):
     def begun(self) -> list[bytes]:
         response = msgspec.Raw(encode(self._response("in_progress")))
         return [
-            self._told("response.created", response=response),
-            self._told("response.in_progress", response=response),
+            self._encode_event("response.created", response=response),
+            self._encode_event("response.in_progress", response=response),
         ]
 
     def opened(self, block: Block) -> list[bytes]:
         events = [
-            self._told(
+            self._encode_event(
                 "response.output_item.added", output_index=block.index, item=self._item(block)
             )
         ]
@@ -120,7 +120,9 @@ class ResponsesCall(BlockCall):
         else:
             kind = f"response.{PART_OF[block.kind]}"
             part = self._part(block)
-            events.append(self._told("response.content_part.added", **self._at(block), part=part))
+            events.append(
+                self._encode_event("response.content_part.added", **self._at(block), part=part)
+            )
         head = encode({"type": f"{kind}.delta", **self._at(block)})[:-1]
         self.start = f"event: {kind}.delta\ndata: ".encode() + head + b',"delta":'
         return events
@@ -141,25 +143,25 @@ class ResponsesCall(BlockCall):
         at = self._at(block)
         if block.kind is Kind.CALL:
             kind = "response.function_call_arguments.done"
-            events = [self._told(kind, **at, name=block.name, arguments=block.text)]
+            events = [self._encode_event(kind, **at, name=block.name, arguments=block.text)]
         else:
             part = self._part(block)
             kind = f"response.{PART_OF[block.kind]}.done"
             told = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._told(kind, **at, **told),
-                self._told("response.content_part.done", **at, part=part),
+                self._encode_event(kind, **at, **told),
+                self._encode_event("response.content_part.done", **at, part=part),
             ]
         item = self._item(block)
-        done = self._told("response.output_item.done", output_index=block.index, item=item)
+        done = self._encode_event("response.output_item.done", output_index=block.index, item=item)
         return [*events, done]
 
     def ended(self) -> list[bytes]:
         status = self._status()
-        return [self._told(f"response.{status}", response=self._response(status))]
+        return [self._encode_event(f"response.{status}", response=self._response(status))]
 
     def failure(self, error: ApiError) -> bytes:
-        """Clients look for the one event or for the other."""
+        """Two events, as clients look for one or the other."""
         for block in self.blocks[-1:]:
             block.cut = block.open
             block.open = False
@@ -167,11 +169,13 @@ class ResponsesCall(BlockCall):
         message = encodable(error.message)
         told = {"code": error.code or error.kind, "message": message, "param": error.param}
         failed = self._response("failed", {"code": code, "message": message})
-        return self._told("error", **told) + self._told("response.failed", response=failed)
+        return self._encode_event("error", **told) + self._encode_event(
+            "response.failed", response=failed
+        )
 
 
 def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
-    """Of a token whose bytes are not known, those of its text: here they cannot be left out."""
+    """Where a token's bytes are unknown, use those of its text: this API requires them."""
     found = {**entry, "bytes": entry["bytes"] or list(entry["token"].encode())}
     if "top_logprobs" in entry:
         found["top_logprobs"] = [_with_bytes(it) for it in entry["top_logprobs"]]

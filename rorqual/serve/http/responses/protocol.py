@@ -1,8 +1,8 @@
-"""The requests of OpenAI's Responses API, as far as they are about text and functions.
+"""The requests of OpenAI's Responses API, for text and functions.
 
-What is nested (items, tools, the choice of one) is read by translate.py, which knows where it
-stands; its models here say what an object of each `type` may hold. Nothing is stored, so whatever
-points at something stored is refused.
+Nested objects (items, tools, tool choice) are parsed by translate.py, so that errors name their
+place; their models here define the fields of each `type`. Nothing is stored, so references to
+stored objects are rejected.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CallItem(Model):
 
 
 class CallOutputItem(Model):
-    """What came of it."""
+    """A function's output."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -100,7 +100,7 @@ class CallOutputItem(Model):
 
 
 class ReasoningItem(Model):
-    """Reasoning of an earlier answer: its text, or else its summary."""
+    """Reasoning of an earlier response: its text, or else its summary."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -146,7 +146,7 @@ class FunctionChoice(Model):
 
 
 class AllowedTools(Model):
-    """Only these of the functions are told to the model."""
+    """Only these functions are described to the model."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -177,7 +177,7 @@ class TextConfig(Model):
 
 
 class ReasoningConfig(Model):
-    """Without effect, as a chat's reasoning_effort."""
+    """Has no effect, like a chat's reasoning_effort."""
 
     effort: str | None = None
     summary: str | None = None
@@ -201,7 +201,7 @@ Include = Literal[
 
 
 class ResponsesRequest(Sampling):
-    """With a chat's sampling fields, vLLM's among them."""
+    """Includes a chat's sampling fields, vLLM's among them."""
 
     @model_validator(mode="before")
     @classmethod

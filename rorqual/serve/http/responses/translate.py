@@ -1,4 +1,4 @@
-"""A request of the Responses API as a chat, and what its answer says back of it."""
+"""A request of the Responses API as a chat, and the request fields its response repeats."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Choice = str | FunctionChoice | AllowedTools | None
 async def responses_call(builder: RequestBuilder, body: ResponsesRequest, client: str) -> Call:
     with renamed(NAMES):
         chat = as_chat(body)
-        make = partial(ResponsesCall, said_back=said_back(body))
+        make = partial(ResponsesCall, echoed=echoed(body))
         return await builder.chat(chat, client, make)
 
 
@@ -165,8 +165,8 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
 
 
 class Turns:
-    """Messages of a chat from items. An assistant's reasoning, text and calls, which are items of
-    their own here, are one message there."""
+    """Builds a chat's messages from items. An assistant's reasoning, text and calls are separate
+    items here, and one message there."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -177,7 +177,7 @@ class Turns:
         self.messages.append(ChatMessage.model_construct(role=role, content=content, **more))
 
     def assistant(self, field: str, value: Any) -> None:
-        """field: reasoning_content, content or tool_calls, in which order they stand in a turn."""
+        """field: reasoning_content, content or tool_calls, which is their order in a turn."""
         order = ("reasoning_content", "content", "tool_calls")
         turn = self.turn
         if turn is not None and field != "tool_calls":
@@ -247,11 +247,11 @@ def _thought(item: ReasoningItem, where: tuple[str | int, ...]) -> str:
     return found
 
 
-# ---- what an answer says of its request
+# ---- request fields in the response
 
 
-def said_back(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """Each as JSON; what cannot be written again (a number beyond 64 bits) is refused."""
+def echoed(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """Each as JSON; values that cannot be encoded again (numbers beyond 64 bits) are rejected."""
     text = body.text or TextConfig()
     reasoning = body.reasoning
     fields = {

@@ -1,2 +1,2 @@
-"""Streams that another server can go on with: lines that say how far a stream has come (marked),
-and bringing a request to where it was (replay)."""
+"""Streams that another server can continue: lines that mark a stream's progress (marked), and
+restoring a request's state (replay)."""

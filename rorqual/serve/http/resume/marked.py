@@ -1,9 +1,10 @@
-"""Streams whose events say which tokens they account for, in SSE comments before them. Whoever has
-an event has its comment, and can ask any server with the same model to go on from there.
+"""Streams with SSE comments before their events that name the tokens each event covers. A client
+that has an event has its comment, and can ask any server with the same model to continue from
+there.
 
-What was told of a choice after n tokens follows from these tokens alone, however they came. So one
-output of the engine makes one event with text: a reader who had half of what it brought could not
-say so by a number of tokens.
+What was sent for a choice after n tokens follows from these tokens alone, however they were
+grouped. So one engine output makes one event with text: a client that had half of it could not
+express that as a number of tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ HEADER = "x-rorqual-resumable"
 
 
 def resumable(headers: Mapping[str, str]) -> bool:
-    """Whether the caller asks for the comments."""
+    """Whether the caller requests the comments."""
     return headers.get(HEADER) == "1"
 
 
 def line(choice: int, tokens: list[int], end: bool = False) -> bytes:
-    """The comment before an event: its choice, and the tokens that no line has named before."""
+    """The comment before an event: its choice, and the tokens not named by earlier lines."""
     return b": rorqual %d %s%s\n" % (
         choice,
         ",".join(map(str, tokens)).encode(),
@@ -54,7 +55,7 @@ class MarkedCall(Call):
             events[place] = line(choice, tokens, end) + events[place]
 
     def _tokens(self, choice: int) -> list[int]:
-        """Those that are not named yet."""
+        """Tokens not named yet."""
         before = self.named[choice]
         self.named[choice] = count = self.replies[choice].tokens
         return self.replies[choice].completion.out.token_ids[before:count]
@@ -68,8 +69,8 @@ class ResumableTextCall(MarkedCall, TextCall):
 
 
 class ResumableChatCall(MarkedCall, ChatCall):
-    """A chat. The events of one output are its role's, where it is the first, one of all its
-    fields, and its end's."""
+    """A chat. The events of one output are the role's, if it is the first, one with all its fields,
+    and the end's."""
 
     def _opens(self, choice: int) -> bool:
         return self.stream and not self.begun[choice]
@@ -95,7 +96,7 @@ class ResumableChatCall(MarkedCall, ChatCall):
         events.append(self._event(part.delta(delta, found)))
 
     def _delta(self, reply: ChatChoiceBuilder, text: str) -> dict[str, Any]:
-        """Text and calls of a kind are put together: a call may end where the answer does."""
+        """Merge text, and pieces of calls, into one delta: a call may end with the response."""
         delta: dict[str, Any] = {}
         for name, value in reply.fields(text):
             if self._shown(name):

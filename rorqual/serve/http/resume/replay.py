@@ -1,5 +1,5 @@
-"""A stream that another server began goes on: its tokens are taken in as this server would have,
-and what they bring was told already."""
+"""Continues a stream that another server started: its tokens are replayed as if sampled here,
+without sending events for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rorqual.serve.http.protocol import Resume, ResumedChoice
 from rorqual.serve.http.resume.marked import MarkedCall
 from rorqual.serve.messages import Output
 
-LONG_ANSWER = 2_000  # tokens from which taking them in is worth a thread
-TOLD = TokenLogprobs(0.0, 1, (), ())  # in place of log probabilities that were told
+LONG_ANSWER = 2_000  # tokens from which replaying them is worth a thread
+SENT_LOGPROBS = TokenLogprobs(0.0, 1, (), ())  # in place of log probabilities already sent
 
 
 async def resume(call: Call, given: Resume, vocab_size: int) -> None:
-    """Bring `call` to where the other stream was. Raises ApiError where it cannot have been
-    there."""
+    """Bring `call` to the state of the other stream. Raises ApiError where that state is
+    impossible."""
     _check(call, given, vocab_size)
     if sum(len(choice.token_ids) for choice in given.choices) > LONG_ANSWER:
         await asyncio.to_thread(_restore_all, call, given)
@@ -61,7 +61,7 @@ def _restore_all(call: Call, given: Resume) -> None:
         call.begun[choice.index] = True
         if choice.ended:
             reply.tokens = len(choice.token_ids)
-            reply.finish = FinishReason.STOP.value  # of it nothing more is told
+            reply.finish = FinishReason.STOP.value  # nothing more is sent for it
         else:
             _restore(call, place, choice, reply)
         if reply.finish is None:
@@ -82,28 +82,28 @@ def _restore(
     entries = None
     text = ""
     if tokens:
-        piece = reply.push(_said(request, tokens, reply))
+        piece = reply.push(_replayed_output(request, tokens, reply))
         text = piece.text
         entries = piece.entries
     if reply.tokens < len(tokens):
         raise _wrong(place, f"it goes on after its end, which is token {reply.tokens}")
     if isinstance(reply, ChatChoiceBuilder):
         for _ in reply.fields(text):
-            pass  # to bring its parsers to where they were
+            pass  # to bring its parsers to the same state
     if isinstance(call, TextCall):
         call.swallow(choice.index, entries or [])
     if isinstance(call, MarkedCall):
         call.named[choice.index] = reply.tokens
     changes: dict[str, Any] = {"outputs": tuple(tokens)}
-    if request.params.prompt_logprobs is not None:  # they were told
+    if request.params.prompt_logprobs is not None:  # already sent
         changes["params"] = replace(request.params, prompt_logprobs=None)
     call.requests[choice.index] = replace(request, **changes)
 
 
-def _said(request: Request, tokens: list[int], reply: ChoiceBuilder) -> Output:
-    """As the engine would have told of them at once. That there are enough of them it will say
-    itself: it alone knows how many fit."""
-    logprobs = None if reply.params.logprobs is None else [TOLD] * len(tokens)
+def _replayed_output(request: Request, tokens: list[int], reply: ChoiceBuilder) -> Output:
+    """The engine's output for these tokens. Without a LENGTH finish: only the engine knows how many
+    tokens fit."""
+    logprobs = None if reply.params.logprobs is None else [SENT_LOGPROBS] * len(tokens)
     output = Output(request.id, tokens, logprobs=logprobs)
     stops = request.stop_ids
     early = request.params.min_tokens

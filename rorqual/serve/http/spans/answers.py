@@ -1,5 +1,5 @@
-"""What a completion's span says of the request and its answer: OpenTelemetry's names for generative
-models, and those of vLLM and SGLang where they tell the same under older ones."""
+"""Attributes of a completion's span: OpenTelemetry's names for generative models, and vLLM's and
+SGLang's where they have older names for the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def note_request(span: RequestSpan, call: Call) -> None:
 
 
 def note_answer(span: RequestSpan, call: Call) -> None:
-    """Once it is over, however it ended."""
+    """Called once it has ended, in any way."""
     if not span.recording:
         return
     tokens = sum(reply.tokens for reply in call.replies)

@@ -1,4 +1,4 @@
-"""A span for each completion, from its headers to the last byte of its answer."""
+"""A span for each completion, from its headers to the last byte of the response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = {
 
 
 class TracedRequests:
-    """ASGI middleware, behind the one that asks for the key. A stream's chunks pass it by."""
+    """ASGI middleware, after the one that checks the key. A stream's chunks bypass it."""
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer):
         self.app = app

@@ -1,8 +1,8 @@
 """/start_profile and /stop_profile: the engines' next steps recorded for Perfetto.
 
-A recording slows what it looks at and writes files, so it is for whoever runs the server: it needs
---profile-dir, the API key where there is one, and a connection from this machine that nobody passed
-on, neither a proxy nor a page in a browser.
+Recording slows the engines and writes files, so it is only for the server's operator: it needs
+--profile-dir, the API key where there is one, and a direct connection from this machine, not
+through a proxy or from a browser's page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rorqual.serve.messages import TraceDone
 
 log = logging.getLogger("rorqual.serve")
 
-MOST_STEPS = 200  # engine/step_trace.py has the same; it needs torch
+MOST_STEPS = 200  # same as in engine/step_trace.py, which needs torch
 DEFAULT_STEPS = 10
 LONGEST_NAME = 64
 MOST_PROFILES = 100  # files in the folder
@@ -51,18 +51,18 @@ class StartProfile(Model):
 
 
 class Profiles:
-    """The profiles of one server: one at a time, of all its engines together."""
+    """The server's profiles: one at a time, of all its engines together."""
 
-    def __init__(self, fleet: EnginePool, folder: Path):
-        self.fleet = fleet
+    def __init__(self, pool: EnginePool, folder: Path):
+        self.pool = pool
         self.folder = folder
         self.under_way: asyncio.Task[list[TraceDone]] | None = None
 
     def start(self, wanted: StartProfile) -> str:
-        """The name of its files. Raises ApiError."""
+        """Start a profile; returns its files' prefix. Raises ApiError."""
         if self.under_way is not None and not self.under_way.done():
             raise conflict("a profile is under way; /stop_profile ends it")
-        if not self.fleet.healthy:
+        if not self.pool.healthy:
             raise not_ready("an engine is not ready")
         name = wanted.output or time.strftime("%Y%m%d-%H%M%S")
         if not NAME.fullmatch(name):
@@ -76,22 +76,22 @@ class Profiles:
             raise conflict(f"the folder holds {len(found)} profiles; accepted: {MOST_PROFILES}")
         if any(there == f"{name}.json.gz" or there.startswith(f"{name}-") for there in found):
             raise conflict(f"there is a profile {name!r} already", "output")
-        several = len(self.fleet.engines) > 1
+        several = len(self.pool.engines) > 1
         ends = [
             client.start_trace(
                 str(self.folder / (f"{name}-engine{client.index}" if several else name)),
                 wanted.num_steps,
             )
-            for client in self.fleet.clients
+            for client in self.pool.clients
         ]
         self.under_way = asyncio.create_task(_ended(ends))
         return name
 
     async def stop(self) -> dict[str, Any]:
-        """End it, and wait for its files. Raises ApiError."""
+        """Stop the profile, and wait for its files. Raises ApiError."""
         if self.under_way is None or self.under_way.done():
             raise conflict("no profile is under way")
-        for client in self.fleet.clients:
+        for client in self.pool.clients:
             client.stop_trace()
         try:
             async with asyncio.timeout(WRITE_SECONDS):
@@ -122,7 +122,7 @@ def conflict(message: str, param: str | None = None) -> ApiError:
 
 
 def check_near(request: Request) -> None:
-    """Raises ApiError unless the one who asks is on this machine."""
+    """Raises ApiError unless the request comes directly from this machine."""
     host = request.client.host if request.client else ""
     passed_on = [name for name in PASSED_ON if name in request.headers]
     if passed_on or not _is_loopback(host):
@@ -144,9 +144,9 @@ def _is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def add_tracing(app: FastAPI, fleet: EnginePool, folder: Path) -> None:
-    """The middleware has asked for the API key before."""
-    profiles = Profiles(fleet, folder)
+def add_tracing(app: FastAPI, pool: EnginePool, folder: Path) -> None:
+    """Add the routes; the middleware has checked the API key."""
+    profiles = Profiles(pool, folder)
 
     @app.post("/start_profile", responses=ANSWERS, tags=["state"])
     async def start_profile(request: Request, body: StartProfile | None = None) -> Response:
@@ -158,7 +158,7 @@ def add_tracing(app: FastAPI, fleet: EnginePool, folder: Path) -> None:
 
     @app.post("/stop_profile", responses=ANSWERS, tags=["state"])
     async def stop_profile(request: Request) -> Response:
-        """Record no further step; answers when the files are there."""
+        """Stop recording; responds when the files are written."""
         check_near(request)
         return _json(await profiles.stop())
 

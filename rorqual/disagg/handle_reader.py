@@ -1,6 +1,6 @@
-"""The reader's side where our GPU copies from a peer's: pages come window by window to where they
-stay until they are placed, a range of the staging memory on the device; or, where none is large
-enough, to rows of host memory by way of one."""
+"""The reader's side where our GPU copies from a peer's: pages are copied window by window to a
+range of staging memory on the device, where they stay until they are placed; where no range is
+large enough, through a smaller one to rows of host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rorqual.disagg.page_link import (
     MOST_KEYS,
     STAGED,
     PageMessage,
-    StagedAnswer,
+    StagedReply,
     check_confirmed,
     pack_read,
     receive,
@@ -34,17 +34,17 @@ from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
 from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
-ROOM_SECONDS = 1.0  # that a prompt waits for room on the device, others' being placed
-WINDOW_SECONDS = 20.0  # that a window's pages wait for it on their way to host memory
-SPIN_SECONDS = 0.003  # since something came, that the link is looked at without a pause
-LOOK_MILLISECONDS = 1  # between two looks at a read then
-WAIT_SECONDS = 0.001  # for a read's end, where nothing else can be done
+ROOM_SECONDS = 1.0  # for a prompt to get device memory, while others are placed
+WINDOW_SECONDS = 20.0  # for a window's pages to get a range on the way to host memory
+SPIN_SECONDS = 0.003  # of busy polling since the last message
+LOOK_MILLISECONDS = 1  # between two polls of a read meanwhile
+WAIT_SECONDS = 0.001  # of blocking on a read, when there is no other work
 
 
 @dataclass
 class RunningRead:
-    """Of `count` pages, from number `first` on. passing: where they lie on their way to the cache
-    or to host memory."""
+    """A read of `count` pages, from number `first` on. passing: the range they pass through to the
+    cache or to host memory."""
 
     generation: int
     first: int
@@ -54,8 +54,8 @@ class RunningRead:
     deadline: float
 
 
-class HandedReads(RunningReads):
-    """running: prompts, in `read`."""
+class HandleReads(RunningReads):
+    """running: prompts being read."""
 
     def __init__(self, transport: HandleTransport, ranges: StagingRanges):
         super().__init__()
@@ -63,7 +63,7 @@ class HandedReads(RunningReads):
         self.ranges = ranges
 
     def rows(self, memory: PageMemory, count: int, size: int) -> RowsOfPages:
-        """For so many pages; `release` gives them back."""
+        """Rows for `count` pages; freed by `release`."""
         held = self.ranges.take(count * size, ROOM_SECONDS)
         if held is None:
             return RowsOfPages(size, memory.rows(count, size))
@@ -88,10 +88,10 @@ class HandedReads(RunningReads):
         into: RowsOfPages,
         coming: Callable[[], bool],
     ) -> Iterator[int]:
-        """As StagedReads.read; a window's pages count once the keeper has confirmed it, and the
-        next ones come meanwhile."""
+        """As StagedReads.read; a window's pages count once the server has confirmed it, and the
+        next window is read meanwhile."""
         self.recover()
-        with self.one_more():
+        with self.running_read():
             for start in range(0, len(keys), MOST_KEYS):
                 some = list(keys[start : start + MOST_KEYS])
                 send(sock, PageMessage.STAGE, pack_read(lease, part, some))
@@ -106,7 +106,7 @@ class HandedReads(RunningReads):
                     return
 
     def recover(self) -> None:
-        """Ranges that a read may write into yet are used again once it is over."""
+        """Reclaim ranges that a read may still write to, once it is over."""
         lost = self.ranges.unusable()
         if lost and not self.running:
             self.transport.restart()
@@ -114,31 +114,31 @@ class HandedReads(RunningReads):
 
 
 class PagesInFlight:
-    """Pages number `start` to `stop` (excluded) of a prompt, which were asked for."""
+    """Requested pages number `start` to `stop` (excluded) of a prompt."""
 
     def __init__(
-        self, reads: HandedReads, sock: socket.socket, into: RowsOfPages, start: int, stop: int
+        self, reads: HandleReads, sock: socket.socket, into: RowsOfPages, start: int, stop: int
     ):
         self.reads = reads
         self.sock = sock
         self.into = into
         self.size = into.size
-        self.asked = start  # up to this one reads were begun
+        self.asked = start  # reads were started up to this page
         self.stop = stop
         self.running: deque[RunningRead] = deque()
-        self.confirming: deque[int] = deque()  # pages of windows that were asked about
+        self.confirming: deque[int] = deque()  # pages of windows awaiting confirmation
         self.given_up = False
-        self.error = ""  # what is wrong with the pages behind those that came
+        self.error = ""  # why no further pages are read
         self.incoming = select.poll()
         self.incoming.register(sock, select.POLLIN)
         self.busy_until = time.monotonic() + SPIN_SECONDS
 
-    def _is_told(self) -> bool:
-        """Whether a message is to be taken; reads are looked at meanwhile."""
+    def _has_message(self) -> bool:
+        """Whether a message has arrived; polls the reads meanwhile."""
         if self.incoming.poll(0):
             self.busy_until = time.monotonic() + SPIN_SECONDS
             return True
-        if self.running and self._look_at_oldest():
+        if self.running and self._poll_oldest():
             self.busy_until = time.monotonic() + SPIN_SECONDS
             return False
         if time.monotonic() < self.busy_until:
@@ -150,7 +150,7 @@ class PagesInFlight:
 
     def counts(self, coming: Callable[[], bool]) -> Iterator[int]:
         while self.asked < self.stop or self.running or self.confirming:
-            if not self._is_told():
+            if not self._has_message():
                 continue
             kind, data = receive(self.sock, STAGED.size + MOST_DESCRIPTION)
             if kind is PageMessage.COMING:
@@ -168,11 +168,11 @@ class PagesInFlight:
             raise LinkError(self.error)
 
     def _stop(self, error: str) -> None:
-        """Pages before are good, and count once they are confirmed."""
+        """Read no further pages; earlier ones are valid once confirmed."""
         self.stop = self.asked
         self.error = error
 
-    def _begin(self, staged: StagedAnswer) -> None:
+    def _begin(self, staged: StagedReply) -> None:
         count = staged.count
         if not count:
             self._stop("the pages are kept no more")
@@ -207,8 +207,8 @@ class PagesInFlight:
 
     def _passing(self, size: int) -> HeldRange:
         found = self.reads.ranges.take(size, 0)
-        while found is None and self.running:  # which may hold what is wanted
-            self._look_at_oldest(WAIT_SECONDS)
+        while found is None and self.running:  # which may hold the needed memory
+            self._poll_oldest(WAIT_SECONDS)
             found = self.reads.ranges.take(size, 0)
         found = found or self.reads.ranges.take(size, WINDOW_SECONDS)
         if found is None:
@@ -216,8 +216,8 @@ class PagesInFlight:
         self.reads._behind(found)
         return found
 
-    def _look_at_oldest(self, seconds: float = 0.0) -> bool:
-        """Whether it is over, and the keeper asked about it."""
+    def _poll_oldest(self, seconds: float = 0.0) -> bool:
+        """Whether the oldest read is over, and its confirmation requested."""
         read = self.running[0]
         state = self.reads.transport.poll(read.ticket, seconds)
         if state is ReadState.RUNNING:
@@ -250,23 +250,23 @@ class PagesInFlight:
         return self.confirming.popleft()
 
     def end(self) -> None:
-        """Nothing writes here any more, or it is set aside."""
+        """Set aside the memory of unfinished reads."""
         while self.running:
             read = self.running.popleft()
             left = max(0.0, read.deadline - time.monotonic())
             held = read.passing or self.into.held
             if self.reads.transport.poll(read.ticket, left) is ReadState.RUNNING:
                 self.reads.transport.cancel(read.ticket)
-                if held is not None:  # the steps wait for what is written to the cache
+                if held is not None:  # steps must wait for writes to the cache
                     self.reads.ranges.set_aside(held)
             elif read.passing is not None:
                 self.reads.ranges.release(read.passing)
 
 
-def fetched_pages(staging: PageStaging | None) -> StagedReads | HandedReads | None:
-    """What fetches pages where something else than the link carries them."""
+def fetched_pages(staging: PageStaging | None) -> StagedReads | HandleReads | None:
+    """Fetches pages where a transport other than the connection carries them; else None."""
     if staging is None:
         return None
     if isinstance(staging.transport, HandleTransport):
-        return HandedReads(staging.transport, staging.ranges) if staging.ranges else None
+        return HandleReads(staging.transport, staging.ranges) if staging.ranges else None
     return StagedReads(staging.transport, staging.fetched) if staging.fetched else None

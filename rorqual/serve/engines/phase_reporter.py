@@ -1,5 +1,5 @@
-"""The engine process tells of phases of requests that are traced, once for each phase and never
-for a token."""
+"""Reports phases of traced requests from the engine process: one message per phase, none per
+token."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from rorqual.serve.engines.sockets import EngineSockets
 Details = dict[str, str | int | float]
 
 
-class PhaseTeller:
-    """Phases are grammar, kv_transfer, queue, prefill and decode; a request has those that it
-    went through, one after the other."""
+class PhaseReporter:
+    """Phases are grammar, kv_transfer, queue, prefill and decode; a request reports those it goes
+    through, in order."""
 
     def __init__(self, link: EngineSockets):
         self.link = link
-        # by request, while its pages are on their way: since when, and what came
+        # by request while its pages are fetched: start time, and its ReceivedPages
         self.arrivals: dict[str, tuple[float, Callable[[], ReceivedPages]]] = {}
 
-    def _tell(
-        self, name: str, request_id: str, arrival: float, start: float, end: float, told: Details
+    def _send(
+        self, name: str, request_id: str, arrival: float, start: float, end: float, details: Details
     ) -> None:
-        self.link.send(messages.RequestPhase(request_id, name, arrival, start, end, told))
+        self.link.send(messages.RequestPhase(request_id, name, arrival, start, end, details))
 
     def grammar(self, add: messages.Add) -> None:
-        """It is compiled, or was refused."""
+        """Its grammar was compiled, or rejected."""
         if add.traced:
             came = add.request.arrival
-            self._tell("grammar", add.request.id, came, came, time.monotonic(), {})
+            self._send("grammar", add.request.id, came, came, time.monotonic(), {})
 
     def fetching(self, add: messages.Add, transfers: KVTransfers) -> None:
-        """Pages of its prompt are on their way."""
+        """Pages of its prompt are being fetched."""
         if add.traced:
             name = add.request.id
             self.arrivals[name] = (time.monotonic(), transfers.received(name))
 
     def fetched(self, add: messages.Add, error: str) -> None:
-        """They are in the cache, as many as came."""
+        """The received pages are in the cache."""
         name = add.request.id
         start, received = self.arrivals.pop(name, (0.0, None))
         if received is None:
             return
         found = received()
-        told: Details = {
+        details: Details = {
             "server.address": found.host,
             "server.port": found.port,
             "rorqual.kv.pages": found.pages,
@@ -56,22 +56,24 @@ class PhaseTeller:
             "rorqual.kv.network_seconds": found.seconds,
         }
         if error:
-            told["error.type"] = "pages_lost"
-            told["rorqual.kv.error"] = error
-        self._tell("kv_transfer", name, add.request.arrival, start, time.monotonic(), told)
+            details["error.type"] = "pages_lost"
+            details["rorqual.kv.error"] = error
+        self._send("kv_transfer", name, add.request.arrival, start, time.monotonic(), details)
 
     def began(self, sequence: Sequence, queued: float, started: float, now: float) -> None:
-        """Its first token has come. started: when a step took it in."""
+        """Its first token was sampled. started: when it was scheduled."""
         request = sequence.request
-        self._tell("queue", request.id, request.arrival, queued, started, {})
-        told: Details = {
+        self._send("queue", request.id, request.arrival, queued, started, {})
+        details: Details = {
             "gen_ai.usage.input_tokens": sequence.prompt_len,
             "gen_ai.usage.cache_read.input_tokens": sequence.num_cached_prompt or 0,
         }
-        self._tell("prefill", request.id, request.arrival, started, now, told)
+        self._send("prefill", request.id, request.arrival, started, now, details)
 
     def ended(self, out: TokenOut, first: float, now: float) -> None:
         sequence = out.sequence
         request = sequence.request
-        told: Details = {"gen_ai.usage.output_tokens": len(sequence.tokens) - len(request.tokens)}
-        self._tell("decode", request.id, request.arrival, first, now, told)
+        details: Details = {
+            "gen_ai.usage.output_tokens": len(sequence.tokens) - len(request.tokens)
+        }
+        self._send("decode", request.id, request.arrival, first, now, details)

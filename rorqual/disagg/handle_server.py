@@ -1,9 +1,9 @@
-"""The keeper's side where a peer's GPU copies from ours: leased pages are gathered into windows of
-staging memory on the device, one after the other for as long as windows are free, and the reader
-hears of each as soon as it is filled. So a prompt's pages are copied over the link while later ones
+"""The server's side where a peer's GPU copies from ours: leased pages are gathered into windows of
+staging memory on the device, one after the other while windows are free, and the reader is notified
+of each as soon as it is filled. So a prompt's pages are copied between the GPUs while later ones
 are gathered.
 
-A page's lease is looked at before and after: while it is open nobody writes to the page.
+A page's lease is checked before and after: while it is open the page is not written to.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
-WINDOW_SECONDS = 5.0  # that a reader waits for a window
-RAMP = (2,)  # the first windows of a prompt are filled to such a part: the link begins sooner
-AHEAD = 2  # windows of which the copies are launched before the first is waited for
-SPIN_SECONDS = 0.003  # since a window went out, that its reader is listened for without a pause
+WINDOW_SECONDS = 5.0  # for a reader to get a window
+RAMP = (2,)  # divisors of a prompt's first windows: partly filled, so that the copy starts sooner
+AHEAD = 2  # windows whose copies are launched before waiting for the first
+SPIN_SECONDS = 0.003  # of busy polling for the reader's message after a window was sent
 
 
-class HandedPages:
-    """What all links share."""
+class HandlePages:
+    """State shared by all connections."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class HandedPages:
         self.leases = leases
         self.memory = memory
 
-    def link(self) -> HandedLink:
-        return HandedLink(self)
+    def link(self) -> HandlePagesLink:
+        return HandlePagesLink(self)
 
 
 @dataclass
@@ -64,34 +64,34 @@ class FilledWindow:
     wait: Callable[[], None]
 
 
-class HandedLink:
-    """Of one reader."""
+class HandlePagesLink:
+    """One reader's connection."""
 
-    def __init__(self, pages: HandedPages):
+    def __init__(self, pages: HandlePages):
         self.pages = pages
-        self.held: dict[int, FilledWindow] = {}  # that the reader knows, by generation
+        self.held: dict[int, FilledWindow] = {}  # announced to the reader, by generation
         self.filling: deque[FilledWindow] = deque()
         self.size = 0  # bytes of a page's part
         self.lease = b""
         self.description = b""
-        self.told = 0  # pages, of those asked for last
-        self.places: list[tuple[int, Mark | None]] = []  # of the next pages, as far as known
+        self.num_announced = 0  # pages announced, of the last request
+        self.places: list[tuple[int, Mark | None]] = []  # of the next pages, as far as looked up
         self.numbers: Tensor | None = None  # the same, on the device
-        self.confirmed = 0  # pages, since `confirm` last told how many
+        self.confirmed = 0  # pages since the last result of `confirm`
         self.refusal = ""
         self.busy_until = 0.0
 
     def stage(
         self, sock: socket.socket, lease: bytes, part: PagePart, keys: Sequence[bytes]
     ) -> None:
-        """Gathers this part of these pages until one is not there, and tells of each window. The
-        first that is still to come is waited for."""
+        """Gather this part of these pages until one is missing, and announce each window. Waits for
+        the first while it is being computed."""
         self.close()
         self.refusal = ""
         self.lease = lease
         self.size = self.pages.memory.part_size(part)
         most = self.pages.windows.size // self.size
-        self.told = 0
+        self.num_announced = 0
         self.places = []
         try:
             self.description = self.pages.transport.describe()
@@ -109,13 +109,15 @@ class HandedLink:
             if not self._begin(sock, lease, part, keys[begun:], count):
                 break
             begun += self.filling[-1].count
-            if len(self.filling) == AHEAD or not self.told:  # the reader waits for the first
-                self._tell(sock)
+            if (
+                len(self.filling) == AHEAD or not self.num_announced
+            ):  # the first window goes out at once
+                self._announce(sock)
         while self.filling:
-            self._tell(sock)
+            self._announce(sock)
         if self.refusal:
             send(sock, PageMessage.UNSTAGED, self.refusal.encode())
-        elif self.told < len(keys) or not keys:
+        elif self.num_announced < len(keys) or not keys:
             send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + self.description)
         self.busy_until = time.monotonic() + SPIN_SECONDS
 
@@ -127,8 +129,8 @@ class HandedLink:
         keys: Sequence[bytes],
         most: int,
     ) -> bool:
-        """Whether at least one of these pages is there: the first ones that are, `most` of them at
-        most, are being copied into a window."""
+        """Start to copy the leading pages, at most `most`, into a window; returns whether there is
+        at least one."""
         if not self.places and not self._look_up(sock, lease, keys):
             return False
         window = self._take(sock)
@@ -136,7 +138,7 @@ class HandedLink:
             self.refusal = "its staging memory is in use by others"
             return False
         places = self.places[:most]
-        if not places or self.numbers is None:  # the lease ended meanwhile
+        if not places or self.numbers is None:  # the lease has ended
             self.pages.windows.release(window)
             return False
         numbers = self.numbers[: len(places)]
@@ -148,11 +150,11 @@ class HandedLink:
         return True
 
     def _look_up(self, sock: socket.socket, lease: bytes, keys: Sequence[bytes]) -> bool:
-        """Where all of these pages are that are there, up to the first one that is not: whether
-        there is any. One that is still to come is waited for."""
+        """Look up the pages before the first missing one; returns whether there are any. Waits for
+        the first while it is being computed."""
         leases = self.pages.leases
-        while self.filling:  # they need not wait for these
-            self._tell(sock)
+        while self.filling:  # windows already filled need not wait
+            self._announce(sock)
         self.places = leases.places(lease, keys)
         if not self.places:
             while (found := leases.read(lease, keys[0], nothing)) is Found.COMING:
@@ -165,12 +167,13 @@ class HandedLink:
         return bool(self.places)
 
     def _take(self, sock: socket.socket) -> HeldWindow | None:
-        """Windows that the reader has read are free once it says so; it hears of all before."""
+        """A free window. The reader confirms windows it has read, which frees them; all filled ones
+        are announced first."""
         windows = self.pages.windows
         window = windows.take(0)
         while window is None and (self.filling or self.held):
             if self.filling:
-                self._tell(sock)
+                self._announce(sock)
                 window = windows.take(0)
                 continue
             self.busy_until = time.monotonic() + SPIN_SECONDS
@@ -182,8 +185,8 @@ class HandedLink:
             window = windows.take(0)
         return window or windows.take(WINDOW_SECONDS)
 
-    def _tell(self, sock: socket.socket) -> None:
-        """Of the oldest window, once it is filled and if the pages were kept until then."""
+    def _announce(self, sock: socket.socket) -> None:
+        """Announce the oldest window once it is filled, if its pages were still leased then."""
         filled = self.filling.popleft()
         filled.wait()
         window = filled.window
@@ -195,19 +198,19 @@ class HandedLink:
         self.held[window.generation] = filled
         head = STAGED.pack(window.generation, window.offset, filled.count, 0)
         send(sock, PageMessage.STAGED, head + self.description)
-        self.told += filled.count
+        self.num_announced += filled.count
 
     def await_message(self, sock: socket.socket) -> None:
-        """Looks for the reader's next message without a pause for as long as one can be expected
-        at any moment: a thread that sleeps wakes up to a tenth of a millisecond late."""
+        """Busy-poll for the reader's next message while one is imminent: a sleeping thread wakes up
+        to a tenth of a millisecond late."""
         incoming = select.poll()
         incoming.register(sock, select.POLLIN)
         while self.held and time.monotonic() < self.busy_until and not incoming.poll(0):
             pass
 
     def confirm(self, sock: socket.socket, message: bytes) -> int:
-        """Whether a window holds to this moment what it was filled with; pages of all that were
-        confirmed since the last call."""
+        """Send whether a window still holds what it was filled with; returns the pages confirmed
+        since the last call."""
         self._confirm(sock, message)
         self.busy_until = time.monotonic() + SPIN_SECONDS
         count, self.confirmed = self.confirmed, 0
@@ -234,10 +237,10 @@ class HandedLink:
 
 def offered_pages(
     staging: PageStaging | None, leases: LeaseTable, memory: PageMemory
-) -> StagedPages | HandedPages | None:
-    """What serves pages where something else than the link carries them."""
+) -> StagedPages | HandlePages | None:
+    """Serves pages where a transport other than the connection carries them; else None."""
     if staging is None or staging.offered is None:
         return None
     if isinstance(staging.transport, HandleTransport):
-        return HandedPages(staging.transport, staging.offered, leases, memory)
+        return HandlePages(staging.transport, staging.offered, leases, memory)
     return StagedPages(staging.transport, staging.offered, leases, memory)
