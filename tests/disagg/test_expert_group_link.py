@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rorqual import LLM
+from rorqual.config.model import nccl_unwatched
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.errors import ConfigError
-from rorqual.parallel.remote.group import forming
+from rorqual.parallel.remote.group import forming, lane_group
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
     MOST_GROUP_BYTES,
@@ -215,6 +217,9 @@ def test_a_store_over_a_link() -> None:
     waits.start()
     with pytest.raises(LinkError, match="not every member"):
         remote.get("never")
+    own.close()
+    with pytest.raises(LinkError, match="nothing is stored any more"):
+        remote.set("after", b"")
     send(far, ExpertMessage.GROUP_READY)
     served.join(10)
     assert not served.is_alive()
@@ -300,7 +305,12 @@ def test_a_server_takes_its_own_picks_and_no_id_as_an_index() -> None:
 # ---- NCCL, by what stands in its place
 
 
-WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+WATCHDOG = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
 
 
 class FakeNccl:
@@ -339,14 +349,18 @@ class FakeNccl:
         self.told.append("abort")
 
 
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[LaneGroup, FakeNccl]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    group = LaneGroup("nccl", CallerStore(1), 0, 0, 3, torch.device("cpu"), "127.0.0.1", 1)
+    return group, FakeNccl.made[-1]
+
+
 def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    group = LaneGroup("nccl", CallerStore(1), 0, 0, 3, torch.device("cpu"), "127.0.0.1", 1)
-    fake = FakeNccl.made[-1]
+    group, fake = fake_nccl(monkeypatch)
     # torch ends no process by itself, here alone
     assert set(fake.environment.values()) == {"0"}
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
@@ -372,3 +386,76 @@ def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
         "wait",
         "abort",
     ]
+
+
+def test_groups_that_are_made_at_once_leave_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in WATCHDOG:
+        monkeypatch.delenv(name, raising=False)
+    together = threading.Barrier(4)
+    failures: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            together.wait(30)
+            for _ in range(200):
+                with nccl_unwatched():
+                    assert all(os.environ[name] == "0" for name in WATCHDOG)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert not any(name in os.environ for name in WATCHDOG)
+
+
+def test_nccl_s_abort_waits_for_a_launch_and_none_begins_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who launched meanwhile would wait for the abort, and that for graphs which it would never let
+    go of."""
+    group, fake = fake_nccl(monkeypatch)
+    data = torch.zeros(7, dtype=torch.uint8)
+    begun = threading.Event()
+    ends = threading.Event()
+
+    def send(tensors: list[Tensor], rank: int, tag: int) -> None:
+        begun.set()
+        assert ends.wait(30)
+
+    monkeypatch.setattr(lane_group, "LAUNCH_SECONDS", 30.0)
+    monkeypatch.setattr(fake, "send", send, raising=False)
+    sender = threading.Thread(target=group.send, args=([(1, data)],))
+    sender.start()
+    assert begun.wait(30)
+    aborting = threading.Thread(target=group.abort)
+    aborting.start()
+    while not group.aborted:
+        time.sleep(0.001)
+    aborting.join(0.05)
+    assert "abort" not in fake.told
+    ends.set()
+    sender.join(30)
+    aborting.join(30)
+    assert fake.told[-2:] == ["end", "abort"]
+    with pytest.raises(LinkError, match="has ended"):
+        group.send([(1, data)])
+
+
+def test_nccl_s_last_error_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+
+    def end() -> None:
+        raise RuntimeError(
+            "NCCL error in: a file, invalid usage\nncclInvalidUsage: This usually reflects it.\n"
+            "Last error:\nDuplicate GPU detected : rank 1 and rank 0\n"
+        )
+
+    monkeypatch.setattr(fake, "_end_coalescing", end, raising=False)
+    with pytest.raises(LinkError, match="invalid usage: Duplicate GPU detected : rank 1 and rank"):
+        group.send([(1, torch.zeros(1, dtype=torch.uint8))])

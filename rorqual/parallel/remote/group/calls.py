@@ -48,7 +48,6 @@ log = logging.getLogger("rorqual.engine")
 WATCH_SECONDS = 0.25
 STEP_SECONDS = 120.0  # after which a group whose servers live, and do not end a step, is over
 DRAIN_SECONDS = 5.0  # for the sums of a call of a step that was given up
-LAUNCH_SECONDS = 1.0  # for the engine's thread to hand a message to the library
 CLOSE_SECONDS = 5.0
 
 
@@ -114,7 +113,6 @@ class GroupCalls(ToldCalls):
         self.failure = ""  # of the epoch before
         self.over = ""  # why the group is
         self.ending = threading.Event()
-        self.handing = False  # the engine's thread is in the library
         self.doubtful = False  # whether all that servers were told of was launched
         self.began: deque[float] = deque()  # of steps that nobody has checked yet
         self.watch: threading.Thread | None = None
@@ -218,11 +216,6 @@ class GroupCalls(ToldCalls):
             before = now
             if waited > STEP_SECONDS:
                 self._end(f"a step took longer than {STEP_SECONDS:g} s")
-        # A thread that is in the library when its abort begins may wait for that, and NCCL's abort
-        # for the graphs, which that thread lets go of. One that is long in it waits for the device.
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        while self.handing and time.monotonic() < deadline and self.backend == "nccl":
-            time.sleep(LAUNCH_SECONDS / 1000)
         threads = [threading.Thread(target=lane.group.abort, daemon=True) for lane in self.lanes]
         for thread in threads:
             thread.start()
@@ -339,14 +332,11 @@ class GroupCalls(ToldCalls):
         self, operation: Callable[[Sequence[Message]], Flight], messages: Sequence[Message]
     ) -> Flight | None:
         """To the library, unless the group is over."""
-        self.handing = True
         try:
             return None if self.over else operation(messages)
         except LinkError as error:
             self._end(str(error))
             return None
-        finally:
-            self.handing = False
 
     def receive(self, lane: int, x: Tensor, seconds: float = STEP_SECONDS) -> Tensor:
         """The weighted sums of the rows x that were sent last; zeros where the group is over.
@@ -362,6 +352,7 @@ class GroupCalls(ToldCalls):
             return torch.zeros_like(x)
         own.counts[1:] += 1
         own.coming = None
+        own.leaving = None  # captured, it cannot be awaited outside of its graph
         replies = [self.form.reply(data, rows) for data in own.replies]
         for reply in replies:
             strange = reply.head[0] != own.counts[0]
@@ -387,7 +378,7 @@ class GroupCalls(ToldCalls):
         told of, and that were not launched, are made with rows that no expert is to compute."""
         self.began.clear()
         self.began.append(time.monotonic())  # the watch ends what does not come to its end
-        with torch.inference_mode():
+        with torch.inference_mode(), self.platform.stream():
             for number, own in enumerate(self.lanes):
                 self._finish(number, own)
             self.platform.synchronize()

@@ -93,8 +93,10 @@ class LinkStore(dist.Store):
         self.closed = False
 
     def close(self) -> None:
-        """The link is for other messages from here on."""
-        self.closed = True
+        """The link is for other messages from here on. Waits for a question under way: torch's own
+        threads may ask as well, and its answer must not be read as one of those messages."""
+        with self.lock:
+            self.closed = True
 
     def _ask(self, request: StoreRequest) -> bytes:
         with self.lock:
