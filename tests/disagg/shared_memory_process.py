@@ -14,7 +14,7 @@ from torch import Tensor
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.cli.main import main
 from rorqual.disagg.experts.lanes import CallerLanes
-from rorqual.disagg.experts.steps_under_way import LOOK_SECONDS
+from rorqual.disagg.experts.steps_in_flight import POLL_SECONDS
 from rorqual.parallel import cuda_ipc
 from rorqual.parallel.remote import handles
 from rorqual.parallel.remote.handles import HandleCalls
@@ -49,7 +49,7 @@ def compute_what_has_come(self: CallerLanes, step: Step) -> None:
                 self._compute(lane, (calls.popleft(),))
             if not calls:
                 del left[number]
-        time.sleep(LOOK_SECONDS / 10)
+        time.sleep(POLL_SECONDS / 10)
     self.steps.leave_all()
 
 

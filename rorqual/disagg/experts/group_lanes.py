@@ -15,23 +15,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.config.model import collectives_on
-from rorqual.disagg.experts.lanes import STREAMS
 from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
-from rorqual.disagg.experts.steps_under_way import (
-    WITHOUT_GRAPHS,
-    Calls,
-    LaneGraphs,
-    StepsUnderWay,
-    on_stream,
-)
+from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
 from rorqual.engine.distributed.network import interface_of
 from rorqual.errors import RorqualError
 from rorqual.parallel.remote.group.forming import FORM_SECONDS
@@ -55,22 +46,19 @@ END_SECONDS = 5.0  # for what computes to see that its caller has gone
 
 @dataclass(eq=False)
 class ServingLane:
-    """call, reply: bytes. count [1] int64: calls so far. stream, graphs: of a GPU; work: of the
-    thread of a CPU."""
+    """call, reply: bytes. count [1] int64: calls so far. work, thread: of a CPU."""
 
     call: Tensor
     reply: Tensor
     count: Tensor
     group: LaneGroup | None = None
-    stream: Any = None
-    graphs: LaneGraphs | None = None
     work: queue.SimpleQueue[Calls | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
 
 class GroupLanes:
-    """For one caller: its lanes, from an offer of its. computing: held while anything is computed
-    or launched. Raises LinkError with the reason where the server takes no part."""
+    """Of one caller, from its offer. computing: held while anything is computed or launched. Raises
+    LinkError with the reason where the server takes no part."""
 
     def __init__(
         self, shard: ExpertShard, offer: GroupOffer, gate: StepGate, computing: threading.Lock
@@ -84,24 +72,28 @@ class GroupLanes:
         self.form = GroupRows(offer.columns, offer.top_k, shard.dtype, offer.fp8)
         self.over = threading.Event()
         self.failure = ""  # of what computes
-        self.steps = StepsUnderWay(gate)
-        self.lanes: list[ServingLane] = []
+        self.steps = StepsInFlight(gate)
         with self._stream():
+            self.lanes = [self._lane(offer.rows) for _ in range(offer.lanes)]
+        self.launcher = StepLauncher(
+            shard.platform,
+            self.steps,
+            computing,
+            offer.lanes if self.on_gpu else 0,
+            self._warm_up,
+            lambda number, calls: self._compute(self.lanes[number], calls),
+        )
+        if self.on_gpu:
             try:
-                for _ in range(offer.lanes):
-                    self.lanes.append(self._lane())
+                self.launcher.load_kernels(next(iter(shard.layers)), offer.rows)
             except BaseException:
-                self._give_back()
+                self.launcher.close()
                 raise
 
-    def _lane(self) -> ServingLane:
-        sizes = (self.form.call_size(self.offer.rows), self.form.reply_size(self.offer.rows))
+    def _lane(self, rows: int) -> ServingLane:
+        sizes = (self.form.call_size(rows), self.form.reply_size(rows))
         call, reply = (torch.zeros(size, dtype=torch.uint8, device=self.device) for size in sizes)
-        lane = ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
-        if self.on_gpu:
-            lane.stream = STREAMS.take(self.device)
-            lane.graphs = LaneGraphs(lane.stream)
-        return lane
+        return ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     @property
     def on_gpu(self) -> bool:
@@ -171,59 +163,25 @@ class GroupLanes:
             lane.work.put(None)
             if lane.thread is not None:
                 lane.thread.join(END_SECONDS)
-        with self._stream():
-            for lane in self.lanes:
-                if lane.stream is not None:
-                    lane.stream.synchronize()
-                lane.graphs = None
-        self.steps.leave_all()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for lane in self.lanes:
-            if lane.stream is not None:
-                STREAMS.give_back(lane.stream)
-                lane.stream = None
+        try:
+            self.launcher.synchronize()
+        finally:
+            self.steps.leave_all()
+            self.launcher.close()
 
     # ---- steps
 
     def launch(self, step: Step) -> None:
         if self.on_gpu:
-            self.steps.enter()
-            self._launch_on_gpu(step)
+            self.launcher.launch(step)
             return
         for number, calls in step.items():
             self.steps.enter()
             self.lanes[number].work.put(calls)
 
-    def _launch_on_gpu(self, step: Step) -> None:
-        events = self.steps.begin()
-        with self.computing, torch.inference_mode(), self._stream():
-            # none is captured while another waits for its caller, who waits for both
-            works = [(self.lanes[lane], self._graph(lane, calls)) for lane, calls in step.items()]
-            for (lane, graph), calls in zip(works, step.values(), strict=True):
-                with on_stream(lane.stream):
-                    if graph is None:
-                        self._compute(lane, calls)
-                    else:
-                        graph.replay()
-                    event = torch.cuda.Event()
-                    event.record()
-                    events.append(event)
-
-    def _graph(self, number: int, calls: Calls) -> Any:
-        lane = self.lanes[number]
-        if len(calls) <= WITHOUT_GRAPHS:
-            return None
-        assert lane.graphs is not None
-        return lane.graphs.of(calls, partial(self._practise, lane), partial(self._compute, lane))
-
-    def _practise(self, lane: ServingLane, calls: Calls) -> None:
+    def _warm_up(self, number: int, calls: Calls) -> None:
         """Without messages."""
-        own = ServingLane(
-            torch.zeros_like(lane.call), torch.zeros_like(lane.reply), torch.zeros_like(lane.count)
-        )
-        self._compute(own, calls)
+        self._compute(self._lane(max(call.rows for call in calls)), calls)
 
     def _run_lane(self, lane: ServingLane, sock: socket.socket) -> None:
         """The thread of a lane on a CPU."""
