@@ -104,7 +104,7 @@ def test_tokens_are_one_process_s(
         assert tokens(llm) == expected
         calls = llm.engine.worker.remote.handles
         assert calls is not None
-        told = [link.handles.told for link in calls.active if link.handles is not None]
+        told = [link.handles.announced for link in calls.active if link.handles is not None]
         assert len(told) == count
         assert all(sum(rows) for rows in told)
 

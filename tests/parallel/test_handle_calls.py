@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from rorqual.ops.triton.comm.remote_dispatch import LaneAreas  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.control import ServerLink  # noqa: E402
-from rorqual.parallel.remote.handle_link import HandleLink  # noqa: E402
+from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls, new_block  # noqa: E402
 from rorqual.parallel.remote.wire import Holdings  # noqa: E402
 from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
@@ -91,7 +93,7 @@ def link(port: int, shares: bool = True) -> ServerLink:
         homes = new_block(AREAS.home_size, CPU)
         heads = homes.tensor(CPU).view(1, -1)[:, :8].view(torch.int32)
         heads.zero_()
-        found.handles = HandleLink(rest[1], inboxes, homes, [0], heads)
+        found.handles = HandleLink(rest[1], inboxes, homes, [0], LaneHeads(heads, CpuPlatform(CPU)))
     else:
         found.no_handles = "it is on another host"
     return found
@@ -238,12 +240,64 @@ def test_who_has_answered_all_that_came_is_not_late(monkeypatch: pytest.MonkeyPa
     calls.decide(Known(calls, one), must=True)
     assert calls._why_late(one.handles) == ""
     calls.begin()
-    one.handles.told = [9]
+    one.handles.announced = [9]
     assert calls._why_late(one.handles) == ""
-    one.handles.heads[0, 1] = 3
+    one.handles.heads.heads[0, 1] = 3
     assert "a step took longer" in calls._why_late(one.handles)
-    one.handles.heads[0, 0] = 3
+    one.handles.heads.heads[0, 0] = 3
     assert calls._why_late(one.handles) == ""
     calls.ended()
-    one.handles.heads[0, 1] = 5
+    one.handles.heads.heads[0, 1] = 5
+    assert calls._why_late(one.handles) == ""
+
+
+def test_a_loss_stops_the_waits_of_an_engine_made_in_inference_mode() -> None:
+    """The thread of a link, which is not in that mode, writes the stop word."""
+    with torch.inference_mode():
+        calls = made()
+        known = Known(calls, link(1), link(2))
+        calls.decide(known, must=True)
+        calls.begin()
+    thread = threading.Thread(target=known.drop, args=(known.links[0], "its process ended"))
+    thread.start()
+    thread.join()
+    assert calls.words.tolist() == [1, 0]
+    with torch.inference_mode():
+        calls.begin()
+    assert calls.words.tolist() == [0, 0]
+
+
+def test_heads_are_read_by_copies_alone_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in torch.cuda's place copies at once, and says that it has when it is told to."""
+    done: list[bool] = []
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return bool(done)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    memory = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
+    heads = LaneHeads(memory[:, :8].view(torch.int32), CpuPlatform(CPU))
+    heads.stream = object()  # type: ignore[assignment]
+    assert heads.read(0.01) is None
+    done.append(True)
+    assert heads.read(60) == memory[:, :8].contiguous().view(torch.int32).tolist()
+
+
+def test_a_device_that_copies_nothing_is_left_by_a_server_that_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handles, "STEP_SECONDS", 0.0)
+    calls = made()
+    one = link(1)
+    assert one.handles is not None
+    calls.decide(Known(calls, one), must=True)
+    calls.begin()
+    monkeypatch.setattr(one.handles.heads, "read", lambda seconds: None)
+    assert "the device copies nothing" in calls._why_late(one.handles)
+    monkeypatch.setattr(handles, "STEP_SECONDS", 60.0)
     assert calls._why_late(one.handles) == ""

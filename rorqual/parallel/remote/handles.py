@@ -28,10 +28,10 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -40,7 +40,7 @@ from torch import Tensor
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.control import ServerLink, said
-from rorqual.parallel.remote.handle_link import HandleLink
+from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads
 from rorqual.parallel.remote.link import LinkError, receive, send
 from rorqual.parallel.remote.step_calls import ToldCalls
 from rorqual.parallel.remote.wire import (
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
+HEAD_SECONDS = 5.0  # for the device to copy a few bytes
 LANES_SECONDS = 90.0  # for a server to compile kernels, make memory, and map another GPU's
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
@@ -113,7 +114,8 @@ class HandleCalls(ToldCalls):
         self.why = "not decided yet"
         self.caller = secrets.token_hex(16)
         device = platform.device
-        self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
+        with torch.inference_mode(False):  # any thread writes them
+            self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
         most = kernels.SERVERS
         self.tables = torch.zeros(lanes, 2 * most + 2, dtype=torch.int64, device=device)
         self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
@@ -174,9 +176,9 @@ class HandleCalls(ToldCalls):
             self._descriptors().withdraw(token)
         sock.settimeout(SEND_SECONDS)
         heads = own.view(lanes, self.areas.home_size)[:, :8].view(torch.int32)
-        link = HandleLink(sock, inboxes, homes, [0] * lanes, heads)
-        link.why_late = partial(self._why_late, link)
-        return link
+        with self.platform.stream():
+            read = LaneHeads(heads, self.platform)
+        return HandleLink(sock, inboxes, homes, [0] * lanes, read, _late_of(self))
 
     def _why_late(self, link: HandleLink) -> str:
         """Why a server that lives is to be left out: a step waits for it alone, perhaps."""
@@ -186,11 +188,13 @@ class HandleCalls(ToldCalls):
             return ""
         if waited < STEP_SECONDS:
             return ""
-        with self.platform.stream(), _beside(self.device):
-            done, due = link.heads.cpu().t().tolist()
-        if done == due:  # the step waits for another one, or for another rank
-            return ""
-        return f"a step took longer than {STEP_SECONDS:g} s"
+        late = f"a step took longer than {STEP_SECONDS:g} s"
+        with self.platform.stream():
+            heads = link.heads.read(HEAD_SECONDS)
+        if heads is None:
+            return f"{late}, and the device copies nothing"
+        # else the step waits for another server, or for another rank
+        return late if any(done != due for done, due in heads) else ""
 
     @contextmanager
     def _background(self) -> Iterator[None]:
@@ -261,8 +265,17 @@ class HandleCalls(ToldCalls):
             return
         self.begin()
         self.began.clear()
-        if self.noted:  # the kernel is compiled here, not behind the first step
-            self.note(False, torch.zeros(1, dtype=torch.int32, device=self.device))
+        if self.noted:
+            self._load_note()
+
+    def _load_note(self) -> None:
+        """Its kernels are compiled and loaded here, not behind a step that waits: Triton has others
+        for 0 and for 1, and for where rank 0's note is and the others' are not: on a multiple of 16
+        bytes."""
+        spare = torch.zeros(2, dtype=torch.int32, device=self.device)
+        for own in (False, True):
+            for place in range(2):
+                self.note(own, spare[place : place + 1])
 
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
@@ -335,7 +348,7 @@ class HandleCalls(ToldCalls):
             handles = link.handles
             assert handles is not None
             for lane, calls in step.items():
-                handles.told[lane] += sum(call.rows for call in calls)
+                handles.announced[lane] += sum(call.rows for call in calls)
             try:
                 send(handles.sock, ExpertMessage.STEP, message)
             except OSError as error:
@@ -364,8 +377,12 @@ class HandleCalls(ToldCalls):
         assert handles is not None
         deadline = time.monotonic() + DRAIN_SECONDS
         while True:
-            done, due = handles.heads.cpu().t().tolist()
-            if [told % WRAP for told in handles.told] != [count % WRAP for count in due]:
+            heads = handles.heads.read(DRAIN_SECONDS)
+            if heads is None:
+                return "the device copies nothing"
+            done = [answered for answered, _ in heads]
+            due = [to_answer for _, to_answer in heads]
+            if [rows % WRAP for rows in handles.announced] != [count % WRAP for count in due]:
                 return "a step was given up before its rows left"
             if done == due:
                 return ""
@@ -444,11 +461,15 @@ def map_block(block: BlockName, size: int, device: torch.device) -> SharedBlock:
         raise LinkError(f"no shared memory: {_first_line(error)}") from None
 
 
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: the others may be waiting."""
-    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-        yield
+def _late_of(calls: HandleCalls) -> Callable[[HandleLink], str]:
+    """Held by the thread of a link, which must not keep an engine alive that nothing else uses."""
+    weak = weakref.ref(calls)
+
+    def late(link: HandleLink) -> str:
+        found = weak()
+        return "" if found is None else found._why_late(link)
+
+    return late
 
 
 def _check_device(device: torch.device) -> None:
