@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -80,6 +81,31 @@ def test_tokens_are_one_process_s_until_a_server_goes_and_after(
         assert llm.engine.stats.all2all_backend.startswith("expert servers over tcp (")
     finally:
         llm.engine.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "group"])
+def test_an_engine_that_is_dropped_ends_its_links(
+    transport: str, start: Start, secret_file: str
+) -> None:
+    """Without close: its threads must not connect to expert servers for ever."""
+    server = start("all")
+    before = set(threading.enumerate())
+    llm = LLM(
+        **COMMON,
+        experts=(f"127.0.0.1:{server.port}",),
+        expert_secret_file=secret_file,
+        expert_transport=transport,
+    )
+    assert llm.generate(TEXTS[:1], params(max_tokens=2))
+    threads = set(threading.enumerate()) - before
+    assert f"experts 127.0.0.1:{server.port}" in {thread.name for thread in threads}
+    del llm
+    deadline = time.monotonic() + 60
+    while any(thread.is_alive() for thread in threads):
+        gc.collect()  # an engine holds itself in circles
+        assert time.monotonic() < deadline, [one.name for one in threads if one.is_alive()]
+        time.sleep(0.01)
+    assert not server.server.links
 
 
 def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:

@@ -301,3 +301,13 @@ def test_a_device_that_copies_nothing_is_left_by_a_server_that_is_late(
     assert "the device copies nothing" in calls._why_late(one.handles)
     monkeypatch.setattr(handles, "STEP_SECONDS", 60.0)
     assert calls._why_late(one.handles) == ""
+
+
+def test_calls_that_are_dropped_end_their_thread() -> None:
+    calls = made()
+    thread = calls._descriptors().thread
+    assert thread.is_alive()
+    del calls
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()

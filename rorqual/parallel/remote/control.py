@@ -92,8 +92,8 @@ class ServerLink:
 
 
 class ControlLink:
-    """The thread's side. timeout: seconds of silence that end a link. renew: takes newer
-    holdings."""
+    """The thread's side. timeout: seconds of silence that end a link. renew: takes newer holdings.
+    wanted: whether anything still uses the link, asked with each sign of life."""
 
     def __init__(
         self,
@@ -101,12 +101,14 @@ class ControlLink:
         timeout: float,
         num_experts: int,
         renew: Callable[[ServerLink, Holdings], None],
+        wanted: Callable[[], bool] = lambda: True,
     ):
         self.link = link
         self.timeout = timeout
         self.tick = timeout / PINGS
         self.num_experts = num_experts
         self.renew = renew
+        self.wanted = wanted
 
     def watch(self) -> str:
         """Until the server is silent or gone: why."""
@@ -114,7 +116,7 @@ class ControlLink:
         number = 0
         try:
             link.control.settimeout(self.tick)
-            while link.alive:
+            while link.alive and self.wanted():
                 number += 1
                 version = link.holdings.version
                 if not (self._beat(number) and self._pass_orders()):

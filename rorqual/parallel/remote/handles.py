@@ -210,6 +210,8 @@ class HandleCalls(ToldCalls):
                     self.descriptors = DescriptorServer()
                 except OSError as error:
                     raise LinkError(f"no socket for descriptors: {said(error)}") from None
+                # of an engine that is dropped without being closed
+                weakref.finalize(self, self.descriptors.end).atexit = False
             return self.descriptors
 
     def _offer(self, block: SharedBlock) -> bytes:

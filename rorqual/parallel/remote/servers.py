@@ -13,8 +13,10 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -153,7 +155,8 @@ class ExpertServers:
             server = KnownServer(address)
             self.known = [*self.known, server]
         name = f"experts {address[0]}:{address[1]}"
-        threading.Thread(target=self._keep, args=(server,), name=name, daemon=True).start()
+        arguments = (weakref.ref(self), server)
+        threading.Thread(target=_keep_linked, args=arguments, name=name, daemon=True).start()
 
     def leave(self, address: Address) -> bool:
         """Link a server no more: whether it is left out. One that is linked, and alone holds an
@@ -353,20 +356,15 @@ class ExpertServers:
 
     # ---- a thread for each address
 
-    def _keep(self, server: KnownServer) -> None:
-        pause = RETRY[0]
-        while not server.gone.is_set():
-            try:
-                link = self._connect(server.address)
-            except (OSError, LinkError) as error:
-                self._failed(server, error)
-                server.gone.wait(pause)
-                pause = min(2 * pause, RETRY[1])
-                continue
-            pause = RETRY[0]
-            self._add(server, link)
-            reason = ControlLink(link, self.config.timeout, self.num_experts, self._renew).watch()
-            self.drop(link, reason)
+    def _try(self, server: KnownServer) -> ServerLink | None:
+        """A link to it, or None, with the reason in `failure`."""
+        try:
+            link = self._connect(server.address)
+        except (OSError, LinkError) as error:
+            self._failed(server, error)
+            return None
+        self._add(server, link)
+        return link
 
     def _renew(self, link: ServerLink, holdings: Holdings) -> None:
         """Call a server by other holdings from the next call on."""
@@ -475,3 +473,40 @@ class ExpertServers:
             link.no_handles = said(error)
             if handles.on:
                 raise LinkError(f"its memory cannot be shared: {link.no_handles}") from None
+
+
+def _keep_linked(owner: weakref.ref[ExpertServers], server: KnownServer) -> None:
+    """The thread of an address: connect, and connect again. It holds the servers of an engine only
+    while it connects, so that it ends with an engine that was dropped without being closed."""
+
+    def renew(link: ServerLink, holdings: Holdings) -> None:
+        servers = owner()
+        if servers is not None:
+            servers._renew(link, holdings)
+
+    pause = RETRY[0]
+    while not server.gone.is_set():
+        servers = owner()
+        if servers is None:
+            return
+        timeout = servers.config.timeout
+        num_experts = servers.num_experts
+        link = servers._try(server)
+        del servers
+        if link is None:
+            server.gone.wait(pause)
+            pause = min(2 * pause, RETRY[1])
+            continue
+        pause = RETRY[0]
+        wanted = partial(_lives, owner)
+        reason = ControlLink(link, timeout, num_experts, renew, wanted).watch()
+        servers = owner()
+        if servers is None:
+            link.close()
+            return
+        servers.drop(link, reason)
+        del servers
+
+
+def _lives(owner: weakref.ref[ExpertServers]) -> bool:
+    return owner() is not None

@@ -17,8 +17,9 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,7 +158,10 @@ class GroupCalls(ToldCalls):
         self.members = members
         self.on = True
         self.why = ""
-        self.watch = threading.Thread(target=self._watch, name="expert group", daemon=True)
+        arguments = (weakref.ref(self), self.ending, members, groups)
+        self.watch = threading.Thread(
+            target=_watch, args=arguments, name="expert group", daemon=True
+        )
         self.watch.start()
         lost = given_up()
         if lost:
@@ -198,31 +202,6 @@ class GroupCalls(ToldCalls):
         self._end("the engine ends")
         if self.watch is not None:
             self.watch.join(CLOSE_SECONDS)
-
-    # ---- a thread of its own
-
-    def _watch(self) -> None:
-        """Until the group is over; then end all that waits in it."""
-        waited = 0.0
-        oldest = None
-        before = time.monotonic()
-        while not self.ending.wait(WATCH_SECONDS):
-            now = time.monotonic()
-            began = next(iter(tuple(self.began)), None)
-            # what this process itself slept through does not count
-            more = min(now - before, 2 * WATCH_SECONDS)
-            waited = waited + more if began is not None and began == oldest else 0.0
-            oldest = began
-            before = now
-            if waited > STEP_SECONDS:
-                self._end(f"a step took longer than {STEP_SECONDS:g} s")
-        threads = [threading.Thread(target=lane.group.abort, daemon=True) for lane in self.lanes]
-        for thread in threads:
-            thread.start()
-        for member in self.members:
-            member.leave()
-        for thread in threads:
-            thread.join()
 
     # ---- the engine's thread
 
@@ -419,6 +398,51 @@ class GroupCalls(ToldCalls):
         self.count.copy_(count)
         self.table.copy_(table)
         self.tabled = links
+
+
+class StepWatch:
+    """How long the oldest step that is not checked yet has taken. What this process itself slept
+    through does not count."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.oldest: float | None = None
+        self.before = time.monotonic()
+
+    def look(self, began: Iterable[float]) -> float:
+        """Seconds."""
+        now = time.monotonic()
+        oldest = next(iter(began), None)
+        more = min(now - self.before, 2 * WATCH_SECONDS)
+        self.waited = self.waited + more if oldest is not None and oldest == self.oldest else 0.0
+        self.oldest = oldest
+        self.before = now
+        return self.waited
+
+
+def _watch(
+    owner: weakref.ref[GroupCalls],
+    ending: threading.Event,
+    members: Sequence[GroupMember],
+    groups: Sequence[LaneGroup],
+) -> None:
+    """A thread: until the group is over, or its engine was dropped; then end all that waits in
+    it."""
+    watch = StepWatch()
+    while not ending.wait(WATCH_SECONDS):
+        calls = owner()
+        if calls is None:
+            break
+        if watch.look(tuple(calls.began)) > STEP_SECONDS:
+            calls._end(f"a step took longer than {STEP_SECONDS:g} s")
+        del calls
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for member in members:
+        member.leave()
+    for thread in threads:
+        thread.join()
 
 
 StepCalls = HandleCalls | GroupCalls
