@@ -4,6 +4,7 @@ memory files in place of a GPU's."""
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,15 +18,22 @@ from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before ke
 
 pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")]
 
+from rorqual.bench.comm.handle_hop import EchoExperts  # noqa: E402
+from rorqual.disagg.experts import steps_in_flight  # noqa: E402
+from rorqual.disagg.experts.lanes import CallerLanes  # noqa: E402
+from rorqual.disagg.experts.step_gate import StepGate  # noqa: E402
 from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.ops.triton.comm.remote_dispatch import LaneAreas  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
+from rorqual.parallel.p2p_memory import host_number  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.control import ServerLink  # noqa: E402
 from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls, new_block  # noqa: E402
-from rorqual.parallel.remote.wire import Holdings  # noqa: E402
+from rorqual.parallel.remote.wire import BlockName, Holdings, LanesOffer  # noqa: E402
+from rorqual.parallel.shared.handle_passing import DescriptorServer  # noqa: E402
 from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
+from tests.disagg import streams_of_threads  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -311,3 +319,34 @@ def test_calls_that_are_dropped_end_their_thread() -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_server_s_lanes_load_what_they_need_as_on_a_gpu(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the hop benchmark's experts, with nothing to wait for and nothing that is sent."""
+    noted = streams_of_threads.put_in_place(monkeypatch)
+    monkeypatch.setattr(CallerLanes, "on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams_of_threads.ThreadStream)
+    shard: Any = EchoExperts(CpuPlatform(CPU), 128, 8, [0, 1], 2)
+    shard.room(4)
+    areas = LaneAreas(4, 128, 2, 2)
+    homes = new_block(lanes * areas.home_size, CPU)
+    homes.tensor(CPU).zero_()
+    descriptors = DescriptorServer()
+    fd = homes.fd()
+    block = BlockName(descriptors.name, descriptors.offer([fd]).hex())
+    os.close(fd)
+    try:
+        offer = LanesOffer(host_number(), lanes, 4, 128, 2, True, "bfloat16", block)
+        made = CallerLanes(shard, offer, StepGate(), threading.Lock())
+        assert noted == ["warm up 1"] * 3
+        assert len(steps_in_flight.STREAMS.taken) == lanes
+        assert not homes.tensor(CPU).any()
+        made.launcher.synchronize()
+        made.close()
+        made.close()
+        assert not steps_in_flight.STREAMS.taken
+    finally:
+        descriptors.close()
