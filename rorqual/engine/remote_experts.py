@@ -17,12 +17,13 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.discovery import ExpertDiscovery
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
-from rorqual.parallel.remote.group.calls import GroupCalls, StepCalls
+from rorqual.parallel.remote.group.calls import GroupCalls
 from rorqual.parallel.remote.group.exchange import GroupExchange
 from rorqual.parallel.remote.group.rows import GroupRows
 from rorqual.parallel.remote.handle_exchange import HandleExchange
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 

@@ -58,12 +58,12 @@ def whole_steps() -> list[tuple[type, str, Any]]:
     with captured graphs: what records nothing, and computes anew."""
     replaying: list[bool] = []
 
-    def call(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
+    def announce(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
         if replaying or self.compiling:
             return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
+        if self.capturing is not None:
+            self.capturing.calls.append((lane, SharedCall(layer, rows)))
+        self._send_step({lane: (SharedCall(layer, rows),)})
 
     def capture(
         self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
@@ -94,7 +94,7 @@ def whole_steps() -> list[tuple[type, str, Any]]:
         return replay
 
     return [
-        (HandleCalls, "call", call),
+        (HandleCalls, "announce", announce),
         (CpuPlatform, "capture", capture),
         (CpuPlatform, "capture_pieces", capture_pieces),
         (CpuPlatform, "has_graphs", True),

@@ -90,9 +90,9 @@ def test_tokens_are_one_process_s(
         calls = group_of(llm)
         assert len(calls.members) == count
         assert len(calls.lanes) == more.get("micro_batches", 1)
-        assert all(lane.told for lane in calls.lanes)
+        assert all(lane.announced for lane in calls.lanes)
         assert [lane.counts.tolist() for lane in calls.lanes] == [
-            [lane.told, lane.told] for lane in calls.lanes
+            [lane.announced, lane.announced] for lane in calls.lanes
         ]
         assert int(calls.sent) == 0
 
@@ -216,12 +216,12 @@ def whole_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     steps that servers are told whole."""
     replaying: list[bool] = []
 
-    def call(self: GroupCalls, lane: int, layer: int, rows: int) -> None:
+    def announce(self: GroupCalls, lane: int, layer: int, rows: int) -> None:
         if replaying:
             return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
+        if self.capturing is not None:
+            self.capturing.calls.append((lane, SharedCall(layer, rows)))
+        self._send_step({lane: (SharedCall(layer, rows),)})
 
     def capture(
         self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
@@ -238,10 +238,12 @@ def whole_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
         return replay
 
     steps: list[Step] = []
-    replay_step = GroupCalls.replay
-    monkeypatch.setattr(GroupCalls, "call", call)
+    replay_step = GroupCalls.announce_step
+    monkeypatch.setattr(GroupCalls, "announce", announce)
     monkeypatch.setattr(
-        GroupCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+        GroupCalls,
+        "announce_step",
+        lambda self, step: (steps.append(step), replay_step(self, step)),
     )
     monkeypatch.setattr(CpuPlatform, "capture", capture)
     monkeypatch.setattr(CpuPlatform, "has_graphs", True)

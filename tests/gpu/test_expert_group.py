@@ -96,7 +96,8 @@ def print_state(llm: LLM) -> None:
 
     def counts() -> None:
         for number, lane in enumerate(calls.lanes):
-            print(f"lane {number}: told {lane.told}, (sent, received) {lane.counts.tolist()}")
+            sent, received = lane.counts.tolist()
+            print(f"lane {number}: announced {lane.announced}, sent {sent}, received {received}")
         print(f"report {calls.sent.tolist()}")
 
     thread = threading.Thread(target=counts, daemon=True)

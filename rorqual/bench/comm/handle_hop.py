@@ -265,7 +265,7 @@ def _graph(layers: HopExchanges, work: Callable[[], Tensor]) -> Callable[[], Ten
     calls = layers[0].calls
     if not calls.platform.has_graphs:
         return work
-    return calls.captured(work)
+    return calls.capture(work)
 
 
 def _time(

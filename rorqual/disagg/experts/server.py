@@ -212,14 +212,14 @@ class ExpertServer:
 
     def _run(self, head: CallHead, parts: list[Tensor]) -> Tensor:
         ids, weights, *rows = parts
-        picks = (head.rows, head.picks)
+        topk_shape = (head.rows, head.top_k)
         width = self.shard.config.hidden_size
         shaped = [rows[0].view(torch.uint8 if len(rows) == 2 else self.shard.dtype)]
         shaped += [part.view(torch.float32) for part in rows[1:]]
         return self.shard.compute(
             head.layer,
-            ids.view(torch.int32).view(picks),
-            weights.view(torch.float32).view(picks),
+            ids.view(torch.int32).view(topk_shape),
+            weights.view(torch.float32).view(topk_shape),
             [shaped[0].view(head.rows, width), *(part.view(head.rows, -1) for part in shaped[1:])],
         )
 

@@ -81,7 +81,7 @@ class HandleExchange:
         ticket = HandleTicket(x, self.lanes.take())
         self.lanes.hold(ticket.lane, ticket)
         layer = self.plain.layer
-        calls.call(ticket.lane, layer, rows)
+        calls.announce(ticket.lane, layer, rows)
         calls.kernels.dispatch(
             calls.lanes[ticket.lane],
             calls.holders[calls.layers[layer]],

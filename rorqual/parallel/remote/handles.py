@@ -42,7 +42,7 @@ from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.control import ServerLink, said
 from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads
 from rorqual.parallel.remote.link import LinkError, receive, send
-from rorqual.parallel.remote.step_calls import ToldCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
     MOST_LANES_BYTES,
     BlockName,
@@ -83,7 +83,7 @@ class Members(Protocol):
     def describe(self) -> str: ...
 
 
-class HandleCalls(ToldCalls):
+class HandleCalls(StepCalls):
     """Of one rank. layers: whose experts are used. noted: `note` and `ended` are called of each
     step, not `check`. `on` once `decide` has found that all servers can be reached so; until then,
     and where it is not, calls go over sockets."""
@@ -344,7 +344,7 @@ class HandleCalls(ToldCalls):
         self.doubtful = True
         self.began.clear()
 
-    def _tell(self, step: Step) -> None:
+    def _send_step(self, step: Step) -> None:
         message = pack_step(step)
         for link in self.active:
             handles = link.handles

@@ -92,12 +92,13 @@ class Holders:
 
 @dataclass
 class KnownServer:
-    """failure: why there is no link, for messages. gone: it is to be linked no more."""
+    """failure: why there is no link; logged: the last one in the log. gone: it is not to be linked
+    again."""
 
     address: Address
     link: ServerLink | None = None
     failure: str = "has not answered yet"
-    told: str = ""
+    logged: str = ""
     gone: threading.Event = field(default_factory=threading.Event)
 
 
@@ -377,8 +378,8 @@ class ExpertServers:
         text = "does not answer" if isinstance(error, TimeoutError) else said(error)
         with self.changed:
             server.failure = text
-        if text != server.told and not server.gone.is_set():
-            server.told = text
+        if text != server.logged and not server.gone.is_set():
+            server.logged = text
             log.warning("experts of %s:%d: %s", *server.address, text)
 
     def _add(self, server: KnownServer, link: ServerLink) -> None:
@@ -387,7 +388,7 @@ class ExpertServers:
                 link.close()
                 return
             server.link = link
-            server.told = ""
+            server.logged = ""
             found = [known.link for known in self.known]
             self.links = tuple(other for other in found if other is not None)
             self.changed.notify_all()

@@ -52,7 +52,7 @@ from rorqual.parallel.remote.link import LinkError
 
 PURPOSE = "experts"
 MOST_LANES = 8
-MOST_PICKS = 64
+MOST_TOP_K = 64
 MOST_ERROR = 1000  # bytes
 MOST_HOLDINGS = 2**20
 MOST_ORDER = 2**20
@@ -113,7 +113,7 @@ class CallHead:
     sequence: int
     layer: int
     rows: int
-    picks: int
+    top_k: int
     form: int
 
     FORM = struct.Struct("!4sIIIHH")
@@ -121,7 +121,7 @@ class CallHead:
 
     def pack(self) -> bytes:
         return self.FORM.pack(
-            self.MAGIC, self.sequence, self.layer, self.rows, self.picks, self.form
+            self.MAGIC, self.sequence, self.layer, self.rows, self.top_k, self.form
         )
 
     @classmethod
@@ -133,19 +133,19 @@ class CallHead:
             raise LinkError("what came is no call")
         if not 0 < head.rows <= max_rows:
             raise LinkError(f"a call of {head.rows} rows came; accepted: 1 to {max_rows}")
-        if not 0 < head.picks <= MOST_PICKS:
-            raise LinkError(f"a call of {head.picks} picks came; accepted: 1 to {MOST_PICKS}")
+        if not 0 < head.top_k <= MOST_TOP_K:
+            raise LinkError(f"a call with top_k={head.top_k} came; accepted: 1 to {MOST_TOP_K}")
         if head.form not in RowFormat.__members__.values():
             raise LinkError(f"rows of format {head.form} came")
         return head
 
     def sizes(self, hidden: int, itemsize: int) -> list[int]:
         """Bytes of ids, weights, rows, and scales where there are any."""
-        picks = 4 * self.rows * self.picks
+        topk = 4 * self.rows * self.top_k
         if self.form == RowFormat.FP8:
             scales = 4 * self.rows * -(-hidden // SCALE_COLUMNS)
-            return [picks, picks, self.rows * hidden, scales]
-        return [picks, picks, self.rows * hidden * itemsize]
+            return [topk, topk, self.rows * hidden, scales]
+        return [topk, topk, self.rows * hidden * itemsize]
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LanesOffer:
             "lanes": MOST_LANES,
             "rows": MOST_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_PICKS,
+            "top_k": MOST_TOP_K,
             "host": 2**63,
         }
         values: dict[str, Any] = {}

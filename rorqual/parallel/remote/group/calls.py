@@ -32,9 +32,9 @@ from rorqual.parallel.remote.group.forming import GroupForming, GroupMember
 from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup, Message
 from rorqual.parallel.remote.group.messages import BACKENDS, GroupOffer
 from rorqual.parallel.remote.group.rows import OUT_OF_STEP, GroupRows, marked
-from rorqual.parallel.remote.handles import HandleCalls, Members
+from rorqual.parallel.remote.handles import Members
 from rorqual.parallel.remote.link import LinkError
-from rorqual.parallel.remote.step_calls import ToldCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
     GROUP,
     MOST_CALLS,
@@ -70,13 +70,13 @@ class CallingLane:
     message: Tensor
     replies: Tensor
     counts: Tensor
-    told: int = 0
+    announced: int = 0
     recent: deque[SharedCall] = field(default_factory=lambda: deque(maxlen=2 * MOST_CALLS))
     leaving: Flight | None = None
     coming: Flight | None = None
 
 
-class GroupCalls(ToldCalls):
+class GroupCalls(StepCalls):
     """Of one engine with one rank. rows: of a call, at most; larger ones go over sockets. layers:
     whose experts are used. bind: has NCCL take the network interface of an address. `on` from
     `decide` until the group is over; `left` is called then, between two steps."""
@@ -260,16 +260,16 @@ class GroupCalls(ToldCalls):
         self.left()
         log.warning("expert servers are called over tcp from here on: %s", self.over)
 
-    def _tell(self, step: Step) -> None:
+    def _send_step(self, step: Step) -> None:
         if self.over:
             return
         message = pack_step(step)
         for lane, calls in step.items():
-            self.lanes[lane].told += len(calls)
+            self.lanes[lane].announced += len(calls)
             self.lanes[lane].recent.extend(calls)
         for member in self.members:
             try:
-                member.tell(ExpertMessage.STEP, message)
+                member.send(ExpertMessage.STEP, message)
             except OSError as error:
                 assert self.servers is not None
                 self.servers.drop(member.link, said(error))
@@ -279,7 +279,7 @@ class GroupCalls(ToldCalls):
     def send(self, lane: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Rows x [T, columns] to all servers, for their experts ids [T, K] with weights [T, K]."""
         if not self.compiling:
-            self.call(lane, layer, x.shape[0])
+            self.announce(lane, layer, x.shape[0])
             self._send(self.lanes[lane], layer, x, ids, weights)
 
     def _send(self, own: CallingLane, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
@@ -369,7 +369,7 @@ class GroupCalls(ToldCalls):
     def _finish(self, number: int, own: CallingLane) -> None:
         self.platform.synchronize()
         sent, received = own.counts.tolist()
-        owed = own.told - sent
+        owed = own.announced - sent
         due = sent - received
         if self.over:
             return
@@ -443,6 +443,3 @@ def _watch(
         member.leave()
     for thread in threads:
         thread.join()
-
-
-StepCalls = HandleCalls | GroupCalls

@@ -23,9 +23,9 @@ from typing import Any
 from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.wire import (
     MOST_LANES,
-    MOST_PICKS,
     MOST_REASON,
     MOST_SHARED_ROWS,
+    MOST_TOP_K,
     json_object,
 )
 
@@ -67,7 +67,7 @@ class GroupOffer:
             "lanes": MOST_LANES,
             "rows": MOST_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_PICKS,
+            "top_k": MOST_TOP_K,
         }
         values: dict[str, Any] = {}
         for name, limit in most.items():
