@@ -155,9 +155,9 @@ class RemoteExperts:
             if self.no_handles:
                 self.servers.wait_for_all(self.config.expert_wait)  # some reconnect
         because = f" ({self.no_handles})" if self.no_handles else ""
-        way = "shared memory" if self.uses_handles else f"tcp{because}"
-        log.info("expert servers are called over %s", way)
-        return f"expert servers over {way}"
+        transport = "shared memory" if self.uses_handles else f"tcp{because}"
+        log.info("expert servers are called over %s", transport)
+        return f"expert servers over {transport}"
 
     def describe_tcp(self) -> str:
         """After the loss of a group, in the format of `decide`."""
@@ -228,10 +228,10 @@ class RemoteExperts:
         stage = self.mesh.stage
         if stage.size == 1 or self.config.single_rank_bench:
             return own
-        told = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
+        texts = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
         text = own.encode()[:MOST_REASON]
-        told[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = stage.all_reduce(told.to(self.platform.device)).cpu().numpy()
+        texts[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = stage.all_reduce(texts.to(self.platform.device)).cpu().numpy()
         reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
 

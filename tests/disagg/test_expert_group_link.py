@@ -130,7 +130,7 @@ def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:
     )
     assert "accepted: float32" in answer(offer(**shape, dtype="int8"))
     assert "rows of 128" in answer(offer(**{**shape, "columns": 128}))
-    assert "picks of a row" in answer(offer(**{**shape, "top_k": config.moe.top_k + 1}))
+    assert "experts of a row, top_k" in answer(offer(**{**shape, "top_k": config.moe.top_k + 1}))
     assert "no control link" in answer(offer(**shape), "56" * 16)
     assert "rank 2" in answer(offer(**shape, rank=2))
     for _ in range(20):
@@ -179,7 +179,7 @@ def test_messages_come_back() -> None:
     with pytest.raises(LinkError, match="nobody came"):
         read_stored(stored(why="nobody came"))
     assert Join.unpack(join(GROUP, CALLER)) == Join(GROUP, CALLER)
-    with pytest.raises(LinkError, match="who asks"):
+    with pytest.raises(LinkError, match="the caller's name"):
         Join.unpack(join(GROUP))
 
 

@@ -137,7 +137,7 @@ def test_a_report_ends_with_the_step_that_is_begun_next() -> None:
     assert noted(calls) == 1
     calls.begin()
     assert noted(calls) == 0
-    assert "an expert was nowhere" in calls.describe_failure()
+    assert "no server held an expert" in calls.describe_failure()
     assert len(calls.active) == 1
 
 

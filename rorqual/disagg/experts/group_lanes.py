@@ -3,7 +3,7 @@
 The caller says which calls come (wire.py, STEP). On a GPU the server launches, on a stream of each
 lane, what receives each call's rows, computes, and sends the sums; calls of a whole step are
 captured once and replayed. On a CPU a thread of each lane does so. Whatever ends the link ends the
-group, which nobody can leave or join.
+group, whose members are fixed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
 
 log = logging.getLogger("rorqual.experts")
-WAIT_SECONDS = 1e6  # for a call's rows: the caller's link says when there is no more point to it
-END_SECONDS = 5.0  # for what computes to see that its caller has gone
+WAIT_SECONDS = 1e6  # for a call's rows: the end of the caller's link ends the wait
+END_SECONDS = 5.0  # for a lane's thread to see that its caller has ended
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class GroupLanes:
         except LinkError as error:  # the caller sees it as well, and says that the group is over
             if not self.over.is_set():
                 log.info("a caller's group: %s", error)
-        except Exception as error:  # the caller must hear of it
+        except Exception as error:  # the caller sees the end of its link
             log.exception("a step failed")
             self.failure = str(error) or type(error).__name__
             shut(sock)
@@ -279,18 +279,18 @@ class GroupLinks:
                         shut(link)
 
     def serve(self, sock: socket.socket, caller: str) -> None:
-        """A link over which a group is formed, and steps come. Whoever loses it, without a word
-        that the group is over, loses its control link, and so knows."""
+        """A link over which a group is formed, and steps are announced. If it ends without
+        GROUP_END, the caller's control link ends as well, by which the caller knows."""
         kind, data = receive(sock, MOST_GROUP_BYTES)
         if kind != ExpertMessage.GROUP:
             raise LinkError(f"a message of kind {kind} came where a group is offered")
         try:
             lanes = self._lanes(sock, caller, GroupOffer.unpack(data))
-        except Exception as error:  # the caller must hear of it
+        except Exception as error:  # sent to the caller
             reason = " ".join(str(error).split()) or type(error).__name__
             send(sock, ExpertMessage.GROUP_MADE, group_made(reason))
             return
-        told = False
+        ended = False
         try:
             send(sock, ExpertMessage.GROUP_MADE, group_made())
             kind, token = receive(sock, TOKEN)
@@ -298,7 +298,7 @@ class GroupLinks:
                 raise LinkError(f"a message of kind {kind} came where a group begins")
             lanes.join(sock, token)
             lanes.serve(sock)
-            told = True
+            ended = True
         except (RorqualError, OSError) as error:
             raise LinkError(lanes.failure or str(error)) from None
         except Exception as error:
@@ -306,7 +306,7 @@ class GroupLinks:
             raise LinkError(f"a group failed: {error}") from None
         finally:
             lanes.end()
-            self._forget(caller, lanes, told)
+            self._forget(caller, lanes, ended)
 
     def _lanes(self, sock: socket.socket, caller: str, offer: GroupOffer) -> GroupLanes:
         """Raises LinkError."""
@@ -321,7 +321,8 @@ class GroupLinks:
         lanes.end()
         raise LinkError(reason)
 
-    def _forget(self, caller: str, lanes: GroupLanes, told: bool) -> None:
+    def _forget(self, caller: str, lanes: GroupLanes, ended: bool) -> None:
+        """ended: by the caller, on purpose."""
         with self.changed:
             known = self.groups.get(caller)
             if known is None or known[0] is not lanes:
@@ -329,5 +330,5 @@ class GroupLinks:
             del self.groups[caller]
             self.changed.notify_all()
             control = self.controls.get(caller)
-            if control is not None and not told:
+            if control is not None and not ended:
                 shut(control)

@@ -3,7 +3,7 @@
 The caller says which calls come (wire.py, STEP), and the server launches, on a stream of each lane,
 what waits for each call's rows on the device, computes, and sends the sums back. Calls of a whole
 step are captured once and replayed; one by one they are launched as they come. A word in host
-memory ends all waiting when the caller is gone.
+memory ends all waits when the caller has ended.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CallerLanes:
     # ---- any thread
 
     def stop(self) -> None:
-        """The caller is gone: end all waiting."""
+        """The caller has ended: end all waits."""
         self.words[0] = 1
 
     # ---- the link's thread
@@ -220,8 +220,8 @@ class SharedMemoryLinks:
                         shut(lanes[1])
 
     def serve(self, sock: socket.socket, caller: str) -> None:
-        """A link over which memory is shared, and steps come. Whoever loses it loses its control
-        link, and so knows."""
+        """A link over which memory is shared, and steps are announced. Its end ends the caller's
+        control link as well, by which the caller knows."""
         kind, data = receive(sock, MOST_LANES_BYTES)
         if kind != ExpertMessage.LANES:
             raise LinkError(f"a message of kind {kind} came where lanes are offered")
@@ -229,7 +229,7 @@ class SharedMemoryLinks:
         try:
             lanes = CallerLanes(self.shard, offer, self.gate, self.computing)
             token = self._offer(lanes)
-        except Exception as error:  # the caller must hear of it, and may call over sockets
+        except Exception as error:  # the caller may call over sockets
             reason = " ".join(str(error).split()) or type(error).__name__
             send(sock, ExpertMessage.LANES_MADE, lanes_refused(reason))
             return

@@ -63,7 +63,7 @@ ALIVE = (30, 10, 3)  # seconds until a quiet link is probed, and between probes;
 
 @dataclass
 class ExpertStats:
-    """Calls, their rows and the picks among these, since the start; seconds computed."""
+    """Calls and their rows since the start; seconds computed."""
 
     calls: int = 0
     rows: int = 0
@@ -171,7 +171,7 @@ class ExpertServer:
             except ExpertNotHereError as error:
                 self._tell(sock, call, CallOutcome.MOVED, str(error))
                 continue
-            except Exception as error:  # the caller must hear of it
+            except Exception as error:  # sent to the caller
                 if not isinstance(error, RorqualError):
                     log.exception("a call failed")
                 self._refuse(sock, call, str(error) or type(error).__name__)

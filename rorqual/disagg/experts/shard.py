@@ -87,8 +87,8 @@ class ExpertLayers:
 @dataclass
 class LayerSlots:
     """Of one layer: `slots` says which expert each slot has the weights of, `held` which experts
-    are told to callers. What was dropped stays in its slot, and computes for who has not heard of
-    it, until another expert takes that."""
+    callers know of. A dropped expert stays in its slot, and computes for callers that do not know
+    yet, until another expert takes the slot."""
 
     slots: list[int]
     held: set[int]
@@ -137,7 +137,7 @@ class ExpertShard:
         unused = [NO_EXPERT] * (self.max_slots - len(experts))
         self.slots = {layer: LayerSlots([*experts, *unused], set(experts)) for layer in layers}
         self.places = {layer: self._places(layer) for layer in layers}
-        self.nowhere = self._nowhere()
+        self.no_places = self._no_places()
 
     def _experts(
         self, experts: Mapping[int, Sequence[int]], device: torch.device, room: int = 0
@@ -147,7 +147,7 @@ class ExpertShard:
         build = Build(self.ops, self.dtype, device, config.quant, gain, mesh=Mesh.single())
         return ExpertLayers(build, config, experts, room)
 
-    def _nowhere(self) -> Tensor:
+    def _no_places(self) -> Tensor:
         return torch.full(
             (self.config.moe.num_experts + 1,), NO_EXPERT, device=self.platform.device
         )
@@ -240,7 +240,7 @@ class ExpertShard:
     def places_of(self, layer: int) -> Tensor:
         """[experts + 1] on the device: the slot of each, -1 where it is in none. Changes in
         place."""
-        return self.places.get(layer, self.nowhere)
+        return self.places.get(layer, self.no_places)
 
     def run(self, layer: int, slots: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """As `compute`, all on the device and by slots (-1: nothing), for a layer of which some
@@ -262,7 +262,7 @@ def check_rows(shard: ExpertShard, columns: int, top_k: int, dtype: str) -> None
     """Raises LinkError where a caller's rows are not those of this model."""
     wanted = {
         "rows of": (columns, shard.config.hidden_size),
-        "picks of a row": (top_k, shard.config.moe.top_k),
+        "experts of a row, top_k": (top_k, shard.config.moe.top_k),
         "hidden states in": (dtype, str(shard.dtype).removeprefix("torch.")),
     }
     for name, (theirs, ours) in wanted.items():

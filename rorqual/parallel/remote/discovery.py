@@ -1,9 +1,9 @@
 """Expert servers that come and go by a registry: those it lists are linked, those whose lease has
 ended are left out.
 
-A registry's own trouble takes nobody away. While it does not answer all stay who are known; once it
-answers again, or has forgotten what it knew, nobody leaves for a lease's length, in which servers
-join anew. And a server that is linked, and alone holds an expert, stays until its link ends.
+A failing registry removes no server. While it does not answer all known servers stay; once it
+answers again, or has lost its data, none leaves for a lease's length, in which servers register
+again. And a server that is linked, and alone holds an expert, stays until its link ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExpertDiscovery:
         self.listed: set[Address] = set()
         self.epoch: str | None = None
         self.away = ""  # why
-        self.stay_until = 0.0  # nobody leaves before
+        self.stay_until = 0.0  # no server leaves before
         self.refused: set[str] = set()
         self.thread = threading.Thread(target=self._run, name="expert registry", daemon=True)
 

@@ -19,8 +19,8 @@ NO_LANE = -1
 
 @dataclass(eq=False)
 class HandleTicket:
-    """x: as it was dispatched. lane: NO_LANE where it has no rows, and nobody is called: one of
-    several ranks may have none."""
+    """x: as it was dispatched. lane: NO_LANE where it has no rows, and no server is called: one
+    of several ranks may have none."""
 
     x: Tensor
     lane: int

@@ -1,23 +1,23 @@
 """Calls to expert servers of this host over memory that the GPUs of both sides share, all of whose
 waiting is done on the device: a decode step with all its calls is one captured graph.
 
-The rows and sums go by ops/triton/comm/remote_dispatch.py. What is left to the host: before it
-launches what calls, it tells each server over a link of its own which calls come (`call`, or
-`replay` for those that a graph has recorded); between steps it writes who holds what into tables on
-the device (`begin`); and when a server is lost it sets a stop word in host memory, which ends every
-wait on the device. The step runs to its end then, means nothing, and is given up (`check`): steps
-carry the number of the `epoch` in which they began, and a loss begins another one. Before the next
-step the device comes to rest, and each server that is left to the end of what it was told to
-compute; both sides have counted alike then, and go on where they are. One with which that is not so
-is left out, and linked anew with new memory.
+Rows and sums are moved by ops/triton/comm/remote_dispatch.py. The host does the rest: before it
+launches calls it announces them to each server over a link (`announce`, or `announce_step` for
+those in a captured graph); between steps it writes the experts' holders into tables on the device
+(`begin`); and when a server is lost it sets a stop word in host memory, which ends every wait on
+the device. The step then runs to its end, its result is not valid, and it is given up (`check`):
+steps carry the number of the `epoch` in which they began, and a loss begins another one. Before the
+next step the device becomes idle, and each remaining server finishes what was announced to it; both
+sides have counted the same then, and continue. A server for which that is not so is left out, and
+linked again with new memory.
 
-Where other ranks compute beside this one, each has memory of its own at every server, and losses
-of its own. What one of them lost all must know before any takes the step's tokens: so the device
-itself notes, behind the step, whether a wait may have been cut short (`note`), and the ranks add
-up their notes there (engine/remote_experts.py).
+Where there are several ranks, each has memory of its own at every server, and losses of its own.
+All must know of a loss of one before any uses the step's tokens: so the device itself notes, at the
+end of the step, whether a wait may have been cut short (`note`), and the ranks add up their notes
+there (engine/remote_experts.py).
 
-Memory belongs to both sides: a process that ends, or is stopped and goes on much later, writes into
-what nobody else looks at any more.
+Memory belongs to both sides: a process that ends, or is stopped and continues much later, writes
+into memory that no other process reads any more.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LANES_SECONDS = 90.0  # for a server to compile kernels, make memory, and map an
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
-NOWHERE = "an expert was nowhere when a step wanted it"
+NO_HOLDER = "no server held an expert that a step needed"
 DEVICES = ("cuda",)  # whose memory can be shared
 
 
@@ -85,8 +85,8 @@ class Members(Protocol):
 
 class HandleCalls(StepCalls):
     """Of one rank. layers: whose experts are used. noted: `note` and `ended` are called of each
-    step, not `check`. `on` once `decide` has found that all servers can be reached so; until then,
-    and where it is not, calls go over sockets."""
+    step, not `check`. `on` once `decide` has found that all servers share memory; until then, and
+    where they do not, calls go over sockets."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class HandleCalls(StepCalls):
         self.epoch = 0
         self.failure = ""  # of the epoch before
         self.stopped = False
-        self.doubtful = False  # whether all that servers were told of was launched
-        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.doubtful = False  # a call may have been announced and not launched
+        self.began: deque[float] = deque()  # of steps that are not checked yet
         self.kept: list[ServerLink] = []  # lost, and mapped until the device is at rest
 
     @property
@@ -225,7 +225,7 @@ class HandleCalls(StepCalls):
     # ---- any thread
 
     def lost(self, link: ServerLink, reason: str) -> None:
-        """What is computed with it now ends, and means nothing."""
+        """Steps in flight with it end, and their results are not valid."""
         with self.lock:
             if link not in self.active:
                 return
@@ -248,9 +248,9 @@ class HandleCalls(StepCalls):
     def decide(
         self, servers: Members, must: bool, agree: Callable[[str], str] = lambda why: why
     ) -> None:
-        """Whether calls go this way from now on: all servers that are linked can, on every rank.
-        must: raise ConfigError where it cannot be. agree: from why not here, nothing where it can
-        be, to why not on any rank; collective, and called by every rank."""
+        """Whether calls use shared memory from now on: all linked servers can, on every rank. must:
+        raise ConfigError where they cannot. agree: from why not on this rank, or nothing, to why
+        not on any rank; collective, and called by every rank."""
         self.servers = servers
         links = servers.links
         reasons = [f"{link.name}: {link.no_handles}" for link in links if link.handles is None]
@@ -283,9 +283,8 @@ class HandleCalls(StepCalls):
         return self.on and 0 < rows <= self.areas.rows
 
     def begin(self, before_change: Callable[[], object] | None = None) -> int:
-        """Before a step: the number of its epoch. before_change: launches what is left of a step
-        that stands beside this one, before servers are numbered anew: what that step has sent goes
-        by the numbers of now."""
+        """Before a step: the number of its epoch. before_change: launches the rest of the step
+        before this one, before servers are renumbered: its calls use the current numbers."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
@@ -309,8 +308,8 @@ class HandleCalls(StepCalls):
         return self.epoch
 
     def check(self, epoch: int, word: int = 0) -> None:
-        """A step that began in that epoch is done on the device. Raises ExpertsMissing where it
-        means nothing. word: what `sent` begins with, which says nothing here."""
+        """A step that began in that epoch is done on the device. Raises ExpertsMissing where its
+        result is not valid. word: not used here."""
         if self.began:
             self.began.popleft()
         if self.on and int(self.words[1]):
@@ -320,27 +319,27 @@ class HandleCalls(StepCalls):
             raise ExpertsMissing(self.describe_failure())
 
     def note(self, own: bool, out: Tensor) -> None:
-        """Behind all of a step: set out [1] int32, on the device, to whether the step means nothing
-        on this rank, by its calls or by what the host knows (own)."""
+        """Behind all of a step: set out [1] int32, on the device, to whether the step's result is
+        not valid on this rank, by its calls or by what the host knows (own)."""
         self.kernels.note(self.lanes[0], own, out)
 
     def ended(self) -> None:
-        """A step whose note all ranks have heard is done on the device."""
+        """A step is done on the device, and all ranks have its notes."""
         if self.began:
             self.began.popleft()
 
     def describe_failure(self) -> str:
         """Why a step was given up here, as far as it is still known."""
         assert self.servers is not None
-        missing = self.servers.without_holder() or self.failure or NOWHERE
+        missing = self.servers.without_holder() or self.failure or NO_HOLDER
         return f"{missing}; {self.servers.describe()}"
 
     def _end_epoch_of_report(self) -> None:
         with self.lock:
-            self._end_epoch(NOWHERE)
+            self._end_epoch(NO_HOLDER)
 
     def abandon(self) -> None:
-        """Steps are given up, perhaps between what servers were told and its launch."""
+        """Steps are given up, perhaps between the announcement of a call and its launch."""
         self.doubtful = True
         self.began.clear()
 
@@ -358,8 +357,7 @@ class HandleCalls(StepCalls):
                 self.servers.drop(link, said(error))
 
     def _come_to_rest(self) -> None:
-        """Nothing runs on the device at the end of this, and each server has done what it was
-        told."""
+        """Nothing runs on the device at the end of this, and each server has finished its calls."""
         assert self.servers is not None
         self.platform.synchronize()
         for link in self.active:
@@ -395,8 +393,8 @@ class HandleCalls(StepCalls):
             time.sleep(LOOK_SECONDS)
 
     def _lose_all_but(self, links: tuple[ServerLink, ...]) -> None:
-        """`lost` is said of a link after it has gone from `links`; until then steps on their way
-        may wait for it."""
+        """`lost` is called after a link was removed from `links`; until then steps in flight may
+        wait for it."""
         for link in self.active:
             if link not in links:
                 self.lost(link, "its link ended")
@@ -425,7 +423,7 @@ class HandleCalls(StepCalls):
         for link in links:
             if link.handles is None:  # it was linked while this was decided
                 self.servers.drop(link, f"its memory is not shared: {link.no_handles}")
-        self._lose_all_but(self.servers.links)  # `lost` may have been said before it was active
+        self._lose_all_but(self.servers.links)  # `lost` may have been called before it was active
 
     def _holders(self) -> Tensor:
         """[layers, E], as the kernels read it."""

@@ -1,5 +1,4 @@
-"""The expert servers that an attention process knows: links to them, who of them lives, and who
-holds which expert.
+"""The expert servers that an attention process knows: links to them, and which experts each holds.
 
 A thread for each address connects, and connects again; while linked it asks for a sign of life. A
 server is left out once its link ends or it is silent for `timeout`, and taken in again when it
@@ -62,7 +61,7 @@ ANEW_SECONDS = 0.05  # for newer holdings to come
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds the experts of a layer: of `table` [E, most] the first `count` [E] are numbers of
+    """Holders of the experts of a layer: of `table` [E, most] the first `count` [E] are numbers of
     `links`; `upto` [E, most] the sums of their shares, the last of which is 1."""
 
     links: tuple[ServerLink, ...]
@@ -80,8 +79,8 @@ class Holders:
         return found
 
     def choose(self, ids: Tensor, turn: float) -> Tensor:
-        """The link of each pick, ids [T, K]. A row's picks take the same turn, so that it goes to
-        one of two servers that hold the same. turn: of the first row, 0 to 1."""
+        """The link of each expert of ids [T, K]. A row's experts take the same turn, so that it
+        goes to one of two servers that hold the same. turn: of the first row, 0 to 1."""
         if self.table.shape[1] == 1:
             return self.table[:, 0][ids]
         row = torch.arange(ids.shape[0], dtype=torch.float64)
@@ -137,7 +136,7 @@ class ExpertServers:
         self.handles = handles
         self.group = group
         self.known: list[KnownServer] = []  # replaced as a whole
-        self.registry = ""  # what is to be said of where others are found
+        self.registry = ""  # its state, for messages
         self.changed = threading.Condition()
         self.links: tuple[ServerLink, ...] = ()  # replaced as a whole, in the order of addresses
         self.tables: dict[int, Holders] = {}
@@ -209,7 +208,7 @@ class ExpertServers:
                 self.changed.wait(left)
 
     def without_holder(self) -> str:
-        """The first layer of which an expert is nowhere; nothing where there is none."""
+        """The first layer with an expert that no server holds; nothing where there is none."""
         for layer in self.needed:
             held = {
                 expert
@@ -224,12 +223,12 @@ class ExpertServers:
 
     def describe(self) -> str:
         """Of every address whether it is linked, or why not."""
-        told = [
+        found = [
             f"{server.address[0]}:{server.address[1]} "
             + ("is linked" if server.link else server.failure)
             for server in self.known
         ]
-        return "; ".join([*told, self.registry] if self.registry else told)
+        return "; ".join([*found, self.registry] if self.registry else found)
 
     def holders(self, layer: int) -> Holders:
         """Of one moment: links may come and go at any time."""
@@ -316,7 +315,7 @@ class ExpertServers:
             self.group.lost(link, reason)
 
     def ask_anew(self, link: ServerLink) -> None:
-        """A server does not hold what its holdings say: wait a little for newer ones."""
+        """A server lacks an expert of its holdings: wait a little for newer ones."""
         link.woken.set()
         version = link.holdings.version
         with self.changed:
@@ -434,7 +433,7 @@ class ExpertServers:
         sock = socket.create_connection(address, CONNECT_SECONDS)
         opened.append(sock)
         if sock.getsockname() == sock.getpeername():
-            # on loopback a port that nobody listens at may meet itself, and be taken then
+            # on loopback a port without a listener may connect to itself, and be in use then
             raise LinkError("Connection refused")
         sock.settimeout(GREETING_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

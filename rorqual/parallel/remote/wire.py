@@ -1,4 +1,4 @@
-"""What an attention process and an expert server say to each other. No torch.
+"""Messages between an attention process and an expert server. No torch.
 
 Each pair has one control link and a few data links; every link begins as link.py says and goes on
 with
@@ -17,9 +17,9 @@ On the control link:
     caller -> ORDER      JSON: {"number", "layers": {layer: ["drop" experts, "load" experts]}}
     server -> ORDERED    a sentence where it refuses, else nothing
 
-On a data link one call is under way at most:
+On a data link one call is in flight at most:
 
-    caller -> CALL, then ids [rows, picks] int32 (-1: another server's), weights [rows, picks] fp32,
+    caller -> CALL, then ids [rows, top_k] int32 (-1: another server's), weights [rows, top_k] fp32,
               rows [rows, hidden]; in e4m3 with fp32 scales [rows, hidden / 128] behind
     server -> REPLY, then the weighted sums [rows, hidden] in the model's dtype; or an error of
               `rows` bytes, after which it ends the link; or as many bytes that say which expert it
@@ -27,13 +27,13 @@ On a data link one call is under way at most:
 
 On the link of shared memory (handles.py), where both sides have it:
 
-    caller -> LANES      JSON: what calls are like, and whence the server gets the descriptor of
-                         the memory that sums are to come home to (LanesOffer)
-    server -> LANES_MADE JSON: whence the caller gets that of the memory for rows; or why not
+    caller -> LANES      JSON: the layout of calls, and where the server gets the descriptor of the
+                         memory that it writes sums into (LanesOffer)
+    server -> LANES_MADE JSON: where the caller gets that of the memory for rows; or why not
     caller -> STEP       what is to be computed next by each lane (pack_step), before the caller's
-                         kernels send the rows of it; nothing is answered here
+                         kernels send the rows of it; there is no answer
 
-What is said on the link of a process group is in group/messages.py.
+Messages on the link of a process group are in group/messages.py.
 
 Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
 are in network order, in tensors little-endian."""
@@ -100,7 +100,7 @@ class CallOutcome(IntEnum):
 
 
 class RowFormat(IntEnum):
-    """What hidden states travel as."""
+    """In what hidden states are sent."""
 
     MODEL = 0
     FP8 = 1
@@ -199,9 +199,9 @@ class Join:
         if not (lane is None or lane in (HANDLES, GROUP) or numbered):
             raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
         if not isinstance(caller, str) or not re.fullmatch("([0-9a-f]{32})?", caller):
-            raise LinkError("a caller's name is none")
+            raise LinkError("a caller's name is not 32 hexadecimal digits")
         if lane in (HANDLES, GROUP) and not caller:
-            raise LinkError("who asks for shared memory, or for a group, must say who it is")
+            raise LinkError("a link for shared memory or for a group needs the caller's name")
         return cls(lane, caller)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ class BlockName:
         token = found.get("token")
         for value in (name, token):
             if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{32}", value):
-                raise LinkError("shared memory is named in a way that is none")
+                raise LinkError("an invalid name of shared memory")
         return cls(str(name), str(token))
 
 
@@ -248,7 +248,7 @@ def read_lanes_made(data: bytes) -> BlockName:
 @dataclass(frozen=True)
 class LanesOffer:
     """host: a number that processes of one running host share. rows: of a call, at most; columns
-    and dtype of hidden states. block: the memory that sums come home to, of all lanes."""
+    and dtype of hidden states. block: the memory that sums are written into, of all lanes."""
 
     host: int
     lanes: int
@@ -260,8 +260,8 @@ class LanesOffer:
     block: BlockName
 
     def pack(self) -> bytes:
-        told = {name: value for name, value in vars(self).items() if name != "block"}
-        return json.dumps({**told, **vars(self.block)}).encode()
+        own = {name: value for name, value in vars(self).items() if name != "block"}
+        return json.dumps({**own, **vars(self.block)}).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> LanesOffer:
@@ -283,7 +283,7 @@ class LanesOffer:
         fp8 = found.get("fp8")
         dtype = found.get("dtype")
         if type(fp8) is not bool or not isinstance(dtype, str):
-            raise LinkError("lanes were offered that are none")
+            raise LinkError("invalid lanes were offered")
         return cls(fp8=fp8, dtype=dtype[:20], block=BlockName.read(found), **values)
 
 
@@ -327,7 +327,7 @@ def read_step(data: bytes, lanes: int, rows: int) -> Step:
                 raise LinkError(f"a step came with calls that are not of 1 to {rows} rows")
             found[lane] = tuple(calls)
     except struct.error:
-        raise LinkError("a step came that is none") from None
+        raise LinkError("an invalid step came") from None
     if not found:
         raise LinkError("a step came without calls")
     return found
@@ -361,13 +361,13 @@ class Holdings:
         failure = found.get("failure")
         right = all(type(number) is int and number >= 0 for number in numbers)
         if not right or not numbers[0] or not isinstance(layers, dict):
-            raise LinkError("holdings came that are none")
+            raise LinkError("invalid holdings came")
         if not isinstance(failure, str):
-            raise LinkError("holdings came that are none")
+            raise LinkError("invalid holdings came")
         try:
             made = {int(layer): read_ranges(text, num_experts) for layer, text in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise LinkError(f"holdings came that are none: {error}") from None
+            raise LinkError(f"invalid holdings came: {error}") from None
         values: dict[str, Any] = dict(zip(HOLDING_NUMBERS, numbers, strict=True))
         return cls(layers=made, failure=failure[:MOST_FAILURE], **values)
 

@@ -1,13 +1,13 @@
 """Calls to expert servers by messages of process groups: NCCL between GPUs, where a decode step
 with all its calls is one captured graph, and gloo on a CPU.
 
-As with shared memory (handles.py) the host tells each server which calls come before it launches
-them, writes who holds what into tables on the device between steps, and gives up a step that means
-nothing: each carries the number of the `epoch` in which it began.
+As with shared memory (handles.py) the host announces calls to each server before it launches them,
+writes the experts' holders into tables on the device between steps, and gives up a step whose
+result is not valid: each step carries the number of the `epoch` in which it began.
 
-A group's members are fixed: the caller, and every server that it was given. When one is lost the
-group is over. A thread ends whatever waits in it; the step runs to its end with zeros and is given
-up, and it and all that come after go over sockets, to the servers that are left.
+A group's members are fixed: the caller, and every server that was configured. When one is lost the
+group is over. A thread ends all waits in it; the step runs to its end with zeros and is given up,
+and it and all later ones go over sockets, to the remaining servers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rorqual.parallel.remote.group.forming import GroupForming, GroupMember
 from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup, Message
 from rorqual.parallel.remote.group.messages import BACKENDS, GroupOffer
 from rorqual.parallel.remote.group.rows import OUT_OF_STEP, GroupRows, marked
-from rorqual.parallel.remote.handles import Members
+from rorqual.parallel.remote.handles import NO_HOLDER, Members
 from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
@@ -63,8 +63,8 @@ class GroupServers(Members, Protocol):
 @dataclass(eq=False)
 class CallingLane:
     """message, replies: bytes, the latter one row of memory a server. counts [2] int64: calls whose
-    rows have left, and whose sums have come. told, recent: calls that servers were told of, all and
-    the last."""
+    rows were sent, and whose sums were received. announced, recent: calls that were announced to
+    servers, their number and the last of them."""
 
     group: LaneGroup
     message: Tensor
@@ -114,8 +114,8 @@ class GroupCalls(StepCalls):
         self.failure = ""  # of the epoch before
         self.over = ""  # why the group is
         self.ending = threading.Event()
-        self.doubtful = False  # whether all that servers were told of was launched
-        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.doubtful = False  # a call may have been announced and not launched
+        self.began: deque[float] = deque()  # of steps that are not checked yet
         self.watch: threading.Thread | None = None
 
     @property
@@ -196,7 +196,7 @@ class GroupCalls(StepCalls):
         self.ending.set()
 
     def close(self) -> None:
-        """Captured graphs must be gone before, for NCCL to let go."""
+        """Captured graphs must be destroyed before: NCCL's abort waits for that."""
         for member in self.members:
             member.leave()
         self._end("the engine ends")
@@ -210,7 +210,7 @@ class GroupCalls(StepCalls):
 
     def begin(self, before_change: Callable[[], object] | None = None) -> int:
         """Before a step: the number of its epoch. before_change: not needed, as steps in turns do
-        not go this way."""
+        not use groups."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
@@ -226,7 +226,7 @@ class GroupCalls(StepCalls):
 
     def check(self, epoch: int, word: int = 0) -> None:
         """A step that began in that epoch is done on the device, and `word` is what `sent` was at
-        its end. Raises ExpertsMissing where it means nothing."""
+        its end. Raises ExpertsMissing where its result is not valid."""
         if self.began:
             self.began.popleft()
         if self.on and not self.over and word:
@@ -235,7 +235,7 @@ class GroupCalls(StepCalls):
             else:
                 with self.lock:
                     self.epoch += 1
-                    self.failure = "an expert was nowhere when a step wanted it"
+                    self.failure = NO_HOLDER
                 self._come_to_rest()
         if epoch != self.epoch:
             assert self.servers is not None
@@ -243,12 +243,12 @@ class GroupCalls(StepCalls):
             raise ExpertsMissing(f"{missing}; {self.servers.describe()}")
 
     def ended(self) -> None:
-        """A step is done on the device, and others have judged it."""
+        """A step is done on the device, and all ranks know whether its result is valid."""
         if self.began:
             self.began.popleft()
 
     def abandon(self) -> None:
-        """Steps are given up, perhaps between what servers were told and its launch."""
+        """Steps are given up, perhaps between the announcement of a call and its launch."""
         self.doubtful = True
         self.began.clear()
 
@@ -353,8 +353,8 @@ class GroupCalls(StepCalls):
     # ---- between steps
 
     def _come_to_rest(self) -> None:
-        """Nothing is under way at the end of this, or the group is over. Calls that servers were
-        told of, and that were not launched, are made with rows that no expert is to compute."""
+        """Nothing is in flight at the end of this, or the group is over. Calls that were announced
+        and not launched are made with rows that no expert is to compute."""
         self.began.clear()
         self.began.append(time.monotonic())  # the watch ends what does not come to its end
         with torch.inference_mode(), self.platform.stream():

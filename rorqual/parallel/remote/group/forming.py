@@ -1,7 +1,7 @@
 """How a caller and its expert servers form the process groups of their lanes.
 
-Forming is collective, and may wait for whoever has gone: so it begins when every server has said
-that it takes part, on a thread that is left to itself where one is lost or time is up.
+Forming is collective, and may wait for a process that has ended: so it begins when every server has
+agreed to take part, on a thread that is abandoned where one is lost or time is up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP_MESSAGE_SECONDS = 2.0  # for a server to take a step's message
 
 @dataclass(eq=False)
 class GroupMember:
-    """A server of the group: rank `number` + 1. sock: over which steps are told."""
+    """A server of the group: rank `number` + 1. sock: on which steps are announced."""
 
     number: int
     link: ServerLink
@@ -63,7 +63,7 @@ class GroupMember:
 
 class GroupForming:
     """offer: what servers are offered, as rank 1. bind: has NCCL take the interface of an address.
-    given_up: says why there is no more point to it, if anything."""
+    given_up: why it can no longer succeed, or nothing."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class GroupForming:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # the thread that waits must hear of it
+        except Exception as error:  # raised again by the thread that waits
             self.failure = self.failure or said(error)
             self.store.close()
 

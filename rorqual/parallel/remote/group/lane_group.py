@@ -29,7 +29,7 @@ from rorqual.parallel.remote.link import LinkError
 
 TAG = 0
 ABORT_TAG = 1  # of a message that never comes
-HALF = 32  # bytes of a token that go each way
+HALF = 32  # bytes of a token that are sent in each direction
 FOREVER = timedelta(days=1)
 LAST_ERROR = "Last error:"
 LAUNCH_SECONDS = 1.0  # for a launch to return before NCCL's abort begins
@@ -37,7 +37,7 @@ Message = tuple[int, Tensor]  # the other rank, and bytes
 
 
 class Flight:
-    """Messages under way."""
+    """Messages in flight."""
 
     def __init__(self, works: Sequence[Any], messages: Sequence[Message], timed: bool):
         self.works = works
@@ -89,8 +89,8 @@ class LaneGroup:
 
     @property
     def early(self) -> bool:
-        """Whether what is to come should be received as early as can be: gloo's senders wait until
-        somebody does. NCCL's receives occupy the GPU."""
+        """Whether receives are posted as early as possible: gloo's senders wait until they are.
+        NCCL's receives occupy the GPU."""
         return self.backend == "gloo"
 
     @property
@@ -144,8 +144,8 @@ class LaneGroup:
             self.launching = False
 
     def prove(self, tokens: dict[int, bytes], seconds: float) -> None:
-        """tokens: of each of `others`, which both sides have been told over an authenticated link.
-        Raises LinkError where another answers."""
+        """tokens: of each of `others`, known to both sides from an authenticated link. Raises
+        LinkError where another process answers."""
         shown = 0 if self.rank == 0 else HALF
         awaited = HALF - shown
         out = {rank: self._bytes(token[shown : shown + HALF]) for rank, token in tokens.items()}
@@ -163,7 +163,7 @@ class LaneGroup:
     # ---- its end, on any thread
 
     def abort(self) -> None:
-        """Ends what is under way; what is launched later raises LinkError."""
+        """Ends what is in flight; what is launched later raises LinkError."""
         with self.aborting:
             if self.aborted:
                 return
