@@ -229,6 +229,13 @@ def nccl_unwatched() -> Iterator[None]:
                     os.environ[name] = value
 
 
+def nccl_without_registration() -> None:
+    """Before the first communicator of a process: NCCL does not map the memory of captured messages
+    into the other side's process, unless the environment says otherwise. It would write there
+    directly, and that memory is freed under its kernels when the other process is killed."""
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def visible_device(number: int) -> int:
     """Index of the host's GPU `number` among those visible to this process
     (CUDA_VISIBLE_DEVICES)."""

@@ -377,6 +377,8 @@ class FakeNccl:
 
 def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[LaneGroup, FakeNccl]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")  # as it was, at the end
     group = LaneGroup("nccl", CallerStore(1), 0, 0, 3, torch.device("cpu"), "127.0.0.1", 1)
     return group, FakeNccl.made[-1]
 
@@ -391,6 +393,7 @@ def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
     assert set(fake.environment.values()) == {"0"}
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     data = torch.zeros(7, dtype=torch.uint8)
     group.send([(1, data), (2, data)]).wait(1)
     group.receive([(1, data), (2, data[:3])]).wait(1)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.config.model import nccl_unwatched
+from rorqual.config.model import nccl_unwatched, nccl_without_registration
 from rorqual.parallel.remote.link import LinkError
 
 TAG = 0
@@ -108,6 +108,7 @@ class LaneGroup:
     def _nccl(self, address: str, seconds: timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER  # after which torch would end the process
+        nccl_without_registration()
         with nccl_unwatched():
             group = dist.ProcessGroupNCCL(self.store, self.rank, self.size, options)
         group.eager_connect_single_device(self.device)
