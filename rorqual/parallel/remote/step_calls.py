@@ -16,7 +16,7 @@ from rorqual.platforms.base import Platform
 
 
 @dataclass
-class CapturedCalls:
+class CapturedExpertCalls:
     """(lane, call) of a step that is being captured, in order."""
 
     calls: list[tuple[int, SharedCall]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class StepCalls:
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
-        self.capturing: CapturedCalls | None = None
+        self.capturing: CapturedExpertCalls | None = None
         self.compiling = False
 
     @property
@@ -99,9 +99,9 @@ class StepCalls:
             self.compiling = False
 
     @contextmanager
-    def capture_calls(self) -> Iterator[CapturedCalls]:
+    def capture_calls(self) -> Iterator[CapturedExpertCalls]:
         """While a graph is captured: the calls that are in it."""
-        self.capturing = CapturedCalls()
+        self.capturing = CapturedExpertCalls()
         try:
             yield self.capturing
         finally:
