@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JOBS = Path(__file__).with_suffix(".toml")
 LATE = 1.5  # times its seconds, and a job is ended
 LOOK = 0.2  # seconds between two looks
+PRINT_SECONDS = 0.5  # for a job's other processes to print their stacks
 READY_SECONDS = 180  # for what runs beside a job to be ready
 DONE = "# ended with 0"  # begins the last line of a log
 
@@ -36,7 +37,8 @@ DONE = "# ended with 0"  # begins the last line of a log
 @dataclass(frozen=True)
 class Job:
     """cards: that it sees, as cuda:0 and on. run: one command after the other. beside: that run
-    meanwhile, each ready once it has printed a line with `ready`. seconds: that all of it takes."""
+    meanwhile, each ready once it has printed a line with `ready`. seconds: that all of it takes.
+    env: more of the environment; {out} and {files} are filled in."""
 
     name: str
     run: tuple[str, ...]
@@ -108,11 +110,13 @@ class Running:
         print(f"$ {command}", file=log, flush=True)
         cards = ",".join(map(str, self.cards))
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": cards}
+        env["PYTHONFAULTHANDLER"] = "1"  # SIGABRT prints the stacks of all threads
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+        own = {name: value.format(**self.places) for name, value in self.job.env.items()}
         return subprocess.Popen(
             words_of(command, self.places),
             cwd=ROOT,
-            env={**env, **self.job.env},
+            env={**env, **own},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -126,7 +130,7 @@ class Running:
     def look(self) -> None:
         """Begins what is next. Afterwards `status` is set if nothing is."""
         if self.seconds > LATE * self.job.seconds:
-            self.end(f"took more than {LATE * self.job.seconds:.0f} s")
+            self.end(f"took more than {LATE * self.job.seconds:.0f} s", signal.SIGABRT)
         elif self.now is not None and self.now.poll() is None:
             return
         elif self.now is not None and self.now.returncode:
@@ -144,14 +148,17 @@ class Running:
     def _ready(self) -> bool:
         return all(self.job.ready in path.read_text().partition("\n")[2] for path in self.waited)
 
-    def end(self, why: str) -> None:
-        """`why` it failed, or nothing. Ends every process that it began."""
+    def end(self, why: str, *first: signal.Signals) -> None:
+        """`why` it failed, or nothing. Ends every process that it began. first: sent before SIGTERM
+        and SIGKILL."""
         for process in filter(None, (self.now, *self.others)):
-            for blow in (signal.SIGTERM, signal.SIGKILL):
+            for blow in (*first, signal.SIGTERM, signal.SIGKILL):
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, blow)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5)
+                if blow in first:
+                    time.sleep(PRINT_SECONDS)
         self.status = 1 if why else 0
         print(f"# {why}, " if why else f"{DONE}, ", end="", file=self.log)
         print(f"{self.seconds:.0f} s", file=self.log)

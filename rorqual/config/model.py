@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -199,21 +200,40 @@ def collectives_on(interface: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
+# as torch's threads of a communicator read them when it is made
+_UNWATCHED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # the first communicator of a process asks its store every second whether to dump a trace
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # after an error the watchdog sleeps four times as long, and holds a lock that sends take
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+_unwatched = threading.Lock()  # the environment is the process's
+
+
 @contextmanager
 def nccl_unwatched() -> Iterator[None]:
     """For communicators created inside, torch's watchdog does not end the process when a member is
     lost: the engine detects and handles that itself."""
-    changes = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _unwatched:
+        before = {name: os.environ.get(name) for name in _UNWATCHED}
+        os.environ.update(_UNWATCHED)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def nccl_without_registration() -> None:
+    """Before the first communicator of a process: NCCL does not map the memory of captured messages
+    into the other side's process, unless the environment says otherwise. It would write there
+    directly, and that memory is freed under its kernels when the other process is killed."""
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def visible_device(number: int) -> int:

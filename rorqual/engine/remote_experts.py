@@ -17,12 +17,13 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.discovery import ExpertDiscovery
 from rorqual.parallel.remote.exchange import MissedExperts, RemoteExchange, RemoteLanes
-from rorqual.parallel.remote.group.calls import GroupCalls, StepCalls
+from rorqual.parallel.remote.group.calls import GroupCalls
 from rorqual.parallel.remote.group.exchange import GroupExchange
 from rorqual.parallel.remote.group.rows import GroupRows
 from rorqual.parallel.remote.handle_exchange import HandleExchange
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 
@@ -154,9 +155,9 @@ class RemoteExperts:
             if self.no_handles:
                 self.servers.wait_for_all(self.config.expert_wait)  # some reconnect
         because = f" ({self.no_handles})" if self.no_handles else ""
-        way = "shared memory" if self.uses_handles else f"tcp{because}"
-        log.info("expert servers are called over %s", way)
-        return f"expert servers over {way}"
+        transport = "shared memory" if self.uses_handles else f"tcp{because}"
+        log.info("expert servers are called over %s", transport)
+        return f"expert servers over {transport}"
 
     def describe_tcp(self) -> str:
         """After the loss of a group, in the format of `decide`."""
@@ -227,10 +228,10 @@ class RemoteExperts:
         stage = self.mesh.stage
         if stage.size == 1 or self.config.single_rank_bench:
             return own
-        told = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
+        texts = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
         text = own.encode()[:MOST_REASON]
-        told[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = stage.all_reduce(told.to(self.platform.device)).cpu().numpy()
+        texts[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = stage.all_reduce(texts.to(self.platform.device)).cpu().numpy()
         reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
 

@@ -56,12 +56,12 @@ def test_a_job_that_fails_ends_there_and_the_next_runs(
 ) -> None:
     jobs = [
         job("bad", 'sh -c "echo before; exit 3"', "touch {out}/never", env={"NAME": "value"}),
-        job("good", 'sh -c "echo $NAME-"', env={"NAME": "value"}),
+        job("good", 'sh -c "echo $NAME-"', env={"NAME": "value of {out}"}),
     ]
     done = gpu_jobs.run(jobs, [0], 60, places)
     assert [one.status for one in done] == [1, 0]
     assert not Path(places["out"], "never").exists()
-    assert "value-\n" in log_of(places, "good")
+    assert f"value of {places['out']}-\n" in log_of(places, "good")
     assert gpu_jobs.report(jobs, done, [Path(places["out"])]) == 1
     said = capsys.readouterr().out
     assert "    # ended with 3, " in said
@@ -79,6 +79,14 @@ def test_what_takes_too_long_is_ended_with_its_children(places: dict[str, str]) 
     while alive(child) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not alive(child)
+
+
+def test_what_hangs_prints_where(places: dict[str, str]) -> None:
+    slow = job("slow", "python -c 'import time; time.sleep(60)'", seconds=2)
+    (one,) = gpu_jobs.run([slow], [0], 60, places)
+    assert one.status == 1
+    assert "Fatal Python error: Aborted" in log_of(places, "slow")
+    assert 'File "<string>", line 1' in log_of(places, "slow")
 
 
 def test_a_job_that_does_not_fit_is_left_for_another_day(places: dict[str, str]) -> None:

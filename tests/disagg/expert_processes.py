@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.child_process import stand_still
 from tests.engine.distributed.starting import ROOT, environment, free_port
 
 READY_SECONDS = 60
+LOG_BYTES = 4000
 
 
 class ExpertProcess:
@@ -27,6 +29,7 @@ class ExpertProcess:
         self.port = free_port()
         self.arguments = ["--slots", slots, "--expert-secret-file", secret_file, *more]
         self.process: subprocess.Popen[str] | None = None
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         self.start()
 
     def start(self) -> None:
@@ -38,7 +41,7 @@ class ExpertProcess:
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.log,
             text=True,
         )
 
@@ -46,7 +49,13 @@ class ExpertProcess:
         assert self.process is not None
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line == f"experts at 127.0.0.1:{self.port}\n", line
+        assert line == f"experts at 127.0.0.1:{self.port}\n", line + self.log_end()
+
+    def log_end(self) -> str:
+        """The end of what it wrote to stderr."""
+        size = os.fstat(self.log.fileno()).st_size
+        start = max(0, size - LOG_BYTES)
+        return os.pread(self.log.fileno(), LOG_BYTES, start).decode(errors="replace")
 
     def signal(self, number: int) -> None:
         assert self.process is not None

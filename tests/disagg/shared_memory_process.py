@@ -14,7 +14,7 @@ from torch import Tensor
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.cli.main import main
 from rorqual.disagg.experts.lanes import CallerLanes
-from rorqual.disagg.experts.steps_under_way import LOOK_SECONDS
+from rorqual.disagg.experts.steps_in_flight import POLL_SECONDS
 from rorqual.parallel import cuda_ipc
 from rorqual.parallel.remote import handles
 from rorqual.parallel.remote.handles import HandleCalls
@@ -49,7 +49,7 @@ def compute_what_has_come(self: CallerLanes, step: Step) -> None:
                 self._compute(lane, (calls.popleft(),))
             if not calls:
                 del left[number]
-        time.sleep(LOOK_SECONDS / 10)
+        time.sleep(POLL_SECONDS / 10)
     self.steps.leave_all()
 
 
@@ -58,12 +58,12 @@ def whole_steps() -> list[tuple[type, str, Any]]:
     with captured graphs: what records nothing, and computes anew."""
     replaying: list[bool] = []
 
-    def call(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
+    def announce(self: HandleCalls, lane: int, layer: int, rows: int) -> None:
         if replaying or self.compiling:
             return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
+        if self.capturing is not None:
+            self.capturing.calls.append((lane, SharedCall(layer, rows)))
+        self._send_step({lane: (SharedCall(layer, rows),)})
 
     def capture(
         self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
@@ -94,7 +94,7 @@ def whole_steps() -> list[tuple[type, str, Any]]:
         return replay
 
     return [
-        (HandleCalls, "call", call),
+        (HandleCalls, "announce", announce),
         (CpuPlatform, "capture", capture),
         (CpuPlatform, "capture_pieces", capture_pieces),
         (CpuPlatform, "has_graphs", True),

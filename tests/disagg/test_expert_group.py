@@ -14,12 +14,16 @@ import pytest
 from torch import Tensor
 
 from rorqual import LLM
+from rorqual.disagg.experts import steps_in_flight
+from rorqual.disagg.experts.group_lanes import GroupLanes
+from rorqual.disagg.experts.shard import LOADED_ROWS
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.remote.group import calls as group_calls
 from rorqual.parallel.remote.group.calls import GroupCalls
 from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup
 from rorqual.parallel.remote.wire import SharedCall, Step
 from rorqual.platforms.cpu import CpuPlatform
+from tests.disagg import streams_of_threads
 from tests.disagg.expert_caller import Start
 from tests.disagg.expert_processes import ExpertProcess, serving
 from tests.engine.mixed_batch import COMMON, TEXTS, params
@@ -86,9 +90,9 @@ def test_tokens_are_one_process_s(
         calls = group_of(llm)
         assert len(calls.members) == count
         assert len(calls.lanes) == more.get("micro_batches", 1)
-        assert all(lane.told for lane in calls.lanes)
+        assert all(lane.announced for lane in calls.lanes)
         assert [lane.counts.tolist() for lane in calls.lanes] == [
-            [lane.told, lane.told] for lane in calls.lanes
+            [lane.announced, lane.announced] for lane in calls.lanes
         ]
         assert int(calls.sent) == 0
 
@@ -204,20 +208,20 @@ def test_two_engines_share_a_server_and_one_s_end_is_not_the_other_s(
         assert one.engine.stats.all2all_backend == OVER_GLOO
 
 
-@pytest.mark.exhaustive
-def test_a_step_is_told_whole_before_it_is_replayed(
-    secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with captured graphs, with what records nothing and computes anew in their place; and all
-    are gone once the group is over."""
+WHOLE: dict[str, Any] = {"precompile_kernels": False, "cudagraph_capture_sizes": (4,)}
+
+
+def whole_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """As with captured graphs, with what records nothing and computes anew in their place: the
+    steps that servers are told whole."""
     replaying: list[bool] = []
 
-    def call(self: GroupCalls, lane: int, layer: int, rows: int) -> None:
+    def announce(self: GroupCalls, lane: int, layer: int, rows: int) -> None:
         if replaying:
             return
-        if self.recording is not None:
-            self.recording.calls.append((lane, SharedCall(layer, rows)))
-        self._tell({lane: (SharedCall(layer, rows),)})
+        if self.capturing is not None:
+            self.capturing.calls.append((lane, SharedCall(layer, rows)))
+        self._send_step({lane: (SharedCall(layer, rows),)})
 
     def capture(
         self: CpuPlatform, work: Callable[[], Tensor], warm: bool = True
@@ -234,17 +238,28 @@ def test_a_step_is_told_whole_before_it_is_replayed(
         return replay
 
     steps: list[Step] = []
-    replay_step = GroupCalls.replay
-    monkeypatch.setattr(GroupCalls, "call", call)
+    replay_step = GroupCalls.announce_step
+    monkeypatch.setattr(GroupCalls, "announce", announce)
     monkeypatch.setattr(
-        GroupCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+        GroupCalls,
+        "announce_step",
+        lambda self, step: (steps.append(step), replay_step(self, step)),
     )
     monkeypatch.setattr(CpuPlatform, "capture", capture)
     monkeypatch.setattr(CpuPlatform, "has_graphs", True)
-    more = {"precompile_kernels": False, "cudagraph_capture_sizes": (4,), "micro_batches": 2}
+    return steps
+
+
+@pytest.mark.exhaustive
+def test_a_step_is_told_whole_before_it_is_replayed(
+    secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with captured graphs, with what records nothing and computes anew in their place; and all
+    are gone once the group is over."""
+    steps = whole_steps(monkeypatch)
     with (
         serving(*(ExpertProcess("all", secret_file) for _ in range(2))) as servers,
-        engine(servers, secret_file, **more) as llm,
+        engine(servers, secret_file, **WHOLE, micro_batches=2) as llm,
     ):
         assert llm.engine.worker.runner.graphs is not None
         assert tokens(llm) == expected
@@ -391,3 +406,47 @@ def test_what_a_group_cannot_do_is_refused_before_anything_is_built(
     given = {"experts": ("127.0.0.1:9000",), "expert_secret_file": secret_file, **more}
     with pytest.raises(ConfigError, match=f"group.*{said}|{said}.*group"):
         LLM(**COMMON, expert_transport="group", **given)
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize("more", [{"micro_batches": 2}, {}, {"fp8_dispatch": True}], ids=str)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_server_launches_steps_as_on_a_gpu(
+    whole: bool,
+    more: dict[str, Any],
+    start: Start,
+    secret_file: str,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With threads in place of streams: calls of a step one by one and whole, a caller's end and
+    the next caller."""
+    server = start("all")
+    noted = streams_of_threads.put_in_place(monkeypatch)
+    monkeypatch.setattr(GroupLanes, "on_gpu", True)
+    if whole:
+        whole_steps(monkeypatch)
+    given = {
+        **COMMON,
+        **(WHOLE if whole else {}),
+        **more,
+        "experts": (f"127.0.0.1:{server.port}",),
+        "expert_secret_file": secret_file,
+        "expert_transport": "group",
+    }
+    for _ in range(2):
+        noted.clear()
+        llm = LLM(**given)
+        try:
+            found = tokens(llm)
+            assert found == expected or more.get("fp8_dispatch")
+            assert llm.engine.stats.all2all_backend == OVER_GLOO
+            assert noted.count("warm up 1") >= len(LOADED_ROWS)  # kernels of a call
+            assert ("capture" in noted) == whole
+        finally:
+            llm.engine.close()
+    deadline = time.monotonic() + 30
+    while server.groups.groups or server.moves.steps.steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not steps_in_flight.STREAMS.taken

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rorqual import LLM
+from rorqual.config.model import nccl_unwatched
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.errors import ConfigError
-from rorqual.parallel.remote.group import forming
+from rorqual.parallel.remote.group import forming, lane_group
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
     MOST_GROUP_BYTES,
@@ -80,6 +83,31 @@ def test_tokens_are_one_process_s_until_a_server_goes_and_after(
         llm.engine.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "group"])
+def test_an_engine_that_is_dropped_ends_its_links(
+    transport: str, start: Start, secret_file: str
+) -> None:
+    """Without close: its threads must not connect to expert servers for ever."""
+    server = start("all")
+    before = set(threading.enumerate())
+    llm = LLM(
+        **COMMON,
+        experts=(f"127.0.0.1:{server.port}",),
+        expert_secret_file=secret_file,
+        expert_transport=transport,
+    )
+    assert llm.generate(TEXTS[:1], params(max_tokens=2))
+    threads = set(threading.enumerate()) - before
+    assert f"experts 127.0.0.1:{server.port}" in {thread.name for thread in threads}
+    del llm
+    deadline = time.monotonic() + 60
+    while any(thread.is_alive() for thread in threads):
+        gc.collect()  # an engine holds itself in circles
+        assert time.monotonic() < deadline, [one.name for one in threads if one.is_alive()]
+        time.sleep(0.01)
+    assert not server.server.links
+
+
 def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:
     server: ExpertServer = start("all")
     config = server.shard.config
@@ -102,7 +130,7 @@ def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:
     )
     assert "accepted: float32" in answer(offer(**shape, dtype="int8"))
     assert "rows of 128" in answer(offer(**{**shape, "columns": 128}))
-    assert "picks of a row" in answer(offer(**{**shape, "top_k": config.moe.top_k + 1}))
+    assert "experts of a row, top_k" in answer(offer(**{**shape, "top_k": config.moe.top_k + 1}))
     assert "no control link" in answer(offer(**shape), "56" * 16)
     assert "rank 2" in answer(offer(**shape, rank=2))
     for _ in range(20):
@@ -151,7 +179,7 @@ def test_messages_come_back() -> None:
     with pytest.raises(LinkError, match="nobody came"):
         read_stored(stored(why="nobody came"))
     assert Join.unpack(join(GROUP, CALLER)) == Join(GROUP, CALLER)
-    with pytest.raises(LinkError, match="who asks"):
+    with pytest.raises(LinkError, match="the caller's name"):
         Join.unpack(join(GROUP))
 
 
@@ -215,6 +243,9 @@ def test_a_store_over_a_link() -> None:
     waits.start()
     with pytest.raises(LinkError, match="not every member"):
         remote.get("never")
+    own.close()
+    with pytest.raises(LinkError, match="nothing is stored any more"):
+        remote.set("after", b"")
     send(far, ExpertMessage.GROUP_READY)
     served.join(10)
     assert not served.is_alive()
@@ -300,7 +331,12 @@ def test_a_server_takes_its_own_picks_and_no_id_as_an_index() -> None:
 # ---- NCCL, by what stands in its place
 
 
-WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+WATCHDOG = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
 
 
 class FakeNccl:
@@ -339,18 +375,25 @@ class FakeNccl:
         self.told.append("abort")
 
 
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[LaneGroup, FakeNccl]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")  # as it was, at the end
+    group = LaneGroup("nccl", CallerStore(1), 0, 0, 3, torch.device("cpu"), "127.0.0.1", 1)
+    return group, FakeNccl.made[-1]
+
+
 def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    group = LaneGroup("nccl", CallerStore(1), 0, 0, 3, torch.device("cpu"), "127.0.0.1", 1)
-    fake = FakeNccl.made[-1]
+    group, fake = fake_nccl(monkeypatch)
     # torch ends no process by itself, here alone
     assert set(fake.environment.values()) == {"0"}
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     data = torch.zeros(7, dtype=torch.uint8)
     group.send([(1, data), (2, data)]).wait(1)
     group.receive([(1, data), (2, data[:3])]).wait(1)
@@ -372,3 +415,76 @@ def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
         "wait",
         "abort",
     ]
+
+
+def test_groups_that_are_made_at_once_leave_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in WATCHDOG:
+        monkeypatch.delenv(name, raising=False)
+    together = threading.Barrier(4)
+    failures: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            together.wait(30)
+            for _ in range(200):
+                with nccl_unwatched():
+                    assert all(os.environ[name] == "0" for name in WATCHDOG)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert not any(name in os.environ for name in WATCHDOG)
+
+
+def test_nccl_s_abort_waits_for_a_launch_and_none_begins_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who launched meanwhile would wait for the abort, and that for graphs which it would never let
+    go of."""
+    group, fake = fake_nccl(monkeypatch)
+    data = torch.zeros(7, dtype=torch.uint8)
+    begun = threading.Event()
+    ends = threading.Event()
+
+    def send(tensors: list[Tensor], rank: int, tag: int) -> None:
+        begun.set()
+        assert ends.wait(30)
+
+    monkeypatch.setattr(lane_group, "LAUNCH_SECONDS", 30.0)
+    monkeypatch.setattr(fake, "send", send, raising=False)
+    sender = threading.Thread(target=group.send, args=([(1, data)],))
+    sender.start()
+    assert begun.wait(30)
+    aborting = threading.Thread(target=group.abort)
+    aborting.start()
+    while not group.aborted:
+        time.sleep(0.001)
+    aborting.join(0.05)
+    assert "abort" not in fake.told
+    ends.set()
+    sender.join(30)
+    aborting.join(30)
+    assert fake.told[-2:] == ["end", "abort"]
+    with pytest.raises(LinkError, match="has ended"):
+        group.send([(1, data)])
+
+
+def test_nccl_s_last_error_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+
+    def end() -> None:
+        raise RuntimeError(
+            "NCCL error in: a file, invalid usage\nncclInvalidUsage: This usually reflects it.\n"
+            "Last error:\nDuplicate GPU detected : rank 1 and rank 0\n"
+        )
+
+    monkeypatch.setattr(fake, "_end_coalescing", end, raising=False)
+    with pytest.raises(LinkError, match="invalid usage: Duplicate GPU detected : rank 1 and rank"):
+        group.send([(1, torch.zeros(1, dtype=torch.uint8))])

@@ -104,7 +104,7 @@ def test_tokens_are_one_process_s(
         assert tokens(llm) == expected
         calls = llm.engine.worker.remote.handles
         assert calls is not None
-        told = [link.handles.told for link in calls.active if link.handles is not None]
+        told = [link.handles.announced for link in calls.active if link.handles is not None]
         assert len(told) == count
         assert all(sum(rows) for rows in told)
 
@@ -115,11 +115,13 @@ def test_a_step_is_told_whole_before_it_is_replayed(
 ) -> None:
     """As with captured graphs, with what records nothing and computes anew in their place."""
     steps: list[Step] = []
-    replay_step = HandleCalls.replay
+    replay_step = HandleCalls.announce_step
     for owner, name, value in whole_steps():
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(
-        HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+        HandleCalls,
+        "announce_step",
+        lambda self, step: (steps.append(step), replay_step(self, step)),
     )
     more = {"precompile_kernels": False, "cudagraph_capture_sizes": (4,)}
     with (
@@ -141,11 +143,13 @@ def test_a_step_with_prompts_is_told_whole_too(
 ) -> None:
     """Whose pieces lie between attention: padded to so many tokens. A server is killed in one."""
     steps: list[Step] = []
-    replay_step = HandleCalls.replay
+    replay_step = HandleCalls.announce_step
     for owner, name, value in whole_steps():
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(
-        HandleCalls, "replay", lambda self, step: (steps.append(step), replay_step(self, step))
+        HandleCalls,
+        "announce_step",
+        lambda self, step: (steps.append(step), replay_step(self, step)),
     )
     more = {
         "precompile_kernels": False,

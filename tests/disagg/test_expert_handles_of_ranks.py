@@ -283,8 +283,9 @@ def stuck(llm: LLM, port: int) -> None:
     assert link.handles is not None
     same = 0
     for _ in range(2000):
-        heads = link.handles.heads
-        same = same + 1 if (heads[:, 0] != heads[:, 1]).any() else 0
+        heads = link.handles.heads.read(60)
+        assert heads is not None
+        same = same + 1 if any(answered != due for answered, due in heads) else 0
         if same == 50:
             return
         time.sleep(0.02)

@@ -395,7 +395,7 @@ BAD = {
     "not a call": b"x" * CallHead.FORM.size,
     "no rows": CallHead(1, 1, 0, 2, 0).pack(),
     "many rows": CallHead(1, 1, 65, 2, 0).pack(),
-    "many picks": CallHead(1, 1, 1, 65, 0).pack(),
+    "a large top_k": CallHead(1, 1, 1, 65, 0).pack(),
     "a form": CallHead(1, 1, 1, 2, 9).pack(),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,22 +51,60 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in llm.generate(TEXTS, params())]
 
 
-def on_cards(count: int, secret_file: str) -> list[ExpertProcess]:
-    return [
-        ExpertProcess("all", secret_file, more=("--device", f"cuda:{number + 1}"))
-        for number in range(count)
+@pytest.fixture(scope="module")
+def cards(secret_file: str) -> Iterator[list[ExpertProcess]]:
+    """A server on each card but the first, as many as a test may want. It takes longer to start one
+    than to run a test."""
+    made = [
+        ExpertProcess("all", secret_file, more=("--device", f"cuda:{number}"))
+        for number in range(1, min(3, torch.cuda.device_count()))
     ]
+    with serving(*made) as servers:
+        yield servers
 
 
 @contextmanager
 def engine(servers: list[ExpertProcess], secret_file: str, **more: Any) -> Iterator[LLM]:
     ports = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     given = {"expert_transport": "group", "expert_secret_file": secret_file, **more}
-    llm = LLM(**OPTIONS, experts=(ports,), **given)
+    try:
+        llm = LLM(**OPTIONS, experts=(ports,), **given)
+    except BaseException:
+        print_logs(servers)
+        raise
     try:
         yield llm
+    except BaseException:
+        print_state(llm)
+        print_logs(servers)
+        raise
     finally:
         llm.engine.close()
+
+
+def print_logs(servers: list[ExpertProcess]) -> None:
+    for server in servers:
+        print(f"---- the server at port {server.port}\n{server.log_end()}")
+
+
+def print_state(llm: LLM) -> None:
+    """What is needed to say where it stopped. On another thread: the device may not answer."""
+    calls = llm.engine.worker.remote.group
+    assert calls is not None
+    print(f"---- over: {calls.over!r}; failure: {calls.failure!r}; epoch {calls.epoch}")
+    print(llm.engine.worker.remote.servers.describe())
+
+    def counts() -> None:
+        for number, lane in enumerate(calls.lanes):
+            sent, received = lane.counts.tolist()
+            print(f"lane {number}: announced {lane.announced}, sent {sent}, received {received}")
+        print(f"report {calls.sent.tolist()}")
+
+    thread = threading.Thread(target=counts, daemon=True)
+    thread.start()
+    thread.join(10)
+    if thread.is_alive():
+        print("the device does not answer")
 
 
 def linked(llm: LLM, count: int) -> None:
@@ -97,18 +136,22 @@ def test_rows_come_back_right(servers: int) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {},
         {"exe_mode": "eager"},
+        {},
         {"fp8_dispatch": False, "micro_batches": 2, "num_speculative_tokens": 1},
+        {"exe_mode": "eager", "micro_batches": 2},
     ],
+    ids=str,
 )
 def test_tokens_are_one_process_s(
-    more: dict[str, Any], count: int, secret_file: str, expected: list[list[int]]
+    more: dict[str, Any],
+    count: int,
+    cards: list[ExpertProcess],
+    secret_file: str,
+    expected: list[list[int]],
 ) -> None:
-    with (
-        serving(*on_cards(count, secret_file)) as servers,
-        engine(servers, secret_file, **more) as llm,
-    ):
+    """A server has one caller after the other."""
+    with engine(cards[:count], secret_file, **more) as llm:
         worker = llm.engine.worker
         assert (worker.runner.graphs is not None) == (more.get("exe_mode") != "eager")
         assert tokens(llm) == expected
@@ -117,16 +160,15 @@ def test_tokens_are_one_process_s(
 
 
 def test_a_server_killed_in_a_captured_step_ends_the_group_and_no_request(
-    secret_file: str, expected: list[list[int]]
+    cards: list[ExpertProcess], secret_file: str, expected: list[list[int]]
 ) -> None:
     """Communicators are aborted while graphs with their calls are there, and go with these."""
-    with serving(*on_cards(1, secret_file)) as servers, engine(servers, secret_file) as llm:
+    lost = cards[0]
+    with engine(cards[:1], secret_file) as llm:
         assert tokens(llm) == expected
         stream = iter(llm.stream(TEXTS[0], params()))
         begun = list(itertools.islice(stream, 3))
-        servers[0].kill()
-        servers[0].start()
-        servers[0].wait()
+        lost.restart()
         found = [token for delta in [*begun, *stream] for token in delta.token_ids]
         assert found == expected[0]
         assert llm.engine.worker.runner.graphs is None
@@ -140,37 +182,30 @@ def test_a_server_killed_in_a_captured_step_ends_the_group_and_no_request(
 
 
 def test_a_stopped_server_that_goes_on_disturbs_nobody(
-    secret_file: str, expected: list[list[int]]
+    cards: list[ExpertProcess], secret_file: str, expected: list[list[int]]
 ) -> None:
-    with (
-        serving(*on_cards(1, secret_file)) as servers,
-        engine(servers, secret_file, expert_timeout=0.5, expert_wait=60.0) as llm,
-    ):
+    """The next engine has a group with it again."""
+    stopped = cards[0]
+    with engine(cards[:1], secret_file, expert_timeout=0.5, expert_wait=60.0) as llm:
         stream = iter(llm.stream(TEXTS[0], params()))
         begun = list(itertools.islice(stream, 3))
-        servers[0].signal(signal.SIGSTOP)
+        stopped.signal(signal.SIGSTOP)
         linked(llm, 0)
-        servers[0].signal(signal.SIGCONT)
+        stopped.signal(signal.SIGCONT)
         found = [token for delta in [*begun, *stream] for token in delta.token_ids]
         assert found == expected[0]
         assert tokens(llm) == expected
         assert "silent for 0.5 s" in llm.engine.stats.all2all_backend
-
-
-def test_a_caller_that_ends_leaves_the_server_to_the_next(
-    secret_file: str, expected: list[list[int]]
-) -> None:
-    with serving(*on_cards(1, secret_file)) as servers:
-        for _ in range(2):
-            with engine(servers, secret_file) as llm:
-                assert tokens(llm) == expected
-                assert llm.engine.stats.all2all_backend == OVER_NCCL
+    with engine(cards[:1], secret_file) as llm:
+        assert tokens(llm) == expected
+        assert llm.engine.stats.all2all_backend == OVER_NCCL
 
 
 def test_two_ranks_on_one_card_are_refused(secret_file: str) -> None:
     with (
         serving(ExpertProcess("all", secret_file, more=("--device", "cuda:0"))) as servers,
-        pytest.raises(ConfigError, match="expert_transport='group' over nccl"),
+        pytest.raises(ConfigError, match="expert_transport='group' over nccl") as raised,
         engine(servers, secret_file),
     ):
         pass
+    assert "Duplicate GPU" in str(raised.value)

@@ -49,8 +49,8 @@ def held(**changes: object) -> bytes:
 GARBAGE = {
     "another kind": (said(77, b""), "accepted: kind"),
     "a size that nobody sends": (HEAD.pack(ExpertMessage.PONG, 2**31), "accepted: kind"),
-    "a short sign of life": (said(ExpertMessage.PONG, b"x"), "that is none"),
-    "another's number": (pong(7), "that is none"),
+    "a short sign of life": (said(ExpertMessage.PONG, b"x"), "an invalid heartbeat"),
+    "another's number": (pong(7), "an invalid heartbeat"),
     "bytes": (b"\xff" * 64, "accepted: kind"),
     "an end": (b"", "its process ended"),
     "an end in the midst": (pong(1)[:7], "its process ended"),

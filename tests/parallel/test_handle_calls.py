@@ -4,8 +4,11 @@ memory files in place of a GPU's."""
 from __future__ import annotations
 
 import gc
+import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,15 +18,22 @@ from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before ke
 
 pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")]
 
+from rorqual.bench.comm.handle_hop import EchoExperts  # noqa: E402
+from rorqual.disagg.experts import steps_in_flight  # noqa: E402
+from rorqual.disagg.experts.lanes import CallerLanes  # noqa: E402
+from rorqual.disagg.experts.step_gate import StepGate  # noqa: E402
 from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.ops.triton.comm.remote_dispatch import LaneAreas  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
+from rorqual.parallel.p2p_memory import host_number  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.control import ServerLink  # noqa: E402
-from rorqual.parallel.remote.handle_link import HandleLink  # noqa: E402
+from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads  # noqa: E402
 from rorqual.parallel.remote.handles import HandleCalls, new_block  # noqa: E402
-from rorqual.parallel.remote.wire import Holdings  # noqa: E402
+from rorqual.parallel.remote.wire import BlockName, Holdings, LanesOffer  # noqa: E402
+from rorqual.parallel.shared.handle_passing import DescriptorServer  # noqa: E402
 from rorqual.platforms.cpu import CpuPlatform  # noqa: E402
+from tests.disagg import streams_of_threads  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -91,7 +101,7 @@ def link(port: int, shares: bool = True) -> ServerLink:
         homes = new_block(AREAS.home_size, CPU)
         heads = homes.tensor(CPU).view(1, -1)[:, :8].view(torch.int32)
         heads.zero_()
-        found.handles = HandleLink(rest[1], inboxes, homes, [0], heads)
+        found.handles = HandleLink(rest[1], inboxes, homes, [0], LaneHeads(heads, CpuPlatform(CPU)))
     else:
         found.no_handles = "it is on another host"
     return found
@@ -127,7 +137,7 @@ def test_a_report_ends_with_the_step_that_is_begun_next() -> None:
     assert noted(calls) == 1
     calls.begin()
     assert noted(calls) == 0
-    assert "an expert was nowhere" in calls.describe_failure()
+    assert "no server held an expert" in calls.describe_failure()
     assert len(calls.active) == 1
 
 
@@ -238,12 +248,105 @@ def test_who_has_answered_all_that_came_is_not_late(monkeypatch: pytest.MonkeyPa
     calls.decide(Known(calls, one), must=True)
     assert calls._why_late(one.handles) == ""
     calls.begin()
-    one.handles.told = [9]
+    one.handles.announced = [9]
     assert calls._why_late(one.handles) == ""
-    one.handles.heads[0, 1] = 3
+    one.handles.heads.heads[0, 1] = 3
     assert "a step took longer" in calls._why_late(one.handles)
-    one.handles.heads[0, 0] = 3
+    one.handles.heads.heads[0, 0] = 3
     assert calls._why_late(one.handles) == ""
     calls.ended()
-    one.handles.heads[0, 1] = 5
+    one.handles.heads.heads[0, 1] = 5
     assert calls._why_late(one.handles) == ""
+
+
+def test_a_loss_stops_the_waits_of_an_engine_made_in_inference_mode() -> None:
+    """The thread of a link, which is not in that mode, writes the stop word."""
+    with torch.inference_mode():
+        calls = made()
+        known = Known(calls, link(1), link(2))
+        calls.decide(known, must=True)
+        calls.begin()
+    thread = threading.Thread(target=known.drop, args=(known.links[0], "its process ended"))
+    thread.start()
+    thread.join()
+    assert calls.words.tolist() == [1, 0]
+    with torch.inference_mode():
+        calls.begin()
+    assert calls.words.tolist() == [0, 0]
+
+
+def test_heads_are_read_by_copies_alone_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in torch.cuda's place copies at once, and says that it has when it is told to."""
+    done: list[bool] = []
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return bool(done)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    memory = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
+    heads = LaneHeads(memory[:, :8].view(torch.int32), CpuPlatform(CPU))
+    heads.stream = object()  # type: ignore[assignment]
+    assert heads.read(0.01) is None
+    done.append(True)
+    assert heads.read(60) == memory[:, :8].contiguous().view(torch.int32).tolist()
+
+
+def test_a_device_that_copies_nothing_is_left_by_a_server_that_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handles, "STEP_SECONDS", 0.0)
+    calls = made()
+    one = link(1)
+    assert one.handles is not None
+    calls.decide(Known(calls, one), must=True)
+    calls.begin()
+    monkeypatch.setattr(one.handles.heads, "read", lambda seconds: None)
+    assert "the device copies nothing" in calls._why_late(one.handles)
+    monkeypatch.setattr(handles, "STEP_SECONDS", 60.0)
+    assert calls._why_late(one.handles) == ""
+
+
+def test_calls_that_are_dropped_end_their_thread() -> None:
+    calls = made()
+    thread = calls._descriptors().thread
+    assert thread.is_alive()
+    del calls
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_server_s_lanes_load_what_they_need_as_on_a_gpu(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the hop benchmark's experts, with nothing to wait for and nothing that is sent."""
+    noted = streams_of_threads.put_in_place(monkeypatch)
+    monkeypatch.setattr(CallerLanes, "on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams_of_threads.ThreadStream)
+    shard: Any = EchoExperts(CpuPlatform(CPU), 128, 8, [0, 1], 2)
+    shard.room(4)
+    areas = LaneAreas(4, 128, 2, 2)
+    homes = new_block(lanes * areas.home_size, CPU)
+    homes.tensor(CPU).zero_()
+    descriptors = DescriptorServer()
+    fd = homes.fd()
+    block = BlockName(descriptors.name, descriptors.offer([fd]).hex())
+    os.close(fd)
+    try:
+        offer = LanesOffer(host_number(), lanes, 4, 128, 2, True, "bfloat16", block)
+        made = CallerLanes(shard, offer, StepGate(), threading.Lock())
+        assert noted == ["warm up 1"] * 3
+        assert len(steps_in_flight.STREAMS.taken) == lanes
+        assert not homes.tensor(CPU).any()
+        made.launcher.synchronize()
+        made.close()
+        made.close()
+        assert not steps_in_flight.STREAMS.taken
+    finally:
+        descriptors.close()

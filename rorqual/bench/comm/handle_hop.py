@@ -103,6 +103,7 @@ class EchoExperts:
             hidden_size=hidden, moe=SimpleNamespace(top_k=top_k, num_experts=num_experts)
         )
         self.dtype = DTYPE
+        self.layers = dict.fromkeys(LAYERS)
         self.held = tuple(held)
         self.max_slots = len(self.held)
         places = torch.full((num_experts + 1,), -1)
@@ -264,7 +265,7 @@ def _graph(layers: HopExchanges, work: Callable[[], Tensor]) -> Callable[[], Ten
     calls = layers[0].calls
     if not calls.platform.has_graphs:
         return work
-    return calls.captured(work)
+    return calls.capture(work)
 
 
 def _time(

@@ -3,7 +3,7 @@
 The caller says which calls come (wire.py, STEP). On a GPU the server launches, on a stream of each
 lane, what receives each call's rows, computes, and sends the sums; calls of a whole step are
 captured once and replayed. On a CPU a thread of each lane does so. Whatever ends the link ends the
-group, which nobody can leave or join.
+group, whose members are fixed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.config.model import collectives_on
-from rorqual.disagg.experts.lanes import STREAMS
 from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
-from rorqual.disagg.experts.steps_under_way import (
-    WITHOUT_GRAPHS,
-    Calls,
-    LaneGraphs,
-    StepsUnderWay,
-    on_stream,
-)
+from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
 from rorqual.engine.distributed.network import interface_of
 from rorqual.errors import RorqualError
 from rorqual.parallel.remote.group.forming import FORM_SECONDS
@@ -49,28 +40,25 @@ from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
 
 log = logging.getLogger("rorqual.experts")
-WAIT_SECONDS = 1e6  # for a call's rows: the caller's link says when there is no more point to it
-END_SECONDS = 5.0  # for what computes to see that its caller has gone
+WAIT_SECONDS = 1e6  # for a call's rows: the end of the caller's link ends the wait
+END_SECONDS = 5.0  # for a lane's thread to see that its caller has ended
 
 
 @dataclass(eq=False)
 class ServingLane:
-    """call, reply: bytes. count [1] int64: calls so far. stream, graphs: of a GPU; work: of the
-    thread of a CPU."""
+    """call, reply: bytes. count [1] int64: calls so far. work, thread: of a CPU."""
 
     call: Tensor
     reply: Tensor
     count: Tensor
     group: LaneGroup | None = None
-    stream: Any = None
-    graphs: LaneGraphs | None = None
     work: queue.SimpleQueue[Calls | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
 
 class GroupLanes:
-    """For one caller: its lanes, from an offer of its. computing: held while anything is computed
-    or launched. Raises LinkError with the reason where the server takes no part."""
+    """Of one caller, from its offer. computing: held while anything is computed or launched. Raises
+    LinkError with the reason where the server takes no part."""
 
     def __init__(
         self, shard: ExpertShard, offer: GroupOffer, gate: StepGate, computing: threading.Lock
@@ -84,24 +72,28 @@ class GroupLanes:
         self.form = GroupRows(offer.columns, offer.top_k, shard.dtype, offer.fp8)
         self.over = threading.Event()
         self.failure = ""  # of what computes
-        self.steps = StepsUnderWay(gate)
-        self.lanes: list[ServingLane] = []
+        self.steps = StepsInFlight(gate)
         with self._stream():
+            self.lanes = [self._lane(offer.rows) for _ in range(offer.lanes)]
+        self.launcher = StepLauncher(
+            shard.platform,
+            self.steps,
+            computing,
+            offer.lanes if self.on_gpu else 0,
+            self._warm_up,
+            lambda number, calls: self._compute(self.lanes[number], calls),
+        )
+        if self.on_gpu:
             try:
-                for _ in range(offer.lanes):
-                    self.lanes.append(self._lane())
+                self.launcher.load_kernels(next(iter(shard.layers)), offer.rows)
             except BaseException:
-                self._give_back()
+                self.launcher.close()
                 raise
 
-    def _lane(self) -> ServingLane:
-        sizes = (self.form.call_size(self.offer.rows), self.form.reply_size(self.offer.rows))
+    def _lane(self, rows: int) -> ServingLane:
+        sizes = (self.form.call_size(rows), self.form.reply_size(rows))
         call, reply = (torch.zeros(size, dtype=torch.uint8, device=self.device) for size in sizes)
-        lane = ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
-        if self.on_gpu:
-            lane.stream = STREAMS.take(self.device)
-            lane.graphs = LaneGraphs(lane.stream)
-        return lane
+        return ServingLane(call, reply, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     @property
     def on_gpu(self) -> bool:
@@ -171,59 +163,25 @@ class GroupLanes:
             lane.work.put(None)
             if lane.thread is not None:
                 lane.thread.join(END_SECONDS)
-        with self._stream():
-            for lane in self.lanes:
-                if lane.stream is not None:
-                    lane.stream.synchronize()
-                lane.graphs = None
-        self.steps.leave_all()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for lane in self.lanes:
-            if lane.stream is not None:
-                STREAMS.give_back(lane.stream)
-                lane.stream = None
+        try:
+            self.launcher.synchronize()
+        finally:
+            self.steps.leave_all()
+            self.launcher.close()
 
     # ---- steps
 
     def launch(self, step: Step) -> None:
         if self.on_gpu:
-            self.steps.enter()
-            self._launch_on_gpu(step)
+            self.launcher.launch(step)
             return
         for number, calls in step.items():
             self.steps.enter()
             self.lanes[number].work.put(calls)
 
-    def _launch_on_gpu(self, step: Step) -> None:
-        events = self.steps.begin()
-        with self.computing, torch.inference_mode(), self._stream():
-            # none is captured while another waits for its caller, who waits for both
-            works = [(self.lanes[lane], self._graph(lane, calls)) for lane, calls in step.items()]
-            for (lane, graph), calls in zip(works, step.values(), strict=True):
-                with on_stream(lane.stream):
-                    if graph is None:
-                        self._compute(lane, calls)
-                    else:
-                        graph.replay()
-                    event = torch.cuda.Event()
-                    event.record()
-                    events.append(event)
-
-    def _graph(self, number: int, calls: Calls) -> Any:
-        lane = self.lanes[number]
-        if len(calls) <= WITHOUT_GRAPHS:
-            return None
-        assert lane.graphs is not None
-        return lane.graphs.of(calls, partial(self._practise, lane), partial(self._compute, lane))
-
-    def _practise(self, lane: ServingLane, calls: Calls) -> None:
+    def _warm_up(self, number: int, calls: Calls) -> None:
         """Without messages."""
-        own = ServingLane(
-            torch.zeros_like(lane.call), torch.zeros_like(lane.reply), torch.zeros_like(lane.count)
-        )
-        self._compute(own, calls)
+        self._compute(self._lane(max(call.rows for call in calls)), calls)
 
     def _run_lane(self, lane: ServingLane, sock: socket.socket) -> None:
         """The thread of a lane on a CPU."""
@@ -238,7 +196,7 @@ class GroupLanes:
         except LinkError as error:  # the caller sees it as well, and says that the group is over
             if not self.over.is_set():
                 log.info("a caller's group: %s", error)
-        except Exception as error:  # the caller must hear of it
+        except Exception as error:  # the caller sees the end of its link
             log.exception("a step failed")
             self.failure = str(error) or type(error).__name__
             shut(sock)
@@ -321,18 +279,18 @@ class GroupLinks:
                         shut(link)
 
     def serve(self, sock: socket.socket, caller: str) -> None:
-        """A link over which a group is formed, and steps come. Whoever loses it, without a word
-        that the group is over, loses its control link, and so knows."""
+        """A link over which a group is formed, and steps are announced. If it ends without
+        GROUP_END, the caller's control link ends as well, by which the caller knows."""
         kind, data = receive(sock, MOST_GROUP_BYTES)
         if kind != ExpertMessage.GROUP:
             raise LinkError(f"a message of kind {kind} came where a group is offered")
         try:
             lanes = self._lanes(sock, caller, GroupOffer.unpack(data))
-        except Exception as error:  # the caller must hear of it
+        except Exception as error:  # sent to the caller
             reason = " ".join(str(error).split()) or type(error).__name__
             send(sock, ExpertMessage.GROUP_MADE, group_made(reason))
             return
-        told = False
+        ended = False
         try:
             send(sock, ExpertMessage.GROUP_MADE, group_made())
             kind, token = receive(sock, TOKEN)
@@ -340,7 +298,7 @@ class GroupLinks:
                 raise LinkError(f"a message of kind {kind} came where a group begins")
             lanes.join(sock, token)
             lanes.serve(sock)
-            told = True
+            ended = True
         except (RorqualError, OSError) as error:
             raise LinkError(lanes.failure or str(error)) from None
         except Exception as error:
@@ -348,7 +306,7 @@ class GroupLinks:
             raise LinkError(f"a group failed: {error}") from None
         finally:
             lanes.end()
-            self._forget(caller, lanes, told)
+            self._forget(caller, lanes, ended)
 
     def _lanes(self, sock: socket.socket, caller: str, offer: GroupOffer) -> GroupLanes:
         """Raises LinkError."""
@@ -363,7 +321,8 @@ class GroupLinks:
         lanes.end()
         raise LinkError(reason)
 
-    def _forget(self, caller: str, lanes: GroupLanes, told: bool) -> None:
+    def _forget(self, caller: str, lanes: GroupLanes, ended: bool) -> None:
+        """ended: by the caller, on purpose."""
         with self.changed:
             known = self.groups.get(caller)
             if known is None or known[0] is not lanes:
@@ -371,5 +330,5 @@ class GroupLinks:
             del self.groups[caller]
             self.changed.notify_all()
             control = self.controls.get(caller)
-            if control is not None and not told:
+            if control is not None and not ended:
                 shut(control)

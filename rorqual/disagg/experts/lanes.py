@@ -1,14 +1,9 @@
 """What an expert server computes for one caller over memory that both GPUs see.
 
 The caller says which calls come (wire.py, STEP), and the server launches, on a stream of each lane,
-what waits for each call's rows on the device, computes, and sends the sums home. Calls of a whole
+what waits for each call's rows on the device, computes, and sends the sums back. Calls of a whole
 step are captured once and replayed; one by one they are launched as they come. A word in host
-memory ends all waiting when the caller is gone.
-
-Callers may be ranks of one engine: what one lane waits for may be waiting for another lane's sums.
-So nothing that a launch needs may wait for a lane: streams and hardware queues are not shared, and
-kernels are loaded before (`_load_kernels`, ExpertShard.load_kernels), as loading one may wait for
-all that runs.
+memory ends all waits when the caller has ended.
 """
 
 from __future__ import annotations
@@ -17,24 +12,17 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rorqual.disagg.experts.shard import LOADED_ROWS, ExpertShard, check_rows
+from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
-from rorqual.disagg.experts.steps_under_way import (
-    WITHOUT_GRAPHS,
-    Calls,
-    LaneGraphs,
-    StepsUnderWay,
-    on_stream,
-)
+from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
 from rorqual.errors import RorqualError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
@@ -45,7 +33,6 @@ from rorqual.parallel.remote.wire import (
     BlockName,
     ExpertMessage,
     LanesOffer,
-    SharedCall,
     Step,
     lanes_made,
     lanes_refused,
@@ -61,48 +48,15 @@ log = logging.getLogger("rorqual.experts")
 
 @dataclass
 class ServedLane:
-    """lane: the caller's calls; practice: as large, of nobody, and never waited for. stream,
-    graphs: of a GPU."""
+    """lane: the caller's calls; warm_up: of the same size, and never waited for."""
 
     lane: ServerLane
-    practice: ServerLane
-    stream: Any = None
-    graphs: LaneGraphs | None = None
-
-
-class LaneStreams:
-    """torch has 32 streams of a priority and deals them out in turns. Two lanes on one would wait
-    for each other, so one that is taken is not given again. Nothing else here has this priority."""
-
-    PRIORITY = -1
-    MOST = 32
-
-    def __init__(self) -> None:
-        self.taken: set[int] = set()
-        self.lock = threading.Lock()
-
-    def take(self, device: torch.device) -> torch.cuda.Stream:
-        """Raises LinkError where none is left."""
-        with self.lock:
-            for _ in range(2 * self.MOST):
-                stream = torch.cuda.Stream(device, self.PRIORITY)
-                if stream.cuda_stream not in self.taken:
-                    self.taken.add(stream.cuda_stream)
-                    return stream
-        raise LinkError(f"{self.MOST} lanes are in use, as many as can be")
-
-    def give_back(self, stream: torch.cuda.Stream) -> None:
-        with self.lock:
-            self.taken.discard(stream.cuda_stream)
-
-
-STREAMS = LaneStreams()
+    warm_up: ServerLane
 
 
 class CallerLanes:
-    """For one caller: its lanes, from an offer of its. computing: held while anything is launched:
-    several threads would compile one kernel at once. Raises LinkError with the reason where memory
-    cannot be shared."""
+    """Of one caller, from its offer. computing: held while anything is launched. Raises LinkError
+    with the reason where memory cannot be shared."""
 
     def __init__(
         self, shard: ExpertShard, offer: LanesOffer, gate: StepGate, computing: threading.Lock
@@ -117,6 +71,7 @@ class CallerLanes:
         self.device = shard.platform.device
         self.words = shard.platform.host_empty((2,), torch.int32)  # stop, and one that is set
         self.words.copy_(torch.tensor([0, 1], dtype=torch.int32))
+        self.steps = StepsInFlight(gate)
         areas = kernels.LaneAreas(
             offer.rows, offer.columns, offer.top_k, torch.empty(0, dtype=shard.dtype).element_size()
         )
@@ -127,24 +82,31 @@ class CallerLanes:
             memory.zero_()
             spare = torch.full((areas.inbox_size + areas.home_size,), 255, dtype=torch.uint8)
             self.spare = spare.to(self.device)  # ids of -1
-            self.lanes: list[ServedLane] = []
-            try:
-                for number in range(offer.lanes):
-                    self.lanes.append(self._lane(number, areas, memory))
-                shard.platform.synchronize()
-                if self.on_gpu:
-                    self._load_kernels()
+            self.lanes = [self._lane(number, areas, memory) for number in range(offer.lanes)]
+            if self.on_gpu:
+                # not the whole device: other callers' lanes wait on it
+                torch.cuda.current_stream(self.device).synchronize()
+        self.launcher = StepLauncher(
+            shard.platform,
+            self.steps,
+            computing,
+            offer.lanes if self.on_gpu else 0,
+            lambda number, calls: self._compute(self.lanes[number].warm_up, calls),
+            lambda number, calls: self._compute(self.lanes[number].lane, calls),
+        )
+        if self.on_gpu:
+            try:  # also kernels of rows in fp8, which only a caller that sends such needs
+                self.launcher.load_kernels(next(iter(shard.layers)), offer.rows)
             except BaseException:
                 self.close()
                 raise
-        self.steps = StepsUnderWay(gate)
 
     def _lane(self, number: int, areas: Any, memory: Tensor) -> ServedLane:
         inbox = memory.view(self.offer.lanes, areas.inbox_size)[number]
         home = self.homes.pointer + number * areas.home_size
         spare = self.spare[: areas.inbox_size]
         spare_home = self.spare.data_ptr() + areas.inbox_size
-        stop, practice = (word.data_ptr() for word in self.words)
+        stop, stopped = (word.data_ptr() for word in self.words)
         shape = (areas.rows, areas.top_k)
         made = [
             self.kernels.ServerLane(
@@ -154,26 +116,9 @@ class CallerLanes:
                 torch.full(shape, -1, dtype=torch.int32, device=self.device),
                 torch.zeros(1, dtype=torch.int32, device=self.device),
             )
-            for place, back, word in ((inbox, home, stop), (spare, spare_home, practice))
+            for place, back, word in ((inbox, home, stop), (spare, spare_home, stopped))
         ]
-        lane = ServedLane(made[0], made[1])
-        if self.on_gpu:
-            lane.stream = STREAMS.take(self.device)
-            lane.graphs = LaneGraphs(lane.stream)
-        return lane
-
-    def _load_kernels(self) -> None:
-        """Also those of rows in fp8, which only a caller that sends such needs."""
-        layer = next(iter(self.shard.layers))
-        with (
-            self.computing,
-            torch.inference_mode(),
-            on_stream(torch.cuda.Stream(self.device)) as stream,
-        ):
-            for rows in LOADED_ROWS:
-                if rows <= self.offer.rows:
-                    self._compute(self.lanes[0].practice, (SharedCall(layer, rows),))
-            stream.synchronize()
+        return ServedLane(made[0], made[1])
 
     @property
     def on_gpu(self) -> bool:
@@ -185,7 +130,7 @@ class CallerLanes:
     # ---- any thread
 
     def stop(self) -> None:
-        """The caller is gone: end all waiting."""
+        """The caller has ended: end all waits."""
         self.words[0] = 1
 
     # ---- the link's thread
@@ -201,47 +146,27 @@ class CallerLanes:
                 self.launch(read_step(data, self.offer.lanes, self.offer.rows))
         finally:
             self.stop()
-            if self.on_gpu:
-                with self._stream():
-                    for lane in self.lanes:
-                        lane.stream.synchronize()
-            self.steps.leave_all()
-            self.close()
+            try:
+                self.launcher.synchronize()
+            finally:
+                self.steps.leave_all()
+                self.close()
 
     def close(self) -> None:
         """Nothing of it runs."""
-        for lane in self.lanes:
-            if lane.stream is not None:
-                STREAMS.give_back(lane.stream)
-                lane.stream = None
+        self.launcher.close()
 
     def launch(self, step: Step) -> None:
         """Without a GPU lanes are computed one after the other, so a step there has one."""
+        if self.on_gpu:
+            self.launcher.launch(step)
+            return
         self.steps.enter()
-        events = self.steps.begin()
-        with self.computing, torch.inference_mode(), self._stream():
-            # none is captured while another waits for its caller, who waits for both
-            works = [(self.lanes[lane], self._work(lane, calls)) for lane, calls in step.items()]
-            for lane, work in works:
-                with on_stream(lane.stream):
-                    work()
-                    if self.on_gpu:
-                        event = torch.cuda.Event()
-                        event.record()
-                        events.append(event)
-        if not self.on_gpu:
-            self.steps.leave_all()
-
-    def _work(self, number: int, calls: Calls) -> Callable[[], None]:
-        lane = self.lanes[number]
-        if not self.on_gpu or len(calls) <= WITHOUT_GRAPHS:
-            return lambda: self._compute(lane.lane, calls)
-        assert lane.graphs is not None
-        practise = partial(self._compute, lane.practice)
-        replay: Callable[[], None] = lane.graphs.of(
-            calls, practise, partial(self._compute, lane.lane)
-        ).replay
-        return replay
+        self.steps.begin()
+        with self.computing, torch.inference_mode():
+            for number, calls in step.items():
+                self._compute(self.lanes[number].lane, calls)
+        self.steps.leave_all()
 
     def _compute(self, lane: ServerLane, calls: Calls) -> None:
         kernels = self.kernels
@@ -295,8 +220,8 @@ class SharedMemoryLinks:
                         shut(lanes[1])
 
     def serve(self, sock: socket.socket, caller: str) -> None:
-        """A link over which memory is shared, and steps come. Whoever loses it loses its control
-        link, and so knows."""
+        """A link over which memory is shared, and steps are announced. Its end ends the caller's
+        control link as well, by which the caller knows."""
         kind, data = receive(sock, MOST_LANES_BYTES)
         if kind != ExpertMessage.LANES:
             raise LinkError(f"a message of kind {kind} came where lanes are offered")
@@ -304,7 +229,7 @@ class SharedMemoryLinks:
         try:
             lanes = CallerLanes(self.shard, offer, self.gate, self.computing)
             token = self._offer(lanes)
-        except Exception as error:  # the caller must hear of it, and may call over sockets
+        except Exception as error:  # the caller may call over sockets
             reason = " ".join(str(error).split()) or type(error).__name__
             send(sock, ExpertMessage.LANES_MADE, lanes_refused(reason))
             return

@@ -63,7 +63,7 @@ ALIVE = (30, 10, 3)  # seconds until a quiet link is probed, and between probes;
 
 @dataclass
 class ExpertStats:
-    """Calls, their rows and the picks among these, since the start; seconds computed."""
+    """Calls and their rows since the start; seconds computed."""
 
     calls: int = 0
     rows: int = 0
@@ -171,7 +171,7 @@ class ExpertServer:
             except ExpertNotHereError as error:
                 self._tell(sock, call, CallOutcome.MOVED, str(error))
                 continue
-            except Exception as error:  # the caller must hear of it
+            except Exception as error:  # sent to the caller
                 if not isinstance(error, RorqualError):
                     log.exception("a call failed")
                 self._refuse(sock, call, str(error) or type(error).__name__)
@@ -212,14 +212,14 @@ class ExpertServer:
 
     def _run(self, head: CallHead, parts: list[Tensor]) -> Tensor:
         ids, weights, *rows = parts
-        picks = (head.rows, head.picks)
+        topk_shape = (head.rows, head.top_k)
         width = self.shard.config.hidden_size
         shaped = [rows[0].view(torch.uint8 if len(rows) == 2 else self.shard.dtype)]
         shaped += [part.view(torch.float32) for part in rows[1:]]
         return self.shard.compute(
             head.layer,
-            ids.view(torch.int32).view(picks),
-            weights.view(torch.float32).view(picks),
+            ids.view(torch.int32).view(topk_shape),
+            weights.view(torch.float32).view(topk_shape),
             [shaped[0].view(head.rows, width), *(part.view(head.rows, -1) for part in shaped[1:])],
         )
 

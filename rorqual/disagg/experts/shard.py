@@ -22,7 +22,7 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.link import LinkError
 from rorqual.platforms.base import Platform
 
-NOBODY = -1
+NO_EXPERT = -1
 # of which kernels are loaded at the start: powers of two, between which they hardly change
 LOADED_ROWS = tuple(2**power for power in range(12))
 
@@ -87,8 +87,8 @@ class ExpertLayers:
 @dataclass
 class LayerSlots:
     """Of one layer: `slots` says which expert each slot has the weights of, `held` which experts
-    are told to callers. What was dropped stays in its slot, and computes for who has not heard of
-    it, until another expert takes that."""
+    callers know of. A dropped expert stays in its slot, and computes for callers that do not know
+    yet, until another expert takes the slot."""
 
     slots: list[int]
     held: set[int]
@@ -99,7 +99,7 @@ class LayerSlots:
     def next_slot(self) -> int | None:
         """Where another expert may go: into an unused slot, or one of a dropped expert."""
         dropped = [slot for slot, expert in enumerate(self.slots) if expert not in self.held]
-        return min(dropped, key=lambda slot: self.slots[slot] != NOBODY, default=None)
+        return min(dropped, key=lambda slot: self.slots[slot] != NO_EXPERT, default=None)
 
 
 class ExpertShard:
@@ -134,10 +134,10 @@ class ExpertShard:
         experts_here = self._experts(wanted, platform.device, self.max_slots)
         experts_here.fill(config)
         self.layers = experts_here.layers
-        unused = [NOBODY] * (self.max_slots - len(experts))
+        unused = [NO_EXPERT] * (self.max_slots - len(experts))
         self.slots = {layer: LayerSlots([*experts, *unused], set(experts)) for layer in layers}
         self.places = {layer: self._places(layer) for layer in layers}
-        self.nowhere = self._nowhere()
+        self.no_places = self._no_places()
 
     def _experts(
         self, experts: Mapping[int, Sequence[int]], device: torch.device, room: int = 0
@@ -147,15 +147,17 @@ class ExpertShard:
         build = Build(self.ops, self.dtype, device, config.quant, gain, mesh=Mesh.single())
         return ExpertLayers(build, config, experts, room)
 
-    def _nowhere(self) -> Tensor:
-        return torch.full((self.config.moe.num_experts + 1,), NOBODY, device=self.platform.device)
+    def _no_places(self) -> Tensor:
+        return torch.full(
+            (self.config.moe.num_experts + 1,), NO_EXPERT, device=self.platform.device
+        )
 
     def _places(self, layer: int) -> Tensor:
         """The slot of each expert, -1 where it is in none; the last, which -1 finds, is none."""
-        places = torch.full((self.config.moe.num_experts + 1,), NOBODY)
+        places = torch.full((self.config.moe.num_experts + 1,), NO_EXPERT)
         for slot, expert in enumerate(self.slots[layer].slots):
             places[expert] = slot
-        places[NOBODY] = NOBODY
+        places[NO_EXPERT] = NO_EXPERT
         return places.to(self.platform.device)
 
     # ---- other experts
@@ -180,7 +182,7 @@ class ExpertShard:
         slot = slots.next_slot()
         if slot is None:
             raise CapacityError(f"no slot of layer {layer} is free; there are {self.max_slots}")
-        slots.slots[slot] = NOBODY
+        slots.slots[slot] = NO_EXPERT
         self._replace(layer)
         return slot
 
@@ -210,7 +212,7 @@ class ExpertShard:
         with torch.inference_mode(), self.platform.stream():
             for rows in LOADED_ROWS:
                 shape = (rows, self.config.moe.top_k)
-                slots = torch.full(shape, NOBODY, dtype=torch.int32, device=device)
+                slots = torch.full(shape, NO_EXPERT, dtype=torch.int32, device=device)
                 weights = torch.zeros(shape, device=device)
                 x = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=device)
                 self.run(layer, slots, weights, (x,))
@@ -238,7 +240,7 @@ class ExpertShard:
     def places_of(self, layer: int) -> Tensor:
         """[experts + 1] on the device: the slot of each, -1 where it is in none. Changes in
         place."""
-        return self.places.get(layer, self.nowhere)
+        return self.places.get(layer, self.no_places)
 
     def run(self, layer: int, slots: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """As `compute`, all on the device and by slots (-1: nothing), for a layer of which some
@@ -260,7 +262,7 @@ def check_rows(shard: ExpertShard, columns: int, top_k: int, dtype: str) -> None
     """Raises LinkError where a caller's rows are not those of this model."""
     wanted = {
         "rows of": (columns, shard.config.hidden_size),
-        "picks of a row": (top_k, shard.config.moe.top_k),
+        "experts of a row, top_k": (top_k, shard.config.moe.top_k),
         "hidden states in": (dtype, str(shard.dtype).removeprefix("torch.")),
     }
     for name, (theirs, ours) in wanted.items():

@@ -1,9 +1,9 @@
 """Other experts for an expert server while it serves, as callers order them.
 
-An order is carried out on a thread, some experts at a time: what it drops is told first; what it
-loads is read into memory set aside, copied into slots, and told once it is whole. A dropped expert
-keeps its slot until another is to take it, and is back at once if it is ordered again. Before its
-weights are written over, every caller has said that it calls by newer holdings, or SETTLE_SECONDS
+An order is carried out on a thread, some experts at a time: dropped experts are announced first;
+loaded ones are read into memory set aside, copied into slots, and announced once they are whole.
+A dropped expert keeps its slot until another is to take it, and is back at once if it is ordered
+again. Before its weights are overwritten, every caller uses newer holdings, or SETTLE_SECONDS
 have passed; a call that comes later all the same is answered with what is not here, and its caller
 asks elsewhere.
 
@@ -136,7 +136,7 @@ class SlotMoves:
             began = time.perf_counter()
             try:
                 self._carry_out(order)
-            except Exception as error:  # whoever ordered it must hear of it
+            except Exception as error:  # the caller that ordered it reads it in the holdings
                 failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 log.warning("an order is given up: %s", failure)
             else:

@@ -17,8 +17,8 @@ class StepGate:
     """Steps come in and go out; `between` holds back new ones until there are none.
 
     A step here may need another server to compute the same caller's, and that one may be holding it
-    back for a caller whom this one holds back. So nobody is held back for longer than TRY_SECONDS,
-    and what did not come about is tried again.
+    back for a caller that this one holds back. So no step is held back for longer than TRY_SECONDS,
+    and then it is tried again.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StepGate:
 
     def enter(self, seconds: float) -> bool:
         """Whether a step may begin; where it is held back, after so many seconds at most. Who
-        waits has earlier steps to see to the end of."""
+        waits must see to the end of earlier steps meanwhile."""
         with self.changed:
             if not self.changed.wait_for(lambda: not self.held_back, seconds):
                 return False
@@ -42,7 +42,7 @@ class StepGate:
 
     @contextmanager
     def between(self, seconds: float) -> Iterator[None]:
-        """No step is under way inside. Raises CapacityError where that does not come about in so
+        """No step is in flight inside. Raises CapacityError where that does not come about in so
         many seconds."""
         deadline = time.monotonic() + seconds
         while not self._hold_back():

@@ -15,6 +15,7 @@ import random
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,10 @@ class SlotBalancer:
         self.pause = 1  # windows until another plan, after one with too little gain
         self.windows = 0  # still to be skipped
         self.closing = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="slot balancer", daemon=True)
+        arguments = (weakref.ref(self), self.closing)
+        self.thread = threading.Thread(
+            target=_run, args=arguments, name="slot balancer", daemon=True
+        )
         self.thread.start()
 
     def observe(self, load: Floats, newest: Floats) -> None:
@@ -98,13 +102,12 @@ class SlotBalancer:
     def close(self) -> None:
         self.closing.set()
 
-    def _run(self) -> None:
-        while not self.closing.wait(POLL_SECONDS):
-            try:
-                self._check()
-            except Exception:  # steps go on without it
-                log.exception("experts stay where they are")
-                self._back_off()
+    def _step(self) -> None:
+        try:
+            self._check()
+        except Exception:  # steps go on without it
+            log.exception("experts stay where they are")
+            self._back_off()
 
     def _back_off(self) -> None:
         """Wait a random time: two processes that compete to give orders must not retry in step."""
@@ -276,3 +279,13 @@ class SlotBalancer:
                     tuple(np.flatnonzero(loads[number]).tolist()),
                 )
         return found
+
+
+def _run(owner: weakref.ref[SlotBalancer], closing: threading.Event) -> None:
+    """Until it is closed, or dropped with its engine."""
+    while not closing.wait(POLL_SECONDS):
+        balancer = owner()
+        if balancer is None:
+            return
+        balancer._step()
+        del balancer

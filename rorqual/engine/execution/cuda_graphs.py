@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
-from rorqual.parallel.remote.group.calls import StepCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Platform
 
@@ -102,14 +102,14 @@ class DecodeGraphs:
         same = (size, num_speculative_tokens)
         warm = not self.loaded or calls is not None or same not in self.warmed
         self.warmed.add(same)
-        with calls.record() if calls is not None else nullcontext() as found:
+        with calls.capture_calls() if calls is not None else nullcontext() as found:
             graph = self.platform.capture(lambda: self.body(slots, *key[1:]), warm)
         self.graphs[key] = graph
         if calls is not None:
             assert found is not None
             self.called[key] = found.step()
             # expert servers capture their side at the first replay; no request should wait for that
-            calls.replay(self.called[key])
+            calls.announce_step(self.called[key])
             graph()
         return graph
 
@@ -137,5 +137,5 @@ class DecodeGraphs:
         if isinstance(graph, TakesLengths):
             graph.set_lengths([*lens, *[1] * (size - len(slots))])
         if self.calls is not None:
-            self.calls.replay(self.called[key])
+            self.calls.announce_step(self.called[key])
         return graph()[: len(slots)]

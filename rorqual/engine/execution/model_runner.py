@@ -39,7 +39,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
-from rorqual.parallel.remote.group.calls import StepCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
@@ -140,8 +140,8 @@ class ModelRunner:
         self._keep_probs(variants)
         # a compiled forward pass would be recompiled for fewer layers
         layers = nullcontext() if self.compiled else self.model.one_layer_of_each_kind()
-        untold = self.calls.only_compiled() if self.calls else nullcontext()
-        with self.platform.stream(), self.model.ops.compiling(), layers, untold:
+        unannounced = self.calls.only_compiled() if self.calls else nullcontext()
+        with self.platform.stream(), self.model.ops.compiling(), layers, unannounced:
             self.graphs.warm_up(variants, draft_counts, sizes)
             if self.pieces:
                 self.pieces.warm_up()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
-from rorqual.parallel.remote.group.calls import StepCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Pieces, Platform
 
@@ -95,14 +95,14 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int) -> None:
         calls = self.calls
-        with calls.record() if calls is not None else nullcontext() as found:
+        with calls.capture_calls() if calls is not None else nullcontext() as found:
             self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
         if calls is None:
             return
         assert found is not None
         self.called[size] = found.step()
         # expert servers capture their side at the first replay; no request should wait for that
-        calls.replay(self.called[size])
+        calls.announce_step(self.called[size])
         self.graphs[size](lambda gap: None)
 
     def warm_up(self) -> None:
@@ -151,5 +151,5 @@ class PiecewiseGraphs:
             gap.out[:tokens].copy_(gap.work(step, *inputs))
 
         if self.calls is not None:  # for all pieces at once: a server replays one graph too
-            self.calls.replay(self.called[size])
+            self.calls.announce_step(self.called[size])
         return self.graphs[size](between)[:tokens]

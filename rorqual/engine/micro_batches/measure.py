@@ -299,7 +299,7 @@ class PartsTimer:
         if not captured:
             return lambda: runner.forward_pass(output, metadata)
         slots = self.platform.to_device(torch.tensor(output.decode_slots))
-        capture = self.platform.capture if runner.calls is None else runner.calls.captured
+        capture = self.platform.capture if runner.calls is None else runner.calls.capture
         return capture(lambda: runner.decode_pass(slots, metadata)[1])
 
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,7 +1,7 @@
-"""Links to one expert server, and what is said on the control link: signs of life, newer holdings,
+"""Links to one expert server, and the messages of the control link: heartbeats, newer holdings,
 orders to hold other experts.
 
-A thread of its own speaks on a control link. What this process itself sleeps through (a stop, a
+A control link has a thread of its own. What this process itself sleeps through (a stop, a
 busy machine) does not count as the server's silence.
 """
 
@@ -41,7 +41,7 @@ class DataLink:
 
 @dataclass(eq=False)
 class PostedOrder:
-    """An order on its way to a server. refused: why, once `answered`; nothing where it is taken."""
+    """An order to a server. refused: why, once `answered`; nothing where it is taken."""
 
     order: SlotOrder
     answered: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class ServerLink:
 
     def order(self, order: SlotOrder, seconds: float) -> str:
         """Have the server hold other experts: why it refuses, nothing where it will do so. Its
-        holdings tell when it has. Any thread but the link's own."""
+        holdings say when it has. Any thread but the link's own."""
         posted = PostedOrder(order)
         self.orders.put(posted)
         self.woken.set()
@@ -92,8 +92,8 @@ class ServerLink:
 
 
 class ControlLink:
-    """The thread's side. timeout: seconds of silence that end a link. renew: takes newer
-    holdings."""
+    """The thread's side. timeout: seconds of silence that end a link. renew: takes newer holdings.
+    wanted: whether anything still uses the link, asked with each heartbeat."""
 
     def __init__(
         self,
@@ -101,12 +101,14 @@ class ControlLink:
         timeout: float,
         num_experts: int,
         renew: Callable[[ServerLink, Holdings], None],
+        wanted: Callable[[], bool] = lambda: True,
     ):
         self.link = link
         self.timeout = timeout
         self.tick = timeout / PINGS
         self.num_experts = num_experts
         self.renew = renew
+        self.wanted = wanted
 
     def watch(self) -> str:
         """Until the server is silent or gone: why."""
@@ -114,7 +116,7 @@ class ControlLink:
         number = 0
         try:
             link.control.settimeout(self.tick)
-            while link.alive:
+            while link.alive and self.wanted():
                 number += 1
                 version = link.holdings.version
                 if not (self._beat(number) and self._pass_orders()):
@@ -123,7 +125,7 @@ class ControlLink:
                 if late:
                     return late
                 if link.holdings.version != version:
-                    continue  # it waits to hear that it is called by these
+                    continue  # it waits until it is called by these
                 link.woken.wait(self.tick)
                 link.woken.clear()
         except (OSError, LinkError) as error:
@@ -134,7 +136,7 @@ class ControlLink:
         return "its link ended"
 
     def _beat(self, number: int) -> bool:
-        """Whether a sign of life comes in time; newer holdings come with it."""
+        """Whether a heartbeat is answered in time; newer holdings come with the answer."""
         link = self.link
         version = link.holdings.version
         send(link.control, ExpertMessage.PING, PING.pack(number, version))
@@ -142,7 +144,7 @@ class ControlLink:
         if found is None:
             return not link.alive
         if len(found) != PING.size or PING.unpack(found)[0] != number:
-            raise LinkError("a sign of life came that is none")
+            raise LinkError("an invalid heartbeat came")
         if PING.unpack(found)[1] == version:
             return True
         found = self._hear(ExpertMessage.HOLDINGS, MOST_HOLDINGS)

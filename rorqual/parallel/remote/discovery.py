@@ -1,9 +1,9 @@
 """Expert servers that come and go by a registry: those it lists are linked, those whose lease has
 ended are left out.
 
-A registry's own trouble takes nobody away. While it does not answer all stay who are known; once it
-answers again, or has forgotten what it knew, nobody leaves for a lease's length, in which servers
-join anew. And a server that is linked, and alone holds an expert, stays until its link ends.
+A failing registry removes no server. While it does not answer all known servers stay; once it
+answers again, or has lost its data, none leaves for a lease's length, in which servers register
+again. And a server that is linked, and alone holds an expert, stays until its link ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import MOST_SERVERS, read_address
@@ -25,21 +26,27 @@ LOOK_SECONDS = 1.0
 
 
 class ExpertDiscovery:
-    """Looks every LOOK_SECONDS, on a thread, from `start` until the servers are closed. fixed:
-    addresses that were given, and stay."""
+    """Looks every LOOK_SECONDS, on a thread, from `start` until the servers are closed, or nothing
+    else uses them. fixed: addresses that were given, and stay."""
 
     def __init__(
         self, servers: ExpertServers, registry: ExpertRegistry, fixed: tuple[Address, ...]
     ):
-        self.servers = servers
+        self.owner = weakref.ref(servers)
         self.registry = registry
         self.fixed = frozenset(fixed)
         self.listed: set[Address] = set()
         self.epoch: str | None = None
         self.away = ""  # why
-        self.stay_until = 0.0  # nobody leaves before
+        self.stay_until = 0.0  # no server leaves before
         self.refused: set[str] = set()
         self.thread = threading.Thread(target=self._run, name="expert registry", daemon=True)
+
+    @property
+    def servers(self) -> ExpertServers:
+        found = self.owner()
+        assert found is not None, "an engine's servers went while they were looked for"
+        return found
 
     def start(self) -> None:
         self.servers.registry = f"{self.registry.name} has not answered yet"
@@ -47,7 +54,7 @@ class ExpertDiscovery:
 
     def _run(self) -> None:
         closing = self.servers.closing
-        while not closing.is_set():
+        while not closing.is_set() and self.owner() is not None:
             try:
                 self.look()
             except Exception:  # whatever an answer holds, those who are known stay
@@ -56,13 +63,16 @@ class ExpertDiscovery:
 
     def look(self) -> None:
         """Once."""
+        servers = self.owner()  # stays meanwhile
+        if servers is None:
+            return
         try:
             found = self.registry.find()
         except RegistryError as error:
             if not self.away:
                 log.warning("%s is away: %s", self.registry.name, error)
             self.away = str(error)
-            self.servers.registry = f"{self.registry.name} is away: {error}"
+            servers.registry = f"{self.registry.name} is away: {error}"
             return
         if self.away:
             log.warning("%s is back", self.registry.name)

@@ -37,8 +37,8 @@ MOST_MOVED = 16
 
 @dataclass(eq=False)
 class ExpertCall:
-    """Rows on their way to a server and back. rows: which, None for all. ids: [rows, K], -1 where
-    another server's. reply: the partial sums, once `done`. moved: the server no longer holds some
+    """Rows that are sent to a server. rows: which, None for all. ids: [rows, K], -1 where another
+    server's. reply: the partial sums, once `done`. moved: the server no longer holds some
     of these experts."""
 
     link: ServerLink
@@ -83,9 +83,9 @@ class RemoteTicket:
 
 
 class MissedExperts:
-    """Of a rank that others compute beside: it must not leave a step alone in which no server holds
-    what it needs. It goes on with zeros, and the ranks agree at the end that the step is given up.
-    error: of the step under way."""
+    """Of one of several ranks: it must not leave a step by itself where no server holds an expert.
+    It goes on with zeros, and the ranks agree at the end that the step is given up. error: of the
+    current step."""
 
     error: ExpertsMissing | None = None
 
@@ -100,14 +100,14 @@ class MissedExperts:
 
 
 class LaneTicket(Protocol):
-    """Of a call under way."""
+    """Of a call in flight."""
 
     lane: int
 
 
 class RemoteLanes:
-    """Which data links calls of several micro-batches take. A ticket that nobody holds any more,
-    since its step was given up, leaves its lane to others."""
+    """Which data links calls of several micro-batches take. A ticket that is no longer referenced,
+    since its step was given up, frees its lane."""
 
     def __init__(self, count: int):
         self.holders: list[weakref.ref[LaneTicket] | None] = [None] * count
@@ -122,7 +122,7 @@ class RemoteLanes:
         self.holders[lane] = weakref.ref(ticket)
 
     def clear(self) -> None:
-        """Steps are given up: whoever still holds their tickets, in an error's traceback, say."""
+        """Steps are given up; their tickets may still be referenced, as by a traceback."""
         self.holders = [None] * len(self.holders)
 
     def free(self, ticket: LaneTicket) -> None:
@@ -217,8 +217,8 @@ class RemoteExchange:
             self.misses.note(error)
 
     def _count_moved(self, ticket: RemoteTicket, call: ExpertCall) -> None:
-        """A server drops an expert once it has heard that it is called by newer holdings, so a few
-        calls at most may be on their way by older ones."""
+        """A server drops an expert once its callers use newer holdings, so a few calls at most may
+        still be sent by older ones."""
         if not call.moved:
             return
         ticket.moved += 1
@@ -236,7 +236,7 @@ class RemoteExchange:
     # ---- calls
 
     def _assign(self, ticket: RemoteTicket, ids: Tensor) -> None:
-        """Send picks ids [T, K] (-1: not these) to who holds them. Raises ExpertsMissing."""
+        """Send rows to the holders of experts ids [T, K] (-1: none). Raises ExpertsMissing."""
         holders = self._holders(ids)
         links = holders.links
         picked = ids >= 0
@@ -397,7 +397,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _spread(call: ExpertCall, ids: Tensor) -> Tensor:
-    """A call's picks at their rows among all, [T, K], -1 elsewhere."""
+    """A call's expert ids at their rows among all, [T, K], -1 elsewhere."""
     if call.rows is None:
         return call.ids
     return torch.full_like(ids, -1).index_copy_(0, call.rows, call.ids)

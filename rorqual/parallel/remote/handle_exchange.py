@@ -19,8 +19,8 @@ NO_LANE = -1
 
 @dataclass(eq=False)
 class HandleTicket:
-    """x: as it was dispatched. lane: NO_LANE where it has no rows, and nobody is called: one of
-    several ranks may have none."""
+    """x: as it was dispatched. lane: NO_LANE where it has no rows, and no server is called: one
+    of several ranks may have none."""
 
     x: Tensor
     lane: int
@@ -81,7 +81,7 @@ class HandleExchange:
         ticket = HandleTicket(x, self.lanes.take())
         self.lanes.hold(ticket.lane, ticket)
         layer = self.plain.layer
-        calls.call(ticket.lane, layer, rows)
+        calls.announce(ticket.lane, layer, rows)
         calls.kernels.dispatch(
             calls.lanes[ticket.lane],
             calls.holders[calls.layers[layer]],

@@ -1,23 +1,23 @@
 """Calls to expert servers of this host over memory that the GPUs of both sides share, all of whose
 waiting is done on the device: a decode step with all its calls is one captured graph.
 
-The rows and sums go by ops/triton/comm/remote_dispatch.py. What is left to the host: before it
-launches what calls, it tells each server over a link of its own which calls come (`call`, or
-`replay` for those that a graph has recorded); between steps it writes who holds what into tables on
-the device (`begin`); and when a server is lost it sets a stop word in host memory, which ends every
-wait on the device. The step runs to its end then, means nothing, and is given up (`check`): steps
-carry the number of the `epoch` in which they began, and a loss begins another one. Before the next
-step the device comes to rest, and each server that is left to the end of what it was told to
-compute; both sides have counted alike then, and go on where they are. One with which that is not so
-is left out, and linked anew with new memory.
+Rows and sums are moved by ops/triton/comm/remote_dispatch.py. The host does the rest: before it
+launches calls it announces them to each server over a link (`announce`, or `announce_step` for
+those in a captured graph); between steps it writes the experts' holders into tables on the device
+(`begin`); and when a server is lost it sets a stop word in host memory, which ends every wait on
+the device. The step then runs to its end, its result is not valid, and it is given up (`check`):
+steps carry the number of the `epoch` in which they began, and a loss begins another one. Before the
+next step the device becomes idle, and each remaining server finishes what was announced to it; both
+sides have counted the same then, and continue. A server for which that is not so is left out, and
+linked again with new memory.
 
-Where other ranks compute beside this one, each has memory of its own at every server, and losses
-of its own. What one of them lost all must know before any takes the step's tokens: so the device
-itself notes, behind the step, whether a wait may have been cut short (`note`), and the ranks add
-up their notes there (engine/remote_experts.py).
+Where there are several ranks, each has memory of its own at every server, and losses of its own.
+All must know of a loss of one before any uses the step's tokens: so the device itself notes, at the
+end of the step, whether a wait may have been cut short (`note`), and the ranks add up their notes
+there (engine/remote_experts.py).
 
-Memory belongs to both sides: a process that ends, or is stopped and goes on much later, writes into
-what nobody else looks at any more.
+Memory belongs to both sides: a process that ends, or is stopped and continues much later, writes
+into memory that no other process reads any more.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -40,9 +40,9 @@ from torch import Tensor
 from rorqual.errors import ConfigError, ExpertsMissing
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.control import ServerLink, said
-from rorqual.parallel.remote.handle_link import HandleLink
+from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads
 from rorqual.parallel.remote.link import LinkError, receive, send
-from rorqual.parallel.remote.step_calls import ToldCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
     MOST_LANES_BYTES,
     BlockName,
@@ -62,11 +62,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 DRAIN_SECONDS = 5.0  # for a server to come to the end of a step that was given up
 LOOK_SECONDS = 0.001
+HEAD_SECONDS = 5.0  # for the device to copy a few bytes
 LANES_SECONDS = 90.0  # for a server to compile kernels, make memory, and map another GPU's
 SEND_SECONDS = 2.0  # for a server to take a step's message
 STEP_SECONDS = 120.0  # after which a server that lives, and has not computed a step, is left out
 WRAP = 2**32
-NOWHERE = "an expert was nowhere when a step wanted it"
+NO_HOLDER = "no server held an expert that a step needed"
 DEVICES = ("cuda",)  # whose memory can be shared
 
 
@@ -82,10 +83,10 @@ class Members(Protocol):
     def describe(self) -> str: ...
 
 
-class HandleCalls(ToldCalls):
+class HandleCalls(StepCalls):
     """Of one rank. layers: whose experts are used. noted: `note` and `ended` are called of each
-    step, not `check`. `on` once `decide` has found that all servers can be reached so; until then,
-    and where it is not, calls go over sockets."""
+    step, not `check`. `on` once `decide` has found that all servers share memory; until then, and
+    where they do not, calls go over sockets."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class HandleCalls(ToldCalls):
         self.why = "not decided yet"
         self.caller = secrets.token_hex(16)
         device = platform.device
-        self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
+        with torch.inference_mode(False):  # any thread writes them
+            self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
         most = kernels.SERVERS
         self.tables = torch.zeros(lanes, 2 * most + 2, dtype=torch.int64, device=device)
         self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
@@ -131,8 +133,8 @@ class HandleCalls(ToldCalls):
         self.epoch = 0
         self.failure = ""  # of the epoch before
         self.stopped = False
-        self.doubtful = False  # whether all that servers were told of was launched
-        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.doubtful = False  # a call may have been announced and not launched
+        self.began: deque[float] = deque()  # of steps that are not checked yet
         self.kept: list[ServerLink] = []  # lost, and mapped until the device is at rest
 
     @property
@@ -174,9 +176,9 @@ class HandleCalls(ToldCalls):
             self._descriptors().withdraw(token)
         sock.settimeout(SEND_SECONDS)
         heads = own.view(lanes, self.areas.home_size)[:, :8].view(torch.int32)
-        link = HandleLink(sock, inboxes, homes, [0] * lanes, heads)
-        link.why_late = partial(self._why_late, link)
-        return link
+        with self.platform.stream():
+            read = LaneHeads(heads, self.platform)
+        return HandleLink(sock, inboxes, homes, [0] * lanes, read, _late_of(self))
 
     def _why_late(self, link: HandleLink) -> str:
         """Why a server that lives is to be left out: a step waits for it alone, perhaps."""
@@ -186,11 +188,13 @@ class HandleCalls(ToldCalls):
             return ""
         if waited < STEP_SECONDS:
             return ""
-        with self.platform.stream(), _beside(self.device):
-            done, due = link.heads.cpu().t().tolist()
-        if done == due:  # the step waits for another one, or for another rank
-            return ""
-        return f"a step took longer than {STEP_SECONDS:g} s"
+        late = f"a step took longer than {STEP_SECONDS:g} s"
+        with self.platform.stream():
+            heads = link.heads.read(HEAD_SECONDS)
+        if heads is None:
+            return f"{late}, and the device copies nothing"
+        # else the step waits for another server, or for another rank
+        return late if any(done != due for done, due in heads) else ""
 
     @contextmanager
     def _background(self) -> Iterator[None]:
@@ -206,6 +210,8 @@ class HandleCalls(ToldCalls):
                     self.descriptors = DescriptorServer()
                 except OSError as error:
                     raise LinkError(f"no socket for descriptors: {said(error)}") from None
+                # of an engine that is dropped without being closed
+                weakref.finalize(self, self.descriptors.end).atexit = False
             return self.descriptors
 
     def _offer(self, block: SharedBlock) -> bytes:
@@ -219,7 +225,7 @@ class HandleCalls(ToldCalls):
     # ---- any thread
 
     def lost(self, link: ServerLink, reason: str) -> None:
-        """What is computed with it now ends, and means nothing."""
+        """Steps in flight with it end, and their results are not valid."""
         with self.lock:
             if link not in self.active:
                 return
@@ -242,9 +248,9 @@ class HandleCalls(ToldCalls):
     def decide(
         self, servers: Members, must: bool, agree: Callable[[str], str] = lambda why: why
     ) -> None:
-        """Whether calls go this way from now on: all servers that are linked can, on every rank.
-        must: raise ConfigError where it cannot be. agree: from why not here, nothing where it can
-        be, to why not on any rank; collective, and called by every rank."""
+        """Whether calls use shared memory from now on: all linked servers can, on every rank. must:
+        raise ConfigError where they cannot. agree: from why not on this rank, or nothing, to why
+        not on any rank; collective, and called by every rank."""
         self.servers = servers
         links = servers.links
         reasons = [f"{link.name}: {link.no_handles}" for link in links if link.handles is None]
@@ -261,16 +267,24 @@ class HandleCalls(ToldCalls):
             return
         self.begin()
         self.began.clear()
-        if self.noted:  # the kernel is compiled here, not behind the first step
-            self.note(False, torch.zeros(1, dtype=torch.int32, device=self.device))
+        if self.noted:
+            self._load_note()
+
+    def _load_note(self) -> None:
+        """Its kernels are compiled and loaded here, not behind a step that waits: Triton has others
+        for 0 and for 1, and for where rank 0's note is and the others' are not: on a multiple of 16
+        bytes."""
+        spare = torch.zeros(2, dtype=torch.int32, device=self.device)
+        for own in (False, True):
+            for place in range(2):
+                self.note(own, spare[place : place + 1])
 
     def takes(self, rows: int) -> bool:
         return self.on and 0 < rows <= self.areas.rows
 
     def begin(self, before_change: Callable[[], object] | None = None) -> int:
-        """Before a step: the number of its epoch. before_change: launches what is left of a step
-        that stands beside this one, before servers are numbered anew: what that step has sent goes
-        by the numbers of now."""
+        """Before a step: the number of its epoch. before_change: launches the rest of the step
+        before this one, before servers are renumbered: its calls use the current numbers."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
@@ -294,8 +308,8 @@ class HandleCalls(ToldCalls):
         return self.epoch
 
     def check(self, epoch: int, word: int = 0) -> None:
-        """A step that began in that epoch is done on the device. Raises ExpertsMissing where it
-        means nothing. word: what `sent` begins with, which says nothing here."""
+        """A step that began in that epoch is done on the device. Raises ExpertsMissing where its
+        result is not valid. word: not used here."""
         if self.began:
             self.began.popleft()
         if self.on and int(self.words[1]):
@@ -305,37 +319,37 @@ class HandleCalls(ToldCalls):
             raise ExpertsMissing(self.describe_failure())
 
     def note(self, own: bool, out: Tensor) -> None:
-        """Behind all of a step: set out [1] int32, on the device, to whether the step means nothing
-        on this rank, by its calls or by what the host knows (own)."""
+        """Behind all of a step: set out [1] int32, on the device, to whether the step's result is
+        not valid on this rank, by its calls or by what the host knows (own)."""
         self.kernels.note(self.lanes[0], own, out)
 
     def ended(self) -> None:
-        """A step whose note all ranks have heard is done on the device."""
+        """A step is done on the device, and all ranks have its notes."""
         if self.began:
             self.began.popleft()
 
     def describe_failure(self) -> str:
         """Why a step was given up here, as far as it is still known."""
         assert self.servers is not None
-        missing = self.servers.without_holder() or self.failure or NOWHERE
+        missing = self.servers.without_holder() or self.failure or NO_HOLDER
         return f"{missing}; {self.servers.describe()}"
 
     def _end_epoch_of_report(self) -> None:
         with self.lock:
-            self._end_epoch(NOWHERE)
+            self._end_epoch(NO_HOLDER)
 
     def abandon(self) -> None:
-        """Steps are given up, perhaps between what servers were told and its launch."""
+        """Steps are given up, perhaps between the announcement of a call and its launch."""
         self.doubtful = True
         self.began.clear()
 
-    def _tell(self, step: Step) -> None:
+    def _send_step(self, step: Step) -> None:
         message = pack_step(step)
         for link in self.active:
             handles = link.handles
             assert handles is not None
             for lane, calls in step.items():
-                handles.told[lane] += sum(call.rows for call in calls)
+                handles.announced[lane] += sum(call.rows for call in calls)
             try:
                 send(handles.sock, ExpertMessage.STEP, message)
             except OSError as error:
@@ -343,8 +357,7 @@ class HandleCalls(ToldCalls):
                 self.servers.drop(link, said(error))
 
     def _come_to_rest(self) -> None:
-        """Nothing runs on the device at the end of this, and each server has done what it was
-        told."""
+        """Nothing runs on the device at the end of this, and each server has finished its calls."""
         assert self.servers is not None
         self.platform.synchronize()
         for link in self.active:
@@ -364,8 +377,12 @@ class HandleCalls(ToldCalls):
         assert handles is not None
         deadline = time.monotonic() + DRAIN_SECONDS
         while True:
-            done, due = handles.heads.cpu().t().tolist()
-            if [told % WRAP for told in handles.told] != [count % WRAP for count in due]:
+            heads = handles.heads.read(DRAIN_SECONDS)
+            if heads is None:
+                return "the device copies nothing"
+            done = [answered for answered, _ in heads]
+            due = [to_answer for _, to_answer in heads]
+            if [rows % WRAP for rows in handles.announced] != [count % WRAP for count in due]:
                 return "a step was given up before its rows left"
             if done == due:
                 return ""
@@ -376,8 +393,8 @@ class HandleCalls(ToldCalls):
             time.sleep(LOOK_SECONDS)
 
     def _lose_all_but(self, links: tuple[ServerLink, ...]) -> None:
-        """`lost` is said of a link after it has gone from `links`; until then steps on their way
-        may wait for it."""
+        """`lost` is called after a link was removed from `links`; until then steps in flight may
+        wait for it."""
         for link in self.active:
             if link not in links:
                 self.lost(link, "its link ended")
@@ -406,7 +423,7 @@ class HandleCalls(ToldCalls):
         for link in links:
             if link.handles is None:  # it was linked while this was decided
                 self.servers.drop(link, f"its memory is not shared: {link.no_handles}")
-        self._lose_all_but(self.servers.links)  # `lost` may have been said before it was active
+        self._lose_all_but(self.servers.links)  # `lost` may have been called before it was active
 
     def _holders(self) -> Tensor:
         """[layers, E], as the kernels read it."""
@@ -444,11 +461,15 @@ def map_block(block: BlockName, size: int, device: torch.device) -> SharedBlock:
         raise LinkError(f"no shared memory: {_first_line(error)}") from None
 
 
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: the others may be waiting."""
-    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-        yield
+def _late_of(calls: HandleCalls) -> Callable[[HandleLink], str]:
+    """Held by the thread of a link, which must not keep an engine alive that nothing else uses."""
+    weak = weakref.ref(calls)
+
+    def late(link: HandleLink) -> str:
+        found = weak()
+        return "" if found is None else found._why_late(link)
+
+    return late
 
 
 def _check_device(device: torch.device) -> None:

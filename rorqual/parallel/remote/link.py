@@ -90,7 +90,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 def greet(sock: socket.socket, secret: bytes, mine: Fingerprint, purpose: str) -> None:
     """The keeper's part, within GREETING_SECONDS, however slowly the caller's bytes come. Raises
-    LinkError, having told the caller."""
+    LinkError, having sent the caller the reason."""
     alarm = threading.Timer(GREETING_SECONDS, shut, (sock,))
     alarm.daemon = True
     alarm.start()
@@ -143,7 +143,7 @@ def differences(keeper: Fingerprint, caller: Fingerprint) -> str:
 
 
 def shut(sock: socket.socket) -> None:
-    """Wakes whoever reads from it or writes to it."""
+    """Wakes threads that read from it or write to it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

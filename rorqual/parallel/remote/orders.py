@@ -46,12 +46,12 @@ class SlotOrder:
         if type(number) is not int or not 0 <= number < MOST_NUMBER:
             raise LinkError("an order came without its number")
         if not isinstance(layers, dict) or type(release) is not bool:
-            raise LinkError("an order came that is none")
+            raise LinkError("an invalid order came")
         made = {}
         for layer, lists in layers.items():
             try:
                 drop, load = (read_ranges(text, num_experts) for text in lists)
                 made[int(layer)] = SlotChange(drop, load)
             except (ValueError, TypeError, AttributeError) as error:
-                raise LinkError(f"an order came that is none: {error}") from None
+                raise LinkError(f"an invalid order came: {error}") from None
         return cls(number, made, release)

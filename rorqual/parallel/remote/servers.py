@@ -1,5 +1,4 @@
-"""The expert servers that an attention process knows: links to them, who of them lives, and who
-holds which expert.
+"""The expert servers that an attention process knows: links to them, and which experts each holds.
 
 A thread for each address connects, and connects again; while linked it asks for a sign of life. A
 server is left out once its link ends or it is silent for `timeout`, and taken in again when it
@@ -13,8 +12,10 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ ANEW_SECONDS = 0.05  # for newer holdings to come
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds the experts of a layer: of `table` [E, most] the first `count` [E] are numbers of
+    """Holders of the experts of a layer: of `table` [E, most] the first `count` [E] are numbers of
     `links`; `upto` [E, most] the sums of their shares, the last of which is 1."""
 
     links: tuple[ServerLink, ...]
@@ -78,8 +79,8 @@ class Holders:
         return found
 
     def choose(self, ids: Tensor, turn: float) -> Tensor:
-        """The link of each pick, ids [T, K]. A row's picks take the same turn, so that it goes to
-        one of two servers that hold the same. turn: of the first row, 0 to 1."""
+        """The link of each expert of ids [T, K]. A row's experts take the same turn, so that it
+        goes to one of two servers that hold the same. turn: of the first row, 0 to 1."""
         if self.table.shape[1] == 1:
             return self.table[:, 0][ids]
         row = torch.arange(ids.shape[0], dtype=torch.float64)
@@ -90,12 +91,13 @@ class Holders:
 
 @dataclass
 class KnownServer:
-    """failure: why there is no link, for messages. gone: it is to be linked no more."""
+    """failure: why there is no link; logged: the last one in the log. gone: it is not to be linked
+    again."""
 
     address: Address
     link: ServerLink | None = None
     failure: str = "has not answered yet"
-    told: str = ""
+    logged: str = ""
     gone: threading.Event = field(default_factory=threading.Event)
 
 
@@ -134,7 +136,7 @@ class ExpertServers:
         self.handles = handles
         self.group = group
         self.known: list[KnownServer] = []  # replaced as a whole
-        self.registry = ""  # what is to be said of where others are found
+        self.registry = ""  # its state, for messages
         self.changed = threading.Condition()
         self.links: tuple[ServerLink, ...] = ()  # replaced as a whole, in the order of addresses
         self.tables: dict[int, Holders] = {}
@@ -153,7 +155,8 @@ class ExpertServers:
             server = KnownServer(address)
             self.known = [*self.known, server]
         name = f"experts {address[0]}:{address[1]}"
-        threading.Thread(target=self._keep, args=(server,), name=name, daemon=True).start()
+        arguments = (weakref.ref(self), server)
+        threading.Thread(target=_keep_linked, args=arguments, name=name, daemon=True).start()
 
     def leave(self, address: Address) -> bool:
         """Link a server no more: whether it is left out. One that is linked, and alone holds an
@@ -205,7 +208,7 @@ class ExpertServers:
                 self.changed.wait(left)
 
     def without_holder(self) -> str:
-        """The first layer of which an expert is nowhere; nothing where there is none."""
+        """The first layer with an expert that no server holds; nothing where there is none."""
         for layer in self.needed:
             held = {
                 expert
@@ -220,12 +223,12 @@ class ExpertServers:
 
     def describe(self) -> str:
         """Of every address whether it is linked, or why not."""
-        told = [
+        found = [
             f"{server.address[0]}:{server.address[1]} "
             + ("is linked" if server.link else server.failure)
             for server in self.known
         ]
-        return "; ".join([*told, self.registry] if self.registry else told)
+        return "; ".join([*found, self.registry] if self.registry else found)
 
     def holders(self, layer: int) -> Holders:
         """Of one moment: links may come and go at any time."""
@@ -312,7 +315,7 @@ class ExpertServers:
             self.group.lost(link, reason)
 
     def ask_anew(self, link: ServerLink) -> None:
-        """A server does not hold what its holdings say: wait a little for newer ones."""
+        """A server lacks an expert of its holdings: wait a little for newer ones."""
         link.woken.set()
         version = link.holdings.version
         with self.changed:
@@ -353,20 +356,15 @@ class ExpertServers:
 
     # ---- a thread for each address
 
-    def _keep(self, server: KnownServer) -> None:
-        pause = RETRY[0]
-        while not server.gone.is_set():
-            try:
-                link = self._connect(server.address)
-            except (OSError, LinkError) as error:
-                self._failed(server, error)
-                server.gone.wait(pause)
-                pause = min(2 * pause, RETRY[1])
-                continue
-            pause = RETRY[0]
-            self._add(server, link)
-            reason = ControlLink(link, self.config.timeout, self.num_experts, self._renew).watch()
-            self.drop(link, reason)
+    def _try(self, server: KnownServer) -> ServerLink | None:
+        """A link to it, or None, with the reason in `failure`."""
+        try:
+            link = self._connect(server.address)
+        except (OSError, LinkError) as error:
+            self._failed(server, error)
+            return None
+        self._add(server, link)
+        return link
 
     def _renew(self, link: ServerLink, holdings: Holdings) -> None:
         """Call a server by other holdings from the next call on."""
@@ -379,8 +377,8 @@ class ExpertServers:
         text = "does not answer" if isinstance(error, TimeoutError) else said(error)
         with self.changed:
             server.failure = text
-        if text != server.told and not server.gone.is_set():
-            server.told = text
+        if text != server.logged and not server.gone.is_set():
+            server.logged = text
             log.warning("experts of %s:%d: %s", *server.address, text)
 
     def _add(self, server: KnownServer, link: ServerLink) -> None:
@@ -389,7 +387,7 @@ class ExpertServers:
                 link.close()
                 return
             server.link = link
-            server.told = ""
+            server.logged = ""
             found = [known.link for known in self.known]
             self.links = tuple(other for other in found if other is not None)
             self.changed.notify_all()
@@ -435,7 +433,7 @@ class ExpertServers:
         sock = socket.create_connection(address, CONNECT_SECONDS)
         opened.append(sock)
         if sock.getsockname() == sock.getpeername():
-            # on loopback a port that nobody listens at may meet itself, and be taken then
+            # on loopback a port without a listener may connect to itself, and be in use then
             raise LinkError("Connection refused")
         sock.settimeout(GREETING_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -475,3 +473,40 @@ class ExpertServers:
             link.no_handles = said(error)
             if handles.on:
                 raise LinkError(f"its memory cannot be shared: {link.no_handles}") from None
+
+
+def _keep_linked(owner: weakref.ref[ExpertServers], server: KnownServer) -> None:
+    """The thread of an address: connect, and connect again. It holds the servers of an engine only
+    while it connects, so that it ends with an engine that was dropped without being closed."""
+
+    def renew(link: ServerLink, holdings: Holdings) -> None:
+        servers = owner()
+        if servers is not None:
+            servers._renew(link, holdings)
+
+    pause = RETRY[0]
+    while not server.gone.is_set():
+        servers = owner()
+        if servers is None:
+            return
+        timeout = servers.config.timeout
+        num_experts = servers.num_experts
+        link = servers._try(server)
+        del servers
+        if link is None:
+            server.gone.wait(pause)
+            pause = min(2 * pause, RETRY[1])
+            continue
+        pause = RETRY[0]
+        wanted = partial(_lives, owner)
+        reason = ControlLink(link, timeout, num_experts, renew, wanted).watch()
+        servers = owner()
+        if servers is None:
+            link.close()
+            return
+        servers.drop(link, reason)
+        del servers
+
+
+def _lives(owner: weakref.ref[ExpertServers]) -> bool:
+    return owner() is not None

@@ -1,9 +1,9 @@
-"""Two steps under way in one process: while the rows of one are at experts elsewhere, the other
+"""Two steps in flight in one process: while the rows of one are at expert servers, the other
 computes, across the ends of steps as well.
 
-A step that is launched begins beside the one before: both advance by one hand-over in turn, the
-older first, until that one has drawn its tokens. The newer stays where it is then, its last call
-under way, until the next is launched or its result is wanted. So a step's first layers stand beside
+A step that is launched is interleaved with the one before: both advance by one hand-over in turn,
+the older first, until that one has sampled its tokens. The newer then stays where it is, its last
+call in flight, until the next is launched or its result is needed. So a step's first layers overlap
 the last layers of the step before, where micro-batches of one step would all wait.
 
 The older step is ahead by a hand-over at least in every layer, so what it writes to the cache is
@@ -59,7 +59,7 @@ class StepsInTurns:
         return new
 
     def finish(self, step: BegunStep | None) -> None:
-        """End a step, if it is not over; nothing is there to stand beside it."""
+        """End a step, if it is not over, alone."""
         if step is None or step is not self.begun:
             return
         self.begun = None
@@ -67,7 +67,7 @@ class StepsInTurns:
             step.advance()
 
     def abandon(self) -> None:
-        """Nobody wants the step under way any more, and it must write nothing from here on."""
+        """The step in flight is given up, and must write nothing from here on."""
         step = self.begun
         self.begun = None
         if step is not None:

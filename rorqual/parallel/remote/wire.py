@@ -1,4 +1,4 @@
-"""What an attention process and an expert server say to each other. No torch.
+"""Messages between an attention process and an expert server. No torch.
 
 Each pair has one control link and a few data links; every link begins as link.py says and goes on
 with
@@ -17,9 +17,9 @@ On the control link:
     caller -> ORDER      JSON: {"number", "layers": {layer: ["drop" experts, "load" experts]}}
     server -> ORDERED    a sentence where it refuses, else nothing
 
-On a data link one call is under way at most:
+On a data link one call is in flight at most:
 
-    caller -> CALL, then ids [rows, picks] int32 (-1: another server's), weights [rows, picks] fp32,
+    caller -> CALL, then ids [rows, top_k] int32 (-1: another server's), weights [rows, top_k] fp32,
               rows [rows, hidden]; in e4m3 with fp32 scales [rows, hidden / 128] behind
     server -> REPLY, then the weighted sums [rows, hidden] in the model's dtype; or an error of
               `rows` bytes, after which it ends the link; or as many bytes that say which expert it
@@ -27,13 +27,13 @@ On a data link one call is under way at most:
 
 On the link of shared memory (handles.py), where both sides have it:
 
-    caller -> LANES      JSON: what calls are like, and whence the server gets the descriptor of
-                         the memory that sums are to come home to (LanesOffer)
-    server -> LANES_MADE JSON: whence the caller gets that of the memory for rows; or why not
+    caller -> LANES      JSON: the layout of calls, and where the server gets the descriptor of the
+                         memory that it writes sums into (LanesOffer)
+    server -> LANES_MADE JSON: where the caller gets that of the memory for rows; or why not
     caller -> STEP       what is to be computed next by each lane (pack_step), before the caller's
-                         kernels send the rows of it; nothing is answered here
+                         kernels send the rows of it; there is no answer
 
-What is said on the link of a process group is in group/messages.py.
+Messages on the link of a process group are in group/messages.py.
 
 Sizes follow from the heads alone, so a call is one write and its reply is another. Numbers in heads
 are in network order, in tensors little-endian."""
@@ -52,7 +52,7 @@ from rorqual.parallel.remote.link import LinkError
 
 PURPOSE = "experts"
 MOST_LANES = 8
-MOST_PICKS = 64
+MOST_TOP_K = 64
 MOST_ERROR = 1000  # bytes
 MOST_HOLDINGS = 2**20
 MOST_ORDER = 2**20
@@ -100,7 +100,7 @@ class CallOutcome(IntEnum):
 
 
 class RowFormat(IntEnum):
-    """What hidden states travel as."""
+    """In what hidden states are sent."""
 
     MODEL = 0
     FP8 = 1
@@ -113,7 +113,7 @@ class CallHead:
     sequence: int
     layer: int
     rows: int
-    picks: int
+    top_k: int
     form: int
 
     FORM = struct.Struct("!4sIIIHH")
@@ -121,7 +121,7 @@ class CallHead:
 
     def pack(self) -> bytes:
         return self.FORM.pack(
-            self.MAGIC, self.sequence, self.layer, self.rows, self.picks, self.form
+            self.MAGIC, self.sequence, self.layer, self.rows, self.top_k, self.form
         )
 
     @classmethod
@@ -133,19 +133,19 @@ class CallHead:
             raise LinkError("what came is no call")
         if not 0 < head.rows <= max_rows:
             raise LinkError(f"a call of {head.rows} rows came; accepted: 1 to {max_rows}")
-        if not 0 < head.picks <= MOST_PICKS:
-            raise LinkError(f"a call of {head.picks} picks came; accepted: 1 to {MOST_PICKS}")
+        if not 0 < head.top_k <= MOST_TOP_K:
+            raise LinkError(f"a call with top_k={head.top_k} came; accepted: 1 to {MOST_TOP_K}")
         if head.form not in RowFormat.__members__.values():
             raise LinkError(f"rows of format {head.form} came")
         return head
 
     def sizes(self, hidden: int, itemsize: int) -> list[int]:
         """Bytes of ids, weights, rows, and scales where there are any."""
-        picks = 4 * self.rows * self.picks
+        topk = 4 * self.rows * self.top_k
         if self.form == RowFormat.FP8:
             scales = 4 * self.rows * -(-hidden // SCALE_COLUMNS)
-            return [picks, picks, self.rows * hidden, scales]
-        return [picks, picks, self.rows * hidden * itemsize]
+            return [topk, topk, self.rows * hidden, scales]
+        return [topk, topk, self.rows * hidden * itemsize]
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ class Join:
         if not (lane is None or lane in (HANDLES, GROUP) or numbered):
             raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
         if not isinstance(caller, str) or not re.fullmatch("([0-9a-f]{32})?", caller):
-            raise LinkError("a caller's name is none")
+            raise LinkError("a caller's name is not 32 hexadecimal digits")
         if lane in (HANDLES, GROUP) and not caller:
-            raise LinkError("who asks for shared memory, or for a group, must say who it is")
+            raise LinkError("a link for shared memory or for a group needs the caller's name")
         return cls(lane, caller)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ class BlockName:
         token = found.get("token")
         for value in (name, token):
             if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{32}", value):
-                raise LinkError("shared memory is named in a way that is none")
+                raise LinkError("an invalid name of shared memory")
         return cls(str(name), str(token))
 
 
@@ -248,7 +248,7 @@ def read_lanes_made(data: bytes) -> BlockName:
 @dataclass(frozen=True)
 class LanesOffer:
     """host: a number that processes of one running host share. rows: of a call, at most; columns
-    and dtype of hidden states. block: the memory that sums come home to, of all lanes."""
+    and dtype of hidden states. block: the memory that sums are written into, of all lanes."""
 
     host: int
     lanes: int
@@ -260,8 +260,8 @@ class LanesOffer:
     block: BlockName
 
     def pack(self) -> bytes:
-        told = {name: value for name, value in vars(self).items() if name != "block"}
-        return json.dumps({**told, **vars(self.block)}).encode()
+        own = {name: value for name, value in vars(self).items() if name != "block"}
+        return json.dumps({**own, **vars(self.block)}).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> LanesOffer:
@@ -271,7 +271,7 @@ class LanesOffer:
             "lanes": MOST_LANES,
             "rows": MOST_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_PICKS,
+            "top_k": MOST_TOP_K,
             "host": 2**63,
         }
         values: dict[str, Any] = {}
@@ -283,7 +283,7 @@ class LanesOffer:
         fp8 = found.get("fp8")
         dtype = found.get("dtype")
         if type(fp8) is not bool or not isinstance(dtype, str):
-            raise LinkError("lanes were offered that are none")
+            raise LinkError("invalid lanes were offered")
         return cls(fp8=fp8, dtype=dtype[:20], block=BlockName.read(found), **values)
 
 
@@ -327,7 +327,7 @@ def read_step(data: bytes, lanes: int, rows: int) -> Step:
                 raise LinkError(f"a step came with calls that are not of 1 to {rows} rows")
             found[lane] = tuple(calls)
     except struct.error:
-        raise LinkError("a step came that is none") from None
+        raise LinkError("an invalid step came") from None
     if not found:
         raise LinkError("a step came without calls")
     return found
@@ -361,13 +361,13 @@ class Holdings:
         failure = found.get("failure")
         right = all(type(number) is int and number >= 0 for number in numbers)
         if not right or not numbers[0] or not isinstance(layers, dict):
-            raise LinkError("holdings came that are none")
+            raise LinkError("invalid holdings came")
         if not isinstance(failure, str):
-            raise LinkError("holdings came that are none")
+            raise LinkError("invalid holdings came")
         try:
             made = {int(layer): read_ranges(text, num_experts) for layer, text in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise LinkError(f"holdings came that are none: {error}") from None
+            raise LinkError(f"invalid holdings came: {error}") from None
         values: dict[str, Any] = dict(zip(HOLDING_NUMBERS, numbers, strict=True))
         return cls(layers=made, failure=failure[:MOST_FAILURE], **values)
 

@@ -82,10 +82,15 @@ class DescriptorServer:
                     peer.close()
             self.holding = [found for found in self.holding if found[0] != token]
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """The thread ends, and gives nothing away any more. Takes no lock, so also where it is the
+        collector that calls."""
         self.closed = True
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def close(self) -> None:
+        self.end()
         self.thread.join(2 * self.seconds)
         self.sock.close()
         for token in list(self.offers):

@@ -1,13 +1,13 @@
 """Calls to expert servers by messages of process groups: NCCL between GPUs, where a decode step
 with all its calls is one captured graph, and gloo on a CPU.
 
-As with shared memory (handles.py) the host tells each server which calls come before it launches
-them, writes who holds what into tables on the device between steps, and gives up a step that means
-nothing: each carries the number of the `epoch` in which it began.
+As with shared memory (handles.py) the host announces calls to each server before it launches them,
+writes the experts' holders into tables on the device between steps, and gives up a step whose
+result is not valid: each step carries the number of the `epoch` in which it began.
 
-A group's members are fixed: the caller, and every server that it was given. When one is lost the
-group is over. A thread ends whatever waits in it; the step runs to its end with zeros and is given
-up, and it and all that come after go over sockets, to the servers that are left.
+A group's members are fixed: the caller, and every server that was configured. When one is lost the
+group is over. A thread ends all waits in it; the step runs to its end with zeros and is given up,
+and it and all later ones go over sockets, to the remaining servers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,9 +32,9 @@ from rorqual.parallel.remote.group.forming import GroupForming, GroupMember
 from rorqual.parallel.remote.group.lane_group import Flight, LaneGroup, Message
 from rorqual.parallel.remote.group.messages import BACKENDS, GroupOffer
 from rorqual.parallel.remote.group.rows import OUT_OF_STEP, GroupRows, marked
-from rorqual.parallel.remote.handles import HandleCalls, Members
+from rorqual.parallel.remote.handles import NO_HOLDER, Members
 from rorqual.parallel.remote.link import LinkError
-from rorqual.parallel.remote.step_calls import ToldCalls
+from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
     GROUP,
     MOST_CALLS,
@@ -48,7 +49,6 @@ log = logging.getLogger("rorqual.engine")
 WATCH_SECONDS = 0.25
 STEP_SECONDS = 120.0  # after which a group whose servers live, and do not end a step, is over
 DRAIN_SECONDS = 5.0  # for the sums of a call of a step that was given up
-LAUNCH_SECONDS = 1.0  # for the engine's thread to hand a message to the library
 CLOSE_SECONDS = 5.0
 
 
@@ -63,20 +63,20 @@ class GroupServers(Members, Protocol):
 @dataclass(eq=False)
 class CallingLane:
     """message, replies: bytes, the latter one row of memory a server. counts [2] int64: calls whose
-    rows have left, and whose sums have come. told, recent: calls that servers were told of, all and
-    the last."""
+    rows were sent, and whose sums were received. announced, recent: calls that were announced to
+    servers, their number and the last of them."""
 
     group: LaneGroup
     message: Tensor
     replies: Tensor
     counts: Tensor
-    told: int = 0
+    announced: int = 0
     recent: deque[SharedCall] = field(default_factory=lambda: deque(maxlen=2 * MOST_CALLS))
     leaving: Flight | None = None
     coming: Flight | None = None
 
 
-class GroupCalls(ToldCalls):
+class GroupCalls(StepCalls):
     """Of one engine with one rank. rows: of a call, at most; larger ones go over sockets. layers:
     whose experts are used. bind: has NCCL take the network interface of an address. `on` from
     `decide` until the group is over; `left` is called then, between two steps."""
@@ -114,9 +114,8 @@ class GroupCalls(ToldCalls):
         self.failure = ""  # of the epoch before
         self.over = ""  # why the group is
         self.ending = threading.Event()
-        self.handing = False  # the engine's thread is in the library
-        self.doubtful = False  # whether all that servers were told of was launched
-        self.began: deque[float] = deque()  # of steps that nobody has checked yet
+        self.doubtful = False  # a call may have been announced and not launched
+        self.began: deque[float] = deque()  # of steps that are not checked yet
         self.watch: threading.Thread | None = None
 
     @property
@@ -159,7 +158,10 @@ class GroupCalls(ToldCalls):
         self.members = members
         self.on = True
         self.why = ""
-        self.watch = threading.Thread(target=self._watch, name="expert group", daemon=True)
+        arguments = (weakref.ref(self), self.ending, members, groups)
+        self.watch = threading.Thread(
+            target=_watch, args=arguments, name="expert group", daemon=True
+        )
         self.watch.start()
         lost = given_up()
         if lost:
@@ -194,42 +196,12 @@ class GroupCalls(ToldCalls):
         self.ending.set()
 
     def close(self) -> None:
-        """Captured graphs must be gone before, for NCCL to let go."""
+        """Captured graphs must be destroyed before: NCCL's abort waits for that."""
         for member in self.members:
             member.leave()
         self._end("the engine ends")
         if self.watch is not None:
             self.watch.join(CLOSE_SECONDS)
-
-    # ---- a thread of its own
-
-    def _watch(self) -> None:
-        """Until the group is over; then end all that waits in it."""
-        waited = 0.0
-        oldest = None
-        before = time.monotonic()
-        while not self.ending.wait(WATCH_SECONDS):
-            now = time.monotonic()
-            began = next(iter(tuple(self.began)), None)
-            # what this process itself slept through does not count
-            more = min(now - before, 2 * WATCH_SECONDS)
-            waited = waited + more if began is not None and began == oldest else 0.0
-            oldest = began
-            before = now
-            if waited > STEP_SECONDS:
-                self._end(f"a step took longer than {STEP_SECONDS:g} s")
-        # A thread that is in the library when its abort begins may wait for that, and NCCL's abort
-        # for the graphs, which that thread lets go of. One that is long in it waits for the device.
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        while self.handing and time.monotonic() < deadline and self.backend == "nccl":
-            time.sleep(LAUNCH_SECONDS / 1000)
-        threads = [threading.Thread(target=lane.group.abort, daemon=True) for lane in self.lanes]
-        for thread in threads:
-            thread.start()
-        for member in self.members:
-            member.leave()
-        for thread in threads:
-            thread.join()
 
     # ---- the engine's thread
 
@@ -238,7 +210,7 @@ class GroupCalls(ToldCalls):
 
     def begin(self, before_change: Callable[[], object] | None = None) -> int:
         """Before a step: the number of its epoch. before_change: not needed, as steps in turns do
-        not go this way."""
+        not use groups."""
         if not self.on:
             return self.epoch
         assert self.servers is not None
@@ -254,7 +226,7 @@ class GroupCalls(ToldCalls):
 
     def check(self, epoch: int, word: int = 0) -> None:
         """A step that began in that epoch is done on the device, and `word` is what `sent` was at
-        its end. Raises ExpertsMissing where it means nothing."""
+        its end. Raises ExpertsMissing where its result is not valid."""
         if self.began:
             self.began.popleft()
         if self.on and not self.over and word:
@@ -263,7 +235,7 @@ class GroupCalls(ToldCalls):
             else:
                 with self.lock:
                     self.epoch += 1
-                    self.failure = "an expert was nowhere when a step wanted it"
+                    self.failure = NO_HOLDER
                 self._come_to_rest()
         if epoch != self.epoch:
             assert self.servers is not None
@@ -271,12 +243,12 @@ class GroupCalls(ToldCalls):
             raise ExpertsMissing(f"{missing}; {self.servers.describe()}")
 
     def ended(self) -> None:
-        """A step is done on the device, and others have judged it."""
+        """A step is done on the device, and all ranks know whether its result is valid."""
         if self.began:
             self.began.popleft()
 
     def abandon(self) -> None:
-        """Steps are given up, perhaps between what servers were told and its launch."""
+        """Steps are given up, perhaps between the announcement of a call and its launch."""
         self.doubtful = True
         self.began.clear()
 
@@ -288,16 +260,16 @@ class GroupCalls(ToldCalls):
         self.left()
         log.warning("expert servers are called over tcp from here on: %s", self.over)
 
-    def _tell(self, step: Step) -> None:
+    def _send_step(self, step: Step) -> None:
         if self.over:
             return
         message = pack_step(step)
         for lane, calls in step.items():
-            self.lanes[lane].told += len(calls)
+            self.lanes[lane].announced += len(calls)
             self.lanes[lane].recent.extend(calls)
         for member in self.members:
             try:
-                member.tell(ExpertMessage.STEP, message)
+                member.send(ExpertMessage.STEP, message)
             except OSError as error:
                 assert self.servers is not None
                 self.servers.drop(member.link, said(error))
@@ -307,7 +279,7 @@ class GroupCalls(ToldCalls):
     def send(self, lane: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Rows x [T, columns] to all servers, for their experts ids [T, K] with weights [T, K]."""
         if not self.compiling:
-            self.call(lane, layer, x.shape[0])
+            self.announce(lane, layer, x.shape[0])
             self._send(self.lanes[lane], layer, x, ids, weights)
 
     def _send(self, own: CallingLane, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
@@ -339,14 +311,11 @@ class GroupCalls(ToldCalls):
         self, operation: Callable[[Sequence[Message]], Flight], messages: Sequence[Message]
     ) -> Flight | None:
         """To the library, unless the group is over."""
-        self.handing = True
         try:
             return None if self.over else operation(messages)
         except LinkError as error:
             self._end(str(error))
             return None
-        finally:
-            self.handing = False
 
     def receive(self, lane: int, x: Tensor, seconds: float = STEP_SECONDS) -> Tensor:
         """The weighted sums of the rows x that were sent last; zeros where the group is over.
@@ -362,6 +331,7 @@ class GroupCalls(ToldCalls):
             return torch.zeros_like(x)
         own.counts[1:] += 1
         own.coming = None
+        own.leaving = None  # captured, it cannot be awaited outside of its graph
         replies = [self.form.reply(data, rows) for data in own.replies]
         for reply in replies:
             strange = reply.head[0] != own.counts[0]
@@ -383,11 +353,11 @@ class GroupCalls(ToldCalls):
     # ---- between steps
 
     def _come_to_rest(self) -> None:
-        """Nothing is under way at the end of this, or the group is over. Calls that servers were
-        told of, and that were not launched, are made with rows that no expert is to compute."""
+        """Nothing is in flight at the end of this, or the group is over. Calls that were announced
+        and not launched are made with rows that no expert is to compute."""
         self.began.clear()
         self.began.append(time.monotonic())  # the watch ends what does not come to its end
-        with torch.inference_mode():
+        with torch.inference_mode(), self.platform.stream():
             for number, own in enumerate(self.lanes):
                 self._finish(number, own)
             self.platform.synchronize()
@@ -399,7 +369,7 @@ class GroupCalls(ToldCalls):
     def _finish(self, number: int, own: CallingLane) -> None:
         self.platform.synchronize()
         sent, received = own.counts.tolist()
-        owed = own.told - sent
+        owed = own.announced - sent
         due = sent - received
         if self.over:
             return
@@ -430,4 +400,46 @@ class GroupCalls(ToldCalls):
         self.tabled = links
 
 
-StepCalls = HandleCalls | GroupCalls
+class StepWatch:
+    """How long the oldest step that is not checked yet has taken. What this process itself slept
+    through does not count."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.oldest: float | None = None
+        self.before = time.monotonic()
+
+    def look(self, began: Iterable[float]) -> float:
+        """Seconds."""
+        now = time.monotonic()
+        oldest = next(iter(began), None)
+        more = min(now - self.before, 2 * WATCH_SECONDS)
+        self.waited = self.waited + more if oldest is not None and oldest == self.oldest else 0.0
+        self.oldest = oldest
+        self.before = now
+        return self.waited
+
+
+def _watch(
+    owner: weakref.ref[GroupCalls],
+    ending: threading.Event,
+    members: Sequence[GroupMember],
+    groups: Sequence[LaneGroup],
+) -> None:
+    """A thread: until the group is over, or its engine was dropped; then end all that waits in
+    it."""
+    watch = StepWatch()
+    while not ending.wait(WATCH_SECONDS):
+        calls = owner()
+        if calls is None:
+            break
+        if watch.look(tuple(calls.began)) > STEP_SECONDS:
+            calls._end(f"a step took longer than {STEP_SECONDS:g} s")
+        del calls
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for member in members:
+        member.leave()
+    for thread in threads:
+        thread.join()

@@ -1,7 +1,7 @@
 """How a caller and its expert servers form the process groups of their lanes.
 
-Forming is collective, and may wait for whoever has gone: so it begins when every server has said
-that it takes part, on a thread that is left to itself where one is lost or time is up.
+Forming is collective, and may wait for a process that has ended: so it begins when every server has
+agreed to take part, on a thread that is abandoned where one is lost or time is up.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rorqual.parallel.remote.group.store import CallerStore, serve_store
 from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import ExpertMessage
 
+OFFER_SECONDS = 120.0  # for a server to compile and load kernels
 FORM_SECONDS = 60.0  # for servers to import what they need, and for communicators to connect
 LOOK_SECONDS = 0.05
 STEP_MESSAGE_SECONDS = 2.0  # for a server to take a step's message
@@ -37,7 +38,7 @@ STEP_MESSAGE_SECONDS = 2.0  # for a server to take a step's message
 
 @dataclass(eq=False)
 class GroupMember:
-    """A server of the group: rank `number` + 1. sock: over which steps are told."""
+    """A server of the group: rank `number` + 1. sock: on which steps are announced."""
 
     number: int
     link: ServerLink
@@ -48,21 +49,21 @@ class GroupMember:
     def rank(self) -> int:
         return self.number + 1
 
-    def tell(self, kind: int, data: bytes = b"") -> None:
+    def send(self, kind: int, data: bytes = b"") -> None:
         """Raises OSError."""
         with self.sending:
             send(self.sock, kind, data)
 
     def leave(self) -> None:
         with suppress(OSError):
-            self.tell(ExpertMessage.GROUP_END)
+            self.send(ExpertMessage.GROUP_END)
         shut(self.sock)
         self.sock.close()
 
 
 class GroupForming:
     """offer: what servers are offered, as rank 1. bind: has NCCL take the interface of an address.
-    given_up: says why there is no more point to it, if anything."""
+    given_up: why it can no longer succeed, or nothing."""
 
     def __init__(
         self,
@@ -88,9 +89,10 @@ class GroupForming:
             raise LinkError(f"{len(links)} servers; accepted: at most {MOST_MEMBERS}")
         try:
             for number, link in enumerate(links):
-                _say(link, partial(self._join, number, link, join))
+                _naming(link, partial(self._join, number, link, join))
             for member in self.members:
-                _say(member.link, partial(_read_made, member))
+                _naming(member.link, partial(_read_made, member))
+                member.sock.settimeout(FORM_SECONDS)
             self._form(self._address())
         except BaseException:
             self.store.close()
@@ -109,8 +111,8 @@ class GroupForming:
     ) -> None:
         member = GroupMember(number, link, join(link))
         self.members.append(member)
-        member.sock.settimeout(FORM_SECONDS)
-        member.tell(ExpertMessage.GROUP, replace(self.offer, rank=member.rank).pack())
+        member.sock.settimeout(OFFER_SECONDS)
+        member.send(ExpertMessage.GROUP, replace(self.offer, rank=member.rank).pack())
 
     def _address(self) -> str:
         """Of this host, as all servers reach it."""
@@ -125,8 +127,8 @@ class GroupForming:
         tokens = {member.rank: secrets.token_bytes(TOKEN) for member in self.members}
         works: list[Callable[[], None]] = [partial(self._connect, address, tokens)]
         for member in self.members:
-            begin = partial(member.tell, ExpertMessage.GROUP_BEGIN, tokens[member.rank])
-            _say(member.link, begin)
+            begin = partial(member.send, ExpertMessage.GROUP_BEGIN, tokens[member.rank])
+            _naming(member.link, begin)
             works.append(partial(serve_store, member.sock, self.store))
         threads = [
             threading.Thread(target=self._run, args=(work,), name="expert group", daemon=True)
@@ -148,7 +150,7 @@ class GroupForming:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # the thread that waits must hear of it
+        except Exception as error:  # raised again by the thread that waits
             self.failure = self.failure or said(error)
             self.store.close()
 
@@ -165,7 +167,7 @@ class GroupForming:
             group.prove(tokens, FORM_SECONDS)
 
 
-def _say(link: ServerLink, work: Callable[[], None]) -> None:
+def _naming(link: ServerLink, work: Callable[[], None]) -> None:
     """Raises LinkError that names the server."""
     try:
         work()

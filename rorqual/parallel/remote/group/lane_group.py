@@ -5,13 +5,16 @@ batched: with NCCL one group call sends to all servers, and another receives fro
 never in one, for what a server sends depends on what it has received, and NCCL may do the parts of
 one call in any order.
 
-Neither library can take a member out. A group that has lost one is given up by `abort`, on a
-thread of its own: NCCL's communicators go only when the last captured graph with their calls has.
+Neither library can take a member out. A group that has lost one is ended by `abort`, on a thread
+of its own: NCCL's abort returns only when the last captured graph with the communicator's calls is
+destroyed. Until then it holds a lock that every launch takes, so no launch may begin after it: a
+thread that waits for that lock destroys no graphs.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,18 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.config.model import nccl_unwatched
+from rorqual.config.model import nccl_unwatched, nccl_without_registration
 from rorqual.parallel.remote.link import LinkError
 
 TAG = 0
 ABORT_TAG = 1  # of a message that never comes
-HALF = 32  # bytes of a token that go each way
+HALF = 32  # bytes of a token that are sent in each direction
 FOREVER = timedelta(days=1)
+LAST_ERROR = "Last error:"
+LAUNCH_SECONDS = 1.0  # for a launch to return before NCCL's abort begins
 Message = tuple[int, Tensor]  # the other rank, and bytes
 
 
 class Flight:
-    """Messages under way."""
+    """Messages in flight."""
 
     def __init__(self, works: Sequence[Any], messages: Sequence[Message], timed: bool):
         self.works = works
@@ -49,7 +54,7 @@ class Flight:
                 elif not work.is_completed():
                     work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise LinkError(f"its group failed: {first_line(error)}") from None
+            raise LinkError(f"its group failed: {_reason(error)}") from None
 
 
 class LaneGroup:
@@ -75,16 +80,17 @@ class LaneGroup:
         self.device = device
         self.aborting = threading.Lock()
         self.aborted = False
+        self.launching = False
         make = self._nccl if backend == "nccl" else self._gloo
         try:
             self.group: Any = make(address, timedelta(seconds=seconds))
         except (RuntimeError, ValueError) as error:
-            raise LinkError(f"a group cannot be formed: {first_line(error)}") from None
+            raise LinkError(f"a group cannot be formed: {_reason(error)}") from None
 
     @property
     def early(self) -> bool:
-        """Whether what is to come should be received as early as can be: gloo's senders wait until
-        somebody does. NCCL's receives occupy the GPU."""
+        """Whether receives are posted as early as possible: gloo's senders wait until they are.
+        NCCL's receives occupy the GPU."""
         return self.backend == "gloo"
 
     @property
@@ -102,6 +108,7 @@ class LaneGroup:
     def _nccl(self, address: str, seconds: timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER  # after which torch would end the process
+        nccl_without_registration()
         with nccl_unwatched():
             group = dist.ProcessGroupNCCL(self.store, self.rank, self.size, options)
         group.eager_connect_single_device(self.device)
@@ -118,7 +125,10 @@ class LaneGroup:
         return self._launch(self.group.recv, messages)
 
     def _launch(self, operation: Callable[..., Any], messages: Sequence[Message]) -> Flight:
+        self.launching = True  # before `aborted` is read: `abort` sets that, and then reads this
         try:
+            if self.aborted:
+                raise LinkError("its group has ended")
             if self.backend == "gloo":
                 works = [operation([data], rank, TAG) for rank, data in messages]
                 return Flight(works, messages, timed=True)
@@ -130,11 +140,13 @@ class LaneGroup:
                 work = self.group._end_coalescing()
             return Flight([work], messages, timed=False)
         except RuntimeError as error:
-            raise LinkError(f"its group failed: {first_line(error)}") from None
+            raise LinkError(f"its group failed: {_reason(error)}") from None
+        finally:
+            self.launching = False
 
     def prove(self, tokens: dict[int, bytes], seconds: float) -> None:
-        """tokens: of each of `others`, which both sides have been told over an authenticated link.
-        Raises LinkError where another answers."""
+        """tokens: of each of `others`, known to both sides from an authenticated link. Raises
+        LinkError where another process answers."""
         shown = 0 if self.rank == 0 else HALF
         awaited = HALF - shown
         out = {rank: self._bytes(token[shown : shown + HALF]) for rank, token in tokens.items()}
@@ -152,13 +164,14 @@ class LaneGroup:
     # ---- its end, on any thread
 
     def abort(self) -> None:
-        """Ends what is under way, and all that comes."""
+        """Ends what is in flight; what is launched later raises LinkError."""
         with self.aborting:
             if self.aborted:
                 return
             self.aborted = True
         with suppress(RuntimeError):
             if self.backend == "nccl":
+                self._await_launch()
                 self.group.abort()
             else:
                 # a receive that is out of time closes every connection, and so ends every wait
@@ -166,6 +179,16 @@ class LaneGroup:
                 work = self.group.recv([spare], self.others[0], ABORT_TAG)
                 work.wait(timedelta(milliseconds=1))
 
+    def _await_launch(self) -> None:
+        """A launch that takes longer waits for the device, which the abort ends."""
+        deadline = time.monotonic() + LAUNCH_SECONDS
+        while self.launching and time.monotonic() < deadline:
+            time.sleep(LAUNCH_SECONDS / 1000)
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+def _reason(error: Exception) -> str:
+    """The first line of the library's message, and what NCCL says was its last error."""
+    text = str(error).strip()
+    first = next(iter(text.splitlines()), type(error).__name__)
+    last = text.partition(LAST_ERROR)[2].strip()
+    return f"{first}: {last.splitlines()[0]}" if last else first

@@ -1,9 +1,9 @@
-"""What is said on the link of a process group, between a caller and one expert server. No torch.
+"""Messages on the link of a process group, between a caller and one expert server. No torch.
 
     caller -> GROUP        JSON: what the group and calls are like, and which rank the server has
                            (GroupOffer)
     server -> GROUP_MADE   JSON: {}, or {"why": a sentence} where it takes no part
-    caller -> GROUP_BEGIN  64 random bytes, once every server has said that it takes part
+    caller -> GROUP_BEGIN  64 random bytes, once every server takes part
     server -> STORE        JSON: what is set or looked up to connect a communicator (StoreRequest)
     caller -> STORED       JSON: {"value": hexadecimal}, or {"why": a sentence}
     server -> GROUP_READY  every lane is connected, and has proved that it is
@@ -11,7 +11,8 @@
     caller -> GROUP_END    the group is given up, and calls go over sockets
 
 The first half of the random bytes goes to the server over each lane, the second half back: so both
-sides know that what they have connected is what answers this link, which knows the secret.
+sides know that the process at the other end of a lane is the one that answers this link, which
+knows the secret.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any
 from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.wire import (
     MOST_LANES,
-    MOST_PICKS,
     MOST_REASON,
     MOST_SHARED_ROWS,
+    MOST_TOP_K,
     json_object,
 )
 
@@ -67,7 +68,7 @@ class GroupOffer:
             "lanes": MOST_LANES,
             "rows": MOST_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_PICKS,
+            "top_k": MOST_TOP_K,
         }
         values: dict[str, Any] = {}
         for name, limit in most.items():
@@ -81,7 +82,7 @@ class GroupOffer:
         dtype = found.get("dtype")
         backend = found.get("backend")
         if type(fp8) is not bool or not isinstance(dtype, str) or not isinstance(backend, str):
-            raise LinkError("a group was offered that is none")
+            raise LinkError("an invalid group was offered")
         return cls(fp8=fp8, dtype=dtype[:20], backend=backend[:20], **values)
 
 

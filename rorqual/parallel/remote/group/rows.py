@@ -1,5 +1,5 @@
-"""What a call over a process group carries: one buffer of bytes each way, whose sizes follow from
-the number of rows.
+"""What a call over a process group carries: one buffer of bytes for the call and one for its reply,
+whose sizes follow from the number of rows.
 
 | call    | bytes                        | reply | bytes                 |
 | ------- | ---------------------------- | ----- | --------------------- |
@@ -14,8 +14,8 @@ server holds what is known to the device alone. An id has the number of the serv
 compute it above its lowest 20 bits.
 
 The head of a call is its number on the lane, from 1, its layer and its rows; of a reply the number
-and whether something was wrong. Either side counts by itself, on the device, so whatever is lost or
-comes twice is seen and nobody takes another call's sums for its own.
+and whether something was wrong. Either side counts by itself, on the device, so a message that is
+lost or comes twice is detected, and no call takes the sums of another.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReplyParts:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """What calls are like. columns, dtype: of hidden states; fp8: they travel in that."""
+    """The layout of calls. columns, dtype: of hidden states; fp8: they are sent in that."""
 
     columns: int
     top_k: int
@@ -114,8 +114,9 @@ def _views(
 
 def marked(ids: Tensor, count: Tensor, table: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
     """ids [T, K] with the number of the server that is to compute each, int32, -1 for none; and
-    whether one is nowhere, a scalar. count [E], table [E, servers]: who holds the experts. turn
-    [T, 1]: all of a row's picks take the same, so it is one server's of two that hold the same."""
+    whether one has no holder, a scalar. count [E], table [E, servers]: the experts' holders. turn
+    [T, 1]: the same for all of a row's experts, so a row goes to one of two servers that hold the
+    same."""
     known = ids.clamp(0)
     held = count[known]
     number = table[known].gather(-1, (turn % held.clamp(1))[..., None])[..., 0]

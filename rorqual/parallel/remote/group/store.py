@@ -1,6 +1,5 @@
-"""Where the ranks of a process group tell one another how to connect: kept by the caller, and
-reached by servers over the links on which both sides have shown that they know the secret. Nothing
-listens for it."""
+"""The store by which the ranks of a process group connect: kept by the caller, and reached by
+servers over their authenticated links. Nothing listens for it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class CallerStore(dist.Store):
         self.closed = False
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Ends all waits."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -72,7 +71,7 @@ class CallerStore(dist.Store):
         return total
 
     def answer(self, request: StoreRequest) -> bytes:
-        """What a server is told. Raises LinkError."""
+        """For a server. Raises LinkError."""
         if request.operation == "set":
             self.set(request.key, request.value)
             return b""
@@ -84,7 +83,7 @@ class CallerStore(dist.Store):
 
 
 class LinkStore(dist.Store):
-    """A server's. Each operation is a question to the caller. Raises LinkError, OSError."""
+    """A server's. Each operation is a request to the caller. Raises LinkError, OSError."""
 
     def __init__(self, sock: socket.socket):
         super().__init__()
@@ -93,8 +92,10 @@ class LinkStore(dist.Store):
         self.closed = False
 
     def close(self) -> None:
-        """The link is for other messages from here on."""
-        self.closed = True
+        """The link is for other messages from here on. Waits for a request under way: torch's own
+        threads may make some, and its answer must not be read as one of those messages."""
+        with self.lock:
+            self.closed = True
 
     def _ask(self, request: StoreRequest) -> bytes:
         with self.lock:
