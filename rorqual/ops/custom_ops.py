@@ -82,6 +82,8 @@ class TracedOps(Ops):
     # ---- rows
 
     draw_normal = entry(Ops.draw_normal)
+    capture_calls = entry(Ops.capture_calls)
+    concat_columns = entry(Ops.concat_columns)
     norm = entry(Ops.norm)
     add_norm_for_router = entry(Ops.add_norm_for_router)
     sum_add_norm = entry(Ops.sum_add_norm)

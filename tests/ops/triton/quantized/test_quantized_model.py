@@ -52,8 +52,8 @@ def test_what_a_gpu_runs_lays_out_every_matrix() -> None:
         assert not held.kv_b.quantized
     assert dense.mlp.gate_up.weight.turned
     assert dense.mlp.down.weight.turned
-    assert sparse.mlp.held.weights.gate_up.turned
-    assert sparse.mlp.held.weights.down.turned
+    assert sparse.mlp.local_experts.weights.gate_up.turned
+    assert sparse.mlp.local_experts.weights.down.turned
 
 
 @pytest.mark.longest
