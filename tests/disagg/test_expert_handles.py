@@ -136,8 +136,8 @@ def test_a_step_is_told_whole_before_it_is_replayed(
     assert {call.rows for step in steps for call in step[0]} == {4}
 
 
-@pytest.mark.parametrize("drafts", [0, pytest.param(1, marks=[pytest.mark.longest])])
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.longest
 def test_a_step_with_prompts_is_told_whole_too(
     drafts: int, secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def ports_of(servers: list[ExpertProcess]) -> list[int]:
         (2, {"tp": 2, "micro_batches": 2}),
         (1, {"dp": 2, "num_speculative_tokens": 1}),
         pytest.param(1, {"tp": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]),
-        (2, {"dp": 2, "micro_batches": 2}),
+        pytest.param(2, {"dp": 2, "micro_batches": 2}, marks=[pytest.mark.longest]),
         pytest.param(2, {"tp": 2, "dp": 2}, marks=[pytest.mark.longest]),
     ],
     ids=str,

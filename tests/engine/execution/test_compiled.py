@@ -208,10 +208,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RANKS: list[Any] = [
     ("v3", {"tp": 2, "num_speculative_tokens": 1}),
-    ("qwen", {"dp": 2, "ep": 2}),
     *(
         pytest.param(name, options, marks=[pytest.mark.longest])
         for name, options in (
+            ("qwen", {"dp": 2, "ep": 2}),
             ("qwen", {"tp": 2, "ep": 2}),
             ("qwen", {"dp": 2, "ep": 2, "exchange": "low_latency"}),
             ("qwen", {"dp": 2, "ep": 2, "redundant_experts": 2}),

@@ -19,7 +19,8 @@ EMULATED = {
 CI_LACKS = ("bf16, emulated", "vnni, emulated")  # AMX's form has their instructions too
 PROCESSORS = [
     "native",
-    *(pytest.param(name, marks=OLDER) for name in ("haswell", "x86-64")),
+    pytest.param("haswell", marks=OLDER),
+    pytest.param("x86-64", marks=(OLDER, pytest.mark.longest)),
     *(pytest.param(name, marks=OLDER) for name in EMULATED if name not in CI_LACKS),
     *(pytest.param(name, marks=(OLDER, pytest.mark.longest)) for name in CI_LACKS),
     *(pytest.param(name, marks=(OLDER, pytest.mark.longest)) for name in remote.AARCH64),
