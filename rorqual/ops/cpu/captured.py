@@ -157,5 +157,5 @@ def _is_view(func: Any, args: Sequence[Any], made: Any) -> bool:
     if not all(one.alias_info and not one.alias_info.is_write for one in returned):
         return False
     views = [made] if isinstance(made, Tensor) else made
-    (start, *_) = (arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor))
-    return all(view.untyped_storage().data_ptr() == start for view in views)
+    given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    return all(view.untyped_storage().data_ptr() in given for view in views)

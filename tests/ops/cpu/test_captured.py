@@ -95,6 +95,8 @@ def test_captures_may_share_memory(ops: CpuOps, native: Native) -> None:
         (lambda y: y.t().contiguous(), "aten.contiguous"),
         (lambda y: y.t().reshape(-1), "aten.reshape"),
         (lambda y: y.to(torch.bfloat16), "aten.to"),
+        (lambda y: torch.cat([y, y]), "aten.cat"),
+        (lambda y: torch.broadcast_tensors(y, y)[0], "aten.broadcast_tensors"),
     ],
 )
 def test_what_torch_computes_is_not_captured(
