@@ -198,6 +198,7 @@ def test_a_server_that_goes_while_a_step_begins_ends_the_waits_of_those_before(s
 
     def come_to_rest() -> None:
         stopped.append(noted(calls))
+        calls.halts.fill_(1)  # as waits that the stop word ends do
         rest()
 
     calls._come_to_rest = come_to_rest  # type: ignore[method-assign]
@@ -206,6 +207,7 @@ def test_a_server_that_goes_while_a_step_begins_ends_the_waits_of_those_before(s
     assert stopped == [1]
     assert [other.address[1] for other in calls.active] == [2]
     assert noted(calls) == 0
+    assert not calls.halts.any()
 
 
 def test_a_server_that_goes_while_tables_are_written_is_lost() -> None:

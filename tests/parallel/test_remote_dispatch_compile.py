@@ -62,7 +62,8 @@ def compiled(capability: int) -> list[dict[str, Any]]:
         areas = kernels.LaneAreas(1024, columns, top_k, 2)
         table = torch.empty(2 * kernels.SERVERS + 2, dtype=torch.int64)
         done = torch.empty(1, dtype=torch.int32)
-        caller = kernels.CallerLane(areas, table, torch.empty(1024, dtype=torch.int32), done)
+        sent = torch.empty(1024, dtype=torch.int32)
+        caller = kernels.CallerLane(areas, table, sent, done, torch.empty(1, dtype=torch.int32))
         server = kernels.ServerLane(
             areas,
             torch.empty(3, dtype=torch.int64),

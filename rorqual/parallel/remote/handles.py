@@ -121,9 +121,10 @@ class HandleCalls(StepCalls):
         self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self.sent = torch.zeros(lanes, areas.rows, dtype=torch.int32, device=device)
         done = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
+        self.halts = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
         self.lanes = [
-            kernels.CallerLane(areas, table, sent, count)
-            for table, sent, count in zip(self.tables, self.sent, done, strict=True)
+            kernels.CallerLane(areas, *parts)
+            for parts in zip(self.tables, self.sent, done, self.halts, strict=True)
         ]
         self.descriptors: DescriptorServer | None = None
         self.servers: Members | None = None
@@ -364,6 +365,8 @@ class HandleCalls(StepCalls):
             reason = self._why_not_at_rest(link)
             if reason:
                 self.servers.drop(link, reason)
+        self.halts.zero_()
+        self.platform.synchronize()  # lanes may be on other streams
         with self.lock:
             self.words.zero_()
             self.stopped = False

@@ -66,7 +66,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import await_flags
+from rorqual.ops.triton.comm.p2p_flags import await_flags, await_flags_in_many
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -305,6 +305,7 @@ def _send_home_kernel(
 def _combine_kernel(
     table,
     sent,
+    halt,
     out,
     columns,
     sums_at,
@@ -327,7 +328,9 @@ def _combine_kernel(
     due = tl.load((homes + 4).to(tl.pointer_type(tl.int32)), mask=used, other=0)
     flags = homes.to(tl.pointer_type(tl.int32))
     to = tl.load(sent + row)
-    await_flags(table, flags, tl.zeros_like(server), used, due, 2 * SERVERS, LOADS=True)
+    first = (row == 0) & (part == 0)
+    zeros = tl.zeros_like(server)
+    await_flags_in_many(table, halt, first, flags, zeros, used, due, 2 * SERVERS)
     kind: tl.constexpr = out.dtype.element_ty
     start = row.to(tl.int64) * columns
     total = tl.zeros([SIZE], tl.float32)
@@ -341,7 +344,7 @@ def _combine_kernel(
         )
         total += found.to(tl.float32)
     tl.store(out + start + offsets, total.to(kind), mask=offsets < columns)
-    if (row == 0) & (part == 0):
+    if first:
         missed = tl.load(
             (homes + 8).to(tl.pointer_type(tl.int32)), mask=used, other=0, cache_modifier=".cg"
         )
@@ -360,12 +363,14 @@ def _note_kernel(table, out, own, SERVERS: tl.constexpr):
 @dataclass(frozen=True, eq=False)
 class CallerLane:
     """table [2 * SERVERS + 2] int64. sent [areas.rows] int32: bit mask of the servers to which each
-    row of the current call was sent. done [1] int32, 0 between kernels."""
+    row of the current call was sent. done [1] int32, 0 between kernels. halt [1] int32: set by a
+    wait that the stop word ended; 0 once the host has cleared both."""
 
     areas: LaneAreas
     table: Tensor
     sent: Tensor
     done: Tensor
+    halt: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -508,6 +513,7 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
     _combine_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         lane.sent,
+        lane.halt,
         out,
         columns,
         HEAD,

@@ -46,7 +46,8 @@ class Pairs:
         table[2 * count :] = torch.tensor([stop, report])
         sent = torch.full((ROWS,), -1, dtype=torch.int32, device=DEVICE)
         counts = torch.zeros(len(self.held) + 1, 1, dtype=torch.int32, device=DEVICE)
-        self.caller = kernels.CallerLane(self.areas, table.to(DEVICE), sent, counts[-1])
+        self.halt = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        self.caller = kernels.CallerLane(self.areas, table.to(DEVICE), sent, counts[-1], self.halt)
         self.servers = [
             kernels.ServerLane(
                 self.areas,
@@ -206,3 +207,22 @@ def test_a_wait_ends_by_the_stop_word_and_counts_go_on() -> None:
     found = pairs.call(x, ids, weights, 0, False)
     wanted = pairs.wanted(x, ids, weights, 0, False)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_wait_of_many_programs_ends_by_the_stop_word_that_one_of_them_reads() -> None:
+    pairs = Pairs([list(range(EXPERTS))])
+    x, ids, weights = given(2, 0, torch.float32)
+    kernels.dispatch(pairs.caller, pairs.holders, x, ids, weights, 0)
+    pairs.words[0] = 1
+    kernels.combine(pairs.caller, x)  # not answered yet
+    assert pairs.halt.tolist() == [1]
+    server = pairs.servers[0]
+    kernels.arrive(server, pairs.places[0], 2)
+    kernels.send_home(server, torch.zeros(2, HIDDEN, device=DEVICE))
+    pairs.words[0] = 0
+    pairs.halt.zero_()
+    found = pairs.call(x, ids, weights, 0, False)
+    wanted = pairs.wanted(x, ids, weights, 0, False)
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert pairs.halt.tolist() == [0]
