@@ -80,6 +80,15 @@ def bench_hop(
     ] = 0,
     transport: HopTransport = "tcp",
     server_device: ServerDevice = None,
+    busy_us: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1e5,
+            help="With handles, microseconds for which a server's GPU computes before it "
+            "answers, as experts would; they are taken off the times.",
+        ),
+    ] = 0.0,
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
@@ -93,10 +102,15 @@ def bench_hop(
     counts = tuple(numbers(rows))
     if transport not in ("tcp", "handles", "group"):
         raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles, group")
-    if transport != "tcp":
-        hop = _hop_by_handles if transport == "handles" else _hop_by_group
-        sizes = (servers, hidden, experts, top_k)
-        hop(counts, sizes, repeats, (device, server_device), json_file)
+    if busy_us and transport != "handles":
+        raise typer.BadParameter(f"--busy-us goes with --transport handles, not {transport}")
+    sizes = (servers, hidden, experts, top_k)
+    devices = (device, server_device)
+    if transport == "handles":
+        _hop_by_handles(counts, sizes, repeats, devices, busy_us, json_file)
+        return
+    if transport == "group":
+        _hop_by_group(counts, sizes, repeats, devices, json_file)
         return
     setup = expert_hop.HopSetup(
         counts, servers, hidden, experts, top_k, repeats, fp8, device_of(device).type, intermediate
@@ -116,6 +130,7 @@ def _hop_by_handles(
     sizes: tuple[int, int, int, int],
     repeats: int,
     devices: tuple[str, str | None],
+    busy: float,
     json_file: Path | None,
 ) -> None:
     from rorqual.bench.comm import handle_hop
@@ -131,6 +146,7 @@ def _hop_by_handles(
         hops=10 if few else 200,
         device=own,
         server_device=there,
+        busy=busy,
     )
     found = handle_hop.bench(setup)
     handle_hop.print_table(found, setup)

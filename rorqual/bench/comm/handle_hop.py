@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rorqual.bench.comm.server_processes import server_processes
 from rorqual.disagg.experts.server import ExpertServer
+from rorqual.errors import ConfigError
 from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quantize_activation
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
@@ -49,7 +50,8 @@ NVLINK = 450e3  # bytes per us in one direction: NVLink 4
 @dataclass(frozen=True)
 class HandleHopSetup:
     """experts: of a layer, distributed over `servers` processes; each row is routed to `top_k` of
-    them. hops: in one graph. device, server_device: such as cuda:0."""
+    them. hops: in one graph. device, server_device: such as cuda:0. busy: us for which a server's
+    GPU computes before it answers, as experts would."""
 
     rows: tuple[int, ...]
     servers: int = 1
@@ -61,6 +63,7 @@ class HandleHopSetup:
     device: str = "cuda:0"
     server_device: str = "cuda:1"
     own_gpus: bool = False  # servers have the GPUs from server_device on
+    busy: float = 0.0
 
     def device_of_server(self, number: int) -> str:
         kind, colon, first = self.server_device.partition(":")
@@ -73,9 +76,10 @@ class HandleHopSetup:
 
 @dataclass(frozen=True)
 class HandleHop:
-    """us: of a round trip, median over graphs; least: the fastest graph's. sent, back: bytes, all
-    servers together. floor: us for these bytes at NVLINK, one direction after the other. right:
-    whether the returned rows were correct."""
+    """us: of a round trip, median over graphs; least: the fastest graph's; both without the time
+    for which servers were told to compute. sent, back: bytes, all servers together. floor: us for
+    these bytes at NVLINK, one direction after the other. right: whether the returned rows were
+    correct."""
 
     rows: int
     fp8: bool
@@ -96,7 +100,13 @@ class EchoExperts:
     """Where an expert server expects a shard."""
 
     def __init__(
-        self, platform: Platform, hidden: int, num_experts: int, held: Sequence[int], top_k: int
+        self,
+        platform: Platform,
+        hidden: int,
+        num_experts: int,
+        held: Sequence[int],
+        top_k: int,
+        busy: float = 0.0,
     ):
         self.platform = platform
         self.config = SimpleNamespace(
@@ -110,6 +120,7 @@ class EchoExperts:
         places[list(held)] = torch.arange(len(held))
         self.places = places.to(platform.device)
         self.answer = torch.zeros(0, hidden, dtype=DTYPE, device=platform.device)
+        self.cycles = cycles_of(busy, platform)
 
     def room(self, rows: int) -> None:
         self.answer = torch.zeros(
@@ -124,6 +135,8 @@ class EchoExperts:
 
     def run(self, layer: int, slots: Tensor, weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
         if layer == SILENT:
+            if self.cycles:
+                torch.cuda._sleep(self.cycles)
             return self.answer[: slots.shape[0]]
         wide = (
             dequantize_activation(rows[0], rows[1], DTYPE).float()
@@ -131,6 +144,27 @@ class EchoExperts:
             else rows[0].float()
         )
         return (wide * share(weights, slots >= 0)).to(DTYPE)
+
+
+def cycles_of(busy: float, platform: Platform) -> int:
+    """Of the GPU's clock in `busy` us, measured while it runs at full speed. Raises ConfigError
+    without a GPU."""
+    if not busy:
+        return 0
+    if platform.device.type != "cuda":
+        raise ConfigError("servers compute for a given time on a GPU only")
+    cycles = 1 << 20
+    with platform.stream():
+        times = []
+        for _ in range(200):  # a second: clocks have risen by the end
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(10):
+                torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+            times.append(100 * start.elapsed_time(end))
+    return round(cycles * busy / statistics.median(times[100:]))
 
 
 def share(weights: Tensor, here: Tensor) -> Tensor:
@@ -144,7 +178,9 @@ def serve_echo() -> None:
     told = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     platform = make_platform(told["device"])
-    shard: Any = EchoExperts(platform, told["hidden"], told["experts"], told["held"], told["top_k"])
+    shard: Any = EchoExperts(
+        platform, told["hidden"], told["experts"], told["held"], told["top_k"], told["busy"]
+    )
     shard.room(told["max_rows"])
     secret = told["secret"].encode()
     server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, told["max_rows"])
@@ -162,6 +198,7 @@ def _told(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
             "experts": setup.experts,
             "held": list(range(number, setup.experts, setup.servers)),
             "top_k": setup.top_k,
+            "busy": setup.busy,
             "secret": secret,
             "max_rows": max(setup.rows),
         }
@@ -288,7 +325,7 @@ def _time(
             run()
             us = 1e6 * (time.perf_counter() - before)
         if number >= WARM:
-            yield us / setup.hops
+            yield us / setup.hops - setup.busy
 
 
 def print_table(found: list[HandleHop], setup: HandleHopSetup, way: str = "") -> None:
@@ -299,6 +336,8 @@ def print_table(found: list[HandleHop], setup: HandleHopSetup, way: str = "") ->
         f"rows of {setup.hidden}, sums in bf16, {setup.top_k} of {setup.experts} experts, "
         f"{setup.hops} hops {'a graph' if setup.device != 'cpu' else 'one after the other'}"
     )
+    if setup.busy:
+        title += f"; servers compute for {setup.busy:g} us, which are taken off"
     if setup.one_gpu and setup.device != "cpu":
         title += "; both on one GPU, where times mean nothing"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
