@@ -51,6 +51,7 @@ def same_bytes(first: Tensor, second: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_torch_s(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_bytes, "SIZE", 256)  # several programs a plane
+    monkeypatch.setattr(page_bytes, "FAR_SIZE", 256)
     torch.manual_seed(1)
     planes = planes_of(kind)
     table = PlaneTable.of(planes)
@@ -69,6 +70,7 @@ def test_rows_are_torch_s(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_are_torch_s(kind: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_bytes, "SIZE", 256)
+    monkeypatch.setattr(page_bytes, "FAR_SIZE", 256)
     monkeypatch.setattr(page_bytes, "FAR_PROGRAMS", 5)  # several pieces each
     torch.manual_seed(2)
     planes = planes_of(kind)
