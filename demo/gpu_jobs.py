@@ -96,6 +96,7 @@ class Running:
         self.path = Path(places["out"]) / f"{job.name}.log"
         self.log: TextIO = self.path.open("w")
         self.began = time.monotonic()
+        self.ended: float | None = None
         self.left = list(job.run)
         self.status: int | None = None
         self.others: list[subprocess.Popen[bytes]] = []
@@ -125,7 +126,7 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.began
+        return (self.ended or time.monotonic()) - self.began
 
     def look(self) -> None:
         """Begins what is next. Afterwards `status` is set if nothing is."""
@@ -160,6 +161,7 @@ class Running:
                 if blow in first:
                     time.sleep(PRINT_SECONDS)
         self.status = 1 if why else 0
+        self.ended = time.monotonic()
         print(f"# {why}, " if why else f"{DONE}, ", end="", file=self.log)
         print(f"{self.seconds:.0f} s", file=self.log)
         self.log.close()

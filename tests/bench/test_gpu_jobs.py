@@ -60,6 +60,9 @@ def test_a_job_that_fails_ends_there_and_the_next_runs(
     ]
     done = gpu_jobs.run(jobs, [0], 60, places)
     assert [one.status for one in done] == [1, 0]
+    took = done[0].seconds
+    time.sleep(0.01)
+    assert done[0].seconds == took > 0
     assert not Path(places["out"], "never").exists()
     assert f"value of {places['out']}-\n" in log_of(places, "good")
     assert gpu_jobs.report(jobs, done, [Path(places["out"])]) == 1
