@@ -41,7 +41,7 @@ class PromptProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the engine that computes prompts has ended ({self.process.wait()})")
+            raise SystemExit(f"the other process has ended ({self.process.wait()})")
         return json.loads(line)
 
     def close(self) -> None:

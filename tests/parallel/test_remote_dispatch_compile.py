@@ -32,14 +32,14 @@ WORDS = (
 LEAST = {
     "_dispatch_kernel": 1,
     "_send_home_kernel": 1,
-    "_arrival_kernel": 0,
-    "_combine_kernel": 1,
+    "_remote_arrival_kernel": 0,
+    "_remote_combine_kernel": 1,
 }
 EARLY = {
     "_dispatch_kernel": 2,
     "_send_home_kernel": 2,
-    "_arrival_kernel": 1,
-    "_combine_kernel": 9,
+    "_remote_arrival_kernel": 1,
+    "_remote_combine_kernel": 9,
 }
 
 
@@ -108,7 +108,7 @@ def test_the_kernels_compile_for_hopper() -> None:
         assert row["st.global.b16"] == row["st.global.b8"] == 0, row
         assert row["st.global.v4"] + row["st.global.v2"] >= LEAST[row["name"]], row
         # past the first cache
-        assert row["ld.global.cg.v4"] >= (8 if row["name"] == "_combine_kernel" else 0), row
+        assert row["ld.global.cg.v4"] >= (8 if row["name"] == "_remote_combine_kernel" else 0), row
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
@@ -155,16 +155,39 @@ def _decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[None]:
 
 def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile:
     """Of decode steps while every request is decoding, on a GPU."""
+    spans, launches = spans_of_steps(llm, prompts, steps)
+    return summarize(spans, steps, launches)
+
+
+def spans_of_steps(
+    llm: LLM,
+    prompts: list[list[int]],
+    steps: int,
+    meanwhile: AbstractContextManager[object] | None = None,
+) -> tuple[list[Span], list[float]]:
+    """`timeline` of decode steps while every request is decoding, on a GPU. meanwhile: entered
+    before these steps."""
     from torch.profiler import ProfilerActivity, profile
 
     engine = llm.engine
     assert engine.platform.name == "cuda", "it reads a GPU's clock"
-    with _decoding(llm, prompts, steps), profile(activities=[ProfilerActivity.CUDA]) as found:
+    with (
+        _decoding(llm, prompts, steps),
+        meanwhile or nullcontext(),
+        profile(activities=[ProfilerActivity.CUDA]) as found,
+    ):
         for _ in range(steps):
             engine.step()
         engine.platform.synchronize()
-    spans, launches = timeline(found.events())
-    return summarize(spans, steps, launches)
+    return timeline(found.events())
+
+
+def busy_share(spans: Sequence[Span], waits: Collection[str]) -> float:
+    """Share of the time from the first to the last kernel during which one ran that does not only
+    wait. waits: names of kernels that do."""
+    working = [span for span in spans if span.name not in waits]
+    found = summarize(working, 1)
+    return found.busy / found.step
 
 
 def timeline(events: object) -> tuple[list[Span], list[float]]:

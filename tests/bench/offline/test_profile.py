@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from rorqual import LLM
 from rorqual.bench.offline import work as work_limits
-from rorqual.bench.offline.profile import Span, summarize, timeline, trace_steps
+from rorqual.bench.offline.profile import Span, busy_share, summarize, timeline, trace_steps
 from rorqual.bench.offline.run import experts_hit, greedy
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.work import OfflineWork
@@ -48,6 +48,14 @@ def test_overlapping_kernels_are_busy_once() -> None:
         ("attend", 2, 20),
         ("experts", 1, 20),
     ]
+
+
+def test_who_only_waits_is_not_busy() -> None:
+    """Before, between and beside what others do."""
+    waits = [Span("wait", 0.0, 100.0), Span("wait", 120.0, 150.0)]
+    assert busy_share(steps(1, 0.0) + waits, ["wait"]) == pytest.approx(38 / 39)
+    alone = [Span("wait", 200.0, 300.0), Span("attend", 300.0, 300.0 + 39.0)]
+    assert busy_share(steps(1, 0.0) + alone, ["wait"]) == pytest.approx(77 / 239)
 
 
 def test_a_late_host_shows() -> None:

@@ -178,6 +178,11 @@ def _dispatch_kernel(
     due = (homes + 4).to(tl.pointer_type(tl.int32))
     tl.store(due, tl.load(due, mask=used & first, other=0) + rows, mask=used & first)
     known = tl.load(holders + expert, mask=expert >= 0, other=0)
+    # while holders are on their way
+    scales = values
+    if QUANT:
+        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
+        values = tl.reshape(values, (SIZE,))
     count = (known >> 32).to(tl.int32)
     place = (row + turn) % tl.maximum(count, 1)
     holder = (known >> (BITS * place).to(tl.int64)).to(tl.int32) & ((1 << BITS) - 1)
@@ -186,7 +191,22 @@ def _dispatch_kernel(
     goes = tl.max(wants.to(tl.int32), 1)
     to = tl.sum(goes << server)
 
-    if part == 0:
+    for step in range(SERVERS):
+        peer = (row + step) % SERVERS  # rows start with different servers
+        if ((to >> peer) & 1) > 0:
+            data = (tl.load(table + peer) + data_at).to(tl.pointer_type(values.dtype))
+            data = tl.multiple_of(data, 16) + row.to(tl.int64) * columns
+            tl.store(data + offsets, values, mask=inside)
+    if QUANT:
+        block = part * (SIZE // 128) + tl.arange(0, SIZE // 128)
+        blocks = (columns + 127) // 128
+        factors = (inboxes + scales_at).to(tl.pointer_type(tl.float32)) + row * blocks
+        tl.store(
+            factors[:, None] + block[None, :],
+            tl.broadcast_to(scales[None, :], (SERVERS, SIZE // 128)),
+            mask=(goes > 0)[:, None] & (block < blocks)[None, :],
+        )
+    if part == 0:  # after the data, which takes longest
         tl.store(sent + row, to)
         topk_offsets = tl.broadcast_to((row * TOP_K + pick)[None, :], (SERVERS, PICKS))
         there = used[:, None] & mine[None, :]
@@ -203,31 +223,11 @@ def _dispatch_kernel(
         homeless = tl.max(tl.where((expert >= 0) & (count == 0), 1, 0))
         if homeless > 0:
             tl.store(tl.load(table + 2 * SERVERS + 1).to(tl.pointer_type(tl.int32)), 1)
-
-    scales = values
-    if QUANT:
-        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
-        values = tl.reshape(values, (SIZE,))
-    for step in range(SERVERS):
-        peer = (row + step) % SERVERS  # rows start with different servers
-        if ((to >> peer) & 1) > 0:
-            data = (tl.load(table + peer) + data_at).to(tl.pointer_type(values.dtype))
-            data = tl.multiple_of(data, 16) + row.to(tl.int64) * columns
-            tl.store(data + offsets, values, mask=inside)
-    if QUANT:
-        block = part * (SIZE // 128) + tl.arange(0, SIZE // 128)
-        blocks = (columns + 127) // 128
-        factors = (inboxes + scales_at).to(tl.pointer_type(tl.float32)) + row * blocks
-        tl.store(
-            factors[:, None] + block[None, :],
-            tl.broadcast_to(scales[None, :], (SERVERS, SIZE // 128)),
-            mask=(goes > 0)[:, None] & (block < blocks)[None, :],
-        )
     _set_flags(done, inboxes.to(tl.pointer_type(tl.int32)), used, rows, COUNTED)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _arrival_kernel(
+def _remote_arrival_kernel(
     table,
     places,
     local,
@@ -302,7 +302,7 @@ def _send_home_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def _remote_combine_kernel(
     table,
     sent,
     halt,
@@ -444,7 +444,7 @@ def arrive(lane: ServerLane, places: Tensor, rows: int) -> None:
     areas = lane.areas
     (few, many) = IDS_AT_ONCE
     at_once = few if rows * areas.top_k <= few else many
-    _arrival_kernel[1,](
+    _remote_arrival_kernel[1,](
         lane.table,
         places,
         lane.local,
@@ -510,7 +510,7 @@ def combine(lane: CallerLane, like: Tensor) -> Tensor:
     (rows, columns) = like.shape
     out = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
     size = _columns_at_once(rows, columns, True)
-    _combine_kernel[rows, triton.cdiv(columns, size)](
+    _remote_combine_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         lane.sent,
         lane.halt,
