@@ -14,13 +14,9 @@ nobody else used, by the processor time that each server took.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,13 +27,14 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from served_load import made_prompts, play, running_router
 
 from rorqual import LLM
 from rorqual.bench.comm import page_transfers
 from rorqual.bench.comm.transfer_setup import TransferSetup
-from rorqual.bench.serving.client import Client, RequestRecord, ServerTarget
+from rorqual.bench.serving.client import RequestRecord, ServerTarget
 from rorqual.bench.serving.launched_server import launched_server
-from rorqual.bench.serving.load import ArrivalLoad, drive
+from rorqual.bench.serving.load import ArrivalLoad
 from rorqual.bench.serving.prompts import Prompt
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
@@ -83,30 +80,6 @@ def options(longest: int) -> list[str]:
     ]
 
 
-@contextmanager
-def router(*given: str) -> Iterator[tuple[str, int]]:
-    """Its address and process."""
-    command = [sys.executable, "-m", "rorqual", "route", "--port", "0", *given]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + 60
-            while not (found := _address(log)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the router did not start")
-                time.sleep(0.1)
-            yield found, process.pid
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _address(log: Any) -> str:
-    log.seek(0)
-    found = re.search(r"routing \d+ servers on (http://\S+:\d+)", log.read())
-    return found[1] if found else ""
-
-
 @dataclass(frozen=True)
 class Deployed:
     """Addresses: of both routers, and of a plain server behind the first. processes: of each
@@ -147,31 +120,20 @@ def deployed(longest: int, cores: tuple[int, int], folder: Path) -> Iterator[Dep
             pids.append(server.pid)
         both = ("--replica", urls[0], "--replica", urls[1], "--policy", "least_loaded")
         split = ("--prefill", urls[2], "--decode", urls[3], "--prefill-from", "1")
-        (one, first), (other, second) = (
-            stack.enter_context(router(*given)) for given in (both, split)
+        one, other = (
+            stack.enter_context(running_router(folder / f"{name}.log", 2, 60, *given))
+            for name, given in zip(NAMES, (both, split), strict=True)
         )
-        time.sleep(2)  # both have asked their servers for their health
-        replicas, apart_pids = (pids[0], pids[1], first), (pids[2], pids[3], second)
-        processes = {"replicas": replicas, "apart": apart_pids}
-        yield Deployed(one, other, urls[0], processes)
+        processes = {
+            "replicas": (pids[0], pids[1], one.pid),
+            "apart": (pids[2], pids[3], other.pid),
+        }
+        yield Deployed(one.url, other.url, urls[0], processes)
 
 
-def made_prompts(count: int, shape: tuple[int, int], seed: int) -> list[Prompt]:
-    draw = np.random.default_rng(seed)
-    length, output = shape
-    return [
-        Prompt(draw.integers(10, 4000, length, dtype=np.int32), length, output)
-        for _ in range(count)
-    ]
-
-
-def play(url: str, prompts: list[Prompt], load: ArrivalLoad, seed: int) -> list[RequestRecord]:
-    async def run() -> list[RequestRecord]:
-        arrivals = load.arrivals(np.random.default_rng(seed), len(prompts))
-        async with Client(ServerTarget(url)) as client:
-            return (await drive(client, prompts, load, arrivals)).records
-
-    records = asyncio.run(run())
+def played(url: str, prompts: list[Prompt], load: ArrivalLoad) -> list[RequestRecord]:
+    """Raises SystemExit where a request failed."""
+    records = play(ServerTarget(url), prompts, load).records
     wrong = next((record.error for record in records if record.error), None)
     if wrong:
         raise SystemExit(f"{url}: a request failed: {wrong}")
@@ -300,7 +262,7 @@ def constants(times: StepTimes, core: int, where: Deployed, shape: tuple[int, in
         table = times.table(shape[0])
         alone, together = (times.at(rows, 0, TINY, 40) for rows in (1, STREAMS))
     one_by_one = ArrivalLoad(concurrency=1)
-    tiny = play(where.replicas, made_prompts(15, (TINY, 2), 1), one_by_one, 0)
+    tiny = played(where.replicas, made_prompts(15, (TINY, 2), 1), one_by_one)
     first = median(record.ttft or 0.0 for record in tiny)
     step = max(0.0, gap(where.plain, 1) - alone)
     row = max(0.0, gap(where.plain, STREAMS) - together - step) / STREAMS
@@ -311,7 +273,7 @@ def constants(times: StepTimes, core: int, where: Deployed, shape: tuple[int, in
 
 def gap(url: str, streams: int) -> float:
     """Median seconds between two tokens of so many streams."""
-    records = play(url, made_prompts(streams, (TINY, 128), 2), ArrivalLoad(streams), 0)
+    records = played(url, made_prompts(streams, (TINY, 128), 2), ArrivalLoad(streams))
     return median(seconds for record in records for seconds in record.itls)
 
 
@@ -410,7 +372,7 @@ def rows_of(load: Load, known: Constants, where: Deployed, turns: int, folder: P
                 load.count, load.shape, hash((load.label, row.name, turn)) % 2**32
             )
             before = where.spent(row.name)
-            turn_found = measured(play(getattr(where, row.name), prompts, load.sent(), 0))
+            turn_found = measured(played(getattr(where, row.name), prompts, load.sent()))
             spent = [now - b for now, b in zip(where.spent(row.name), before, strict=True)]
             turn_found["carried"] = load.count * load.shape[1] / busiest(row.name, spent)
             row.turns.append(turn_found)
@@ -443,7 +405,7 @@ def run_shape(shape: tuple[int, int], asked: argparse.Namespace) -> dict[str, An
         deployed(longest, (first, second), Path(name)) as where,
     ):
         for url in (where.replicas, where.apart):
-            play(url, made_prompts(8, shape, 0), ArrivalLoad(8), 0)
+            played(url, made_prompts(8, shape, 0), ArrivalLoad(8))
         known = constants(StepTimes(longest), first, where, shape)
         print(
             f"\n{shape[0]} tokens in, {shape[1]} out; load of the machine {os.getloadavg()[0]:.1f}"

@@ -52,16 +52,32 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@dataclass(frozen=True)
+class StartedServer:
+    """A process that may not accept requests yet. began: in seconds of time.monotonic."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    began: float
+
+    def wait_ready(self, seconds: float) -> RunningServer:
+        """Raises TargetError, with the end of the log, if the process exits before it accepts
+        requests, or takes longer than `seconds` from its start."""
+        _wait(self.process, self.url, self.log, self.began + seconds)
+        ready = time.monotonic() - self.began
+        return RunningServer(self.url, self.process.pid, self.log, ready)
+
+
 @contextmanager
-def running_server(
+def started_server(
     command: Callable[[int], Sequence[str]],
     log: Path,
-    seconds: float,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[RunningServer]:
-    """Run `command` of a port and wait until it accepts requests. Raises TargetError, with the end
-    of its log, if it exits before or takes longer than `seconds`. None of its processes is left
-    running afterwards, even after an error."""
+) -> Iterator[StartedServer]:
+    """Run `command` of a port, without waiting for it: several can start at the same time. Raises
+    TargetError if there is no such program. None of its processes is left running afterwards, even
+    after an error."""
     port = free_port()
     mark = uuid.uuid4().hex
     began = time.monotonic()
@@ -79,11 +95,21 @@ def running_server(
         except OSError as error:
             raise TargetError(f"the server cannot be started: {error}") from None
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(process, url, log, began + seconds)
-        yield RunningServer(url, process.pid, log, time.monotonic() - began)
+        yield StartedServer(process, f"http://127.0.0.1:{port}", log, began)
     finally:
         _end(process, mark)
+
+
+@contextmanager
+def running_server(
+    command: Callable[[int], Sequence[str]],
+    log: Path,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """A server that accepts requests; see `started_server` and `StartedServer.wait_ready`."""
+    with started_server(command, log, environment) as server:
+        yield server.wait_ready(seconds)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
