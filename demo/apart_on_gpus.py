@@ -29,10 +29,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from served_load import LOOK_SECONDS, counted, made_prompts, play, running_router
 
 from rorqual.bench import provenance
@@ -422,6 +422,7 @@ def measure(
         "computed_by_decode": computed_by_decode(pages, len(run.records)),
         "seconds": seconds,
         "load_of_machine": os.getloadavg()[0],
+        "commit": provenance.git_commit(),
     }
 
 
@@ -524,20 +525,23 @@ def setup_of(asked: argparse.Namespace, model: ServedModel) -> dict[str, Any]:
         "device": asked.device,
         "gpus": [] if asked.device == "cpu" else gpu_names(),
         "transport": transport_of(asked.device),
-        "torch": torch.__version__,
-        "commit": provenance.git_commit(),
+        "torch": version("torch"),
         "run_seconds": asked.run_seconds,
         "server_options": asked.server_options,
     }
 
 
 def gpu_names() -> list[str]:
-    """With the driver. Raises SystemExit where fewer than two are visible. They are not asked
-    through torch, whose context would take memory that the servers need."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise SystemExit(f"{count} GPUs are visible; this needs two, or --device cpu")
-    return provenance.local_cards() or ["unknown"]
+    """Raises SystemExit where fewer than two are visible. Without torch, whose import takes
+    seconds of the time and whose context takes memory that the servers need."""
+    names = [card.partition(",")[0] for card in provenance.local_cards() or ()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(names) if visible is None else len(visible.split(","))
+    if min(count, len(names)) < 2:
+        raise SystemExit(
+            f"{count} of {len(names)} GPUs are visible; this needs two, or --device cpu"
+        )
+    return names
 
 
 # ---- what is printed
@@ -565,6 +569,9 @@ def report(results: Results, wanted: Sequence[Cell], unmeasured: Sequence[str]) 
             print(f"    {count} failed: {cause}")
     for line in compared(results.answers):
         print(line)
+    commits = sorted({str(cell["commit"]) for cell in results.cells})
+    if len(commits) > 1:
+        print(f"cells are of several commits: {', '.join(commits)}")
     missing = [cell.key for cell in wanted if results.found(cell) is None]
     print(f"{len(keys) - len(missing)} of {len(keys)} cells measured")
     for why in unmeasured:

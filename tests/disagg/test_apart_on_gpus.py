@@ -21,7 +21,6 @@ from rorqual.errors import TargetError
 from tests.child_process import ROOT, environment
 from tests.demo_script import load_demo
 
-FAKE = ROOT / "tests" / "bench" / "serving" / "fake_openai.py"
 TINY = ("--device", "cpu", "--shapes", "24x16@4", "--shares", "0.5", "--run-seconds", "0.5")
 
 
@@ -31,8 +30,12 @@ def demo() -> ModuleType:
 
 
 def fake_server(options: list[str]) -> Any:
-    command = [sys.executable, str(FAKE), "--itl", "0.005", "--port"]
-    return lambda port: [*command, str(port)]
+    """Started by its module's name: other tests look for processes by the name of its file."""
+    script = (
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "runpy.run_module('tests.bench.serving.fake_openai', run_name='__main__')"
+    )
+    return lambda port: [sys.executable, "-c", script, "--itl", "0.005", "--port", str(port)]
 
 
 # ---- what is started
@@ -106,7 +109,7 @@ class FakeRun:
         self.now += took
         self.measured.append((*cell.key, peak))
         values = dict.fromkeys(self.demo.COLUMNS, 100.0 if cell.layout == "replicas" else 50.0)
-        more = {"seconds": took, "failed": int(took < self.cell), "failures": {}}
+        more = {"seconds": took, "failed": int(took < self.cell), "failures": {}, "commit": "a1"}
         return {"key": cell.key, "computed_by_decode": 0, **values, **more, **self.faulty}
 
 
@@ -193,8 +196,11 @@ def test_a_cell_with_failures_is_measured_again(
     said = capsys.readouterr().out
     assert "2 failed: HTTP 500" in said
     assert "the replicas' peak is not known" in said
+    fake.faulty = {"commit": "b2"}
+    assert demo.main([*given, "--layouts", "replicas"]) == 0
     fake.faulty = {}
     assert demo.main(given) == 0
+    assert "several commits: a1, b2" in capsys.readouterr().out
     cells = json.loads((tmp_path / "file.json").read_text())["cells"]
     assert len(cells) == 12
     assert {cell["failed"] for cell in cells} == {0}
@@ -233,6 +239,19 @@ def test_a_file_of_another_setup_is_refused(
         demo.main(arguments(file, 100, "--run-seconds", "5"))
     with pytest.raises(SystemExit, match=r"server_options: \[\], now \['--itl-ms', 'auto'\]"):
         demo.main(arguments(file, 100, "--", "--itl-ms", "auto"))
+
+
+def test_two_gpus_are_needed(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = ["NVIDIA H100 80GB HBM3, 580.1", "NVIDIA H100 80GB HBM3, 580.1"]
+    monkeypatch.setattr(demo.provenance, "local_cards", lambda: cards)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert demo.gpu_names() == ["NVIDIA H100 80GB HBM3"] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(SystemExit, match="1 of 2 GPUs are visible"):
+        demo.gpu_names()
+    monkeypatch.setattr(demo.provenance, "local_cards", lambda: None)
+    with pytest.raises(SystemExit, match="of 0 GPUs are visible"):
+        demo.gpu_names()
 
 
 def test_answers_are_compared(demo: ModuleType) -> None:
