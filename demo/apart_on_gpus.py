@@ -12,8 +12,9 @@ failed. What stands after `--` goes to all servers.
 
 Columns: tokens/s (of the closed loop those between the first quarter and the end of its time, of
 arrivals all tokens by the time until the last one), milliseconds of TTFT, ITL and TPOT, failed
-requests, and with apart the prompts that the answering server computed itself. Both should be 0;
-a cell where they are not is measured again.
+requests, those that the router moved to a second server, and with apart the prompts that the
+answering server computed itself. The last three should be 0; a cell where they are not is measured
+again.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ COUNTERS_SECONDS = 3.0  # after which /metrics must have what the engines counte
 CPU_SEQS = 64
 CPU_PAGE = 16
 COLUMNS = ("tokens_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50")
+FAULTS = ("failed", "moved", "computed_by_decode")
 KEPT = (
     *("completed", "failed", "duration", "request_throughput", "client_cpu_cores"),
     *("token_source", "short_outputs", "input_length_mismatches", "total_cached_tokens"),
@@ -195,7 +197,7 @@ class Results:
 
 
 def faults(cell: Mapping[str, Any]) -> int:
-    return cell["failed"] + cell["computed_by_decode"]
+    return sum(cell[name] for name in FAULTS)
 
 
 # ---- servers
@@ -279,6 +281,13 @@ class Running:
             if found["fetched"] >= least or time.monotonic() > deadline:
                 return found
             time.sleep(LOOK_SECONDS)
+
+    def moved(self) -> float:
+        """Requests and streams that the router has sent to a second server."""
+        if self.router is None:
+            return 0
+        names = ("rorqual_router_retries_total", "rorqual_router_resumes_total")
+        return sum(counted(self.router.url, name) for name in names)
 
     def pages_since(self, before: Mapping[str, float], requests: int) -> dict[str, float]:
         """Of so many requests that have ended."""
@@ -398,6 +407,7 @@ def measure(
     lengths = (cell.shape.input, cell.shape.output)
     prompts = made_prompts(count, lengths, seed)
     before = where.pages()
+    moved = where.moved()
     began = time.monotonic()
     run = play(ServerTarget(where.url), prompts, load, seed)
     seconds = time.monotonic() - began
@@ -419,6 +429,7 @@ def measure(
         **{name: found[name] for name in KEPT},
         "failures": dict(causes(run.records)),
         "pages": pages,
+        "moved": round(where.moved() - moved),
         "computed_by_decode": computed_by_decode(pages, len(run.records)),
         "seconds": seconds,
         "load_of_machine": os.getloadavg()[0],
@@ -555,13 +566,16 @@ def title(key: Sequence[Any]) -> str:
 def line_of(cell: Mapping[str, Any]) -> str:
     values = [math.nan if cell[name] is None else cell[name] for name in COLUMNS]
     numbers = "".join(f"{value:11.1f}" for value in values)
-    return f"{title(cell['key'])}{numbers}{cell['failed']:8}{cell['computed_by_decode']:10}"
+    counts = "".join(f"{cell[name]:10}" for name in FAULTS)
+    return f"{title(cell['key'])}{numbers}{counts}"
 
 
 def report(results: Results, wanted: Sequence[Cell], unmeasured: Sequence[str]) -> int:
     """The exit status."""
     names = "".join(f"{name:>11}" for name in COLUMNS)
-    print(f"\n{'layout':9} {'shape':14} {'load':>5}{names}{'failed':>8}{'computed':>10}")
+    print(
+        f"\n{'layout':9} {'shape':14} {'load':>5}{names}{'failed':>10}{'moved':>10}{'computed':>10}"
+    )
     keys = [cell.key for cell in wanted]
     for cell in sorted(results.cells, key=lambda one: order(one["key"])):
         print(line_of(cell))

@@ -110,7 +110,8 @@ class FakeRun:
         self.measured.append((*cell.key, peak))
         values = dict.fromkeys(self.demo.COLUMNS, 100.0 if cell.layout == "replicas" else 50.0)
         more = {"seconds": took, "failed": int(took < self.cell), "failures": {}, "commit": "a1"}
-        return {"key": cell.key, "computed_by_decode": 0, **values, **more, **self.faulty}
+        counts = {"moved": 0, "computed_by_decode": 0}
+        return {"key": cell.key, **counts, **values, **more, **self.faulty}
 
 
 @pytest.fixture
@@ -187,11 +188,16 @@ def test_a_cell_that_the_end_cut_is_not_kept(
     assert len(json.loads(file.read_text())["cells"]) == 3
 
 
-def test_a_cell_with_failures_is_measured_again(
-    demo: ModuleType, fake: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["failed", "moved", "computed_by_decode"])
+def test_a_cell_with_a_fault_is_measured_again(
+    demo: ModuleType,
+    fake: FakeRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
 ) -> None:
     given = arguments(tmp_path / "file.json", 1000, "--layouts", "replicas,apart")
-    fake.faulty = {"failed": 2, "failures": {"HTTP 500": 2}}
+    fake.faulty = {what: 2, "failures": {"HTTP 500": 2}}
     assert demo.main(given) == 1
     said = capsys.readouterr().out
     assert "2 failed: HTTP 500" in said
@@ -203,7 +209,7 @@ def test_a_cell_with_failures_is_measured_again(
     assert "several commits: a1, b2" in capsys.readouterr().out
     cells = json.loads((tmp_path / "file.json").read_text())["cells"]
     assert len(cells) == 12
-    assert {cell["failed"] for cell in cells} == {0}
+    assert {cell[what] for cell in cells} == {0}
 
 
 def test_a_layout_that_does_not_start_leaves_the_others(
