@@ -58,6 +58,15 @@ ServerDevice = Annotated[
         "server's; each has one of its own."
     ),
 ]
+BusyUs = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=1e5,
+        help="With handles, microseconds for which a server's GPU computes before it answers, as "
+        "experts would; they are taken off the times.",
+    ),
+]
 
 
 def bench_hop(
@@ -80,15 +89,7 @@ def bench_hop(
     ] = 0,
     transport: HopTransport = "tcp",
     server_device: ServerDevice = None,
-    busy_us: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=1e5,
-            help="With handles, microseconds for which a server's GPU computes before it "
-            "answers, as experts would; they are taken off the times.",
-        ),
-    ] = 0.0,
+    busy_us: BusyUs = 0.0,
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:

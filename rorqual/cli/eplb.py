@@ -52,8 +52,9 @@ def eplb(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Counts of picks: JSON with `logical_count` [layers, experts], as `bench offline "
-            "--expert-load` writes it. Of several files, one for each workload, all count alike."
+            help="Counts of picks: JSON with `logical_count` \\[layers, experts], as `bench "
+            "offline --expert-load` writes it. Of several files, one for each workload, all count "
+            "alike."
         ),
     ],
 ) -> None:

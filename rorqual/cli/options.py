@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from rorqual.config.option import FieldOption, by_field
 
@@ -130,7 +131,7 @@ def _parameters(flags: Flags) -> Iterator[tuple[str, inspect.Parameter]]:
         kind, more = _kind(hints[item.name])
         parameter = typer.Option(
             *_declarations(item.name, option, kind is bool),
-            help=option.help,
+            help=escape(option.help),  # brackets are no markup
             envvar=option.env,
             rich_help_panel=option.group,
             show_default=_shown(default),

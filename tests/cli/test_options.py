@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,3 +111,27 @@ def test_functions_of_commands_are_short() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
+
+
+def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for word, part in getattr(command, "commands", {}).items():
+        yield from commands(part, f"{name} {word}".strip())
+
+
+def plain(text: str) -> str:
+    """Without the lines of boxes, backslashes and spaces, which depend on the width."""
+    return re.sub(r"[\s\\\u2500-\u257f]", "", text)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in commands(get_command(app))])
+def test_a_command_s_help_is_shown_whole(name: str) -> None:
+    """Also what stands in brackets, which rich takes for markup."""
+    done = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.exception
+    shown = plain(done.output)
+    command = dict(commands(get_command(app)))[name]
+    texts = [parameter.help or "" for parameter in command.params]
+    for text in texts:
+        for found in re.findall(r"\[[^\]]*\]", text):
+            assert plain(found) in shown, text
