@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import tempfile
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from served_load import made_prompts, play, running_router
@@ -369,7 +371,7 @@ def rows_of(load: Load, known: Constants, where: Deployed, turns: int, folder: P
     for turn in range(turns):
         for row in rows if turn % 2 else rows[::-1]:
             prompts = made_prompts(
-                load.count, load.shape, hash((load.label, row.name, turn)) % 2**32
+                load.count, load.shape, crc32(f"{load.label} {row.name} {turn}".encode())
             )
             before = where.spent(row.name)
             turn_found = measured(played(getattr(where, row.name), prompts, load.sent()))
@@ -388,9 +390,14 @@ def busiest(name: str, spent: list[float]) -> float:
     return (max(first, second) if name == "apart" else (first + second) / 2) + router / 2
 
 
+def error(predicted: float, measured: float) -> float:
+    """As a share. Where two tokens come in one read the gap between them is 0."""
+    return predicted / measured - 1 if measured else math.inf
+
+
 def print_row(row: Row) -> None:
     shown = "  ".join(
-        f"{row.measured[key]:9.1f} ({row.predicted[key] / row.measured[key] - 1:+5.0%})"
+        f"{row.measured[key]:9.1f} ({error(row.predicted[key], row.measured[key]):+5.0%})"
         for key in FIGURES
     )
     carried = row.measured["carried"]
@@ -441,7 +448,7 @@ def main() -> None:
     found = [run_shape((length, output), asked) for length, output in shapes]
     errors = {
         key: fmean(
-            abs(row["predicted"][key] / row["measured"][key] - 1)
+            abs(error(row["predicted"][key], row["measured"][key]))
             for one in found
             for row in one["rows"]
         )

@@ -62,11 +62,16 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def running(word: str) -> list[str]:
+    """Of this worker's processes: others run such servers at the same time."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes().decode(errors="replace").replace("\0", " ")
+            around = path.with_name("environ").read_bytes()
         except OSError:
+            continue
+        if worker and f"PYTEST_XDIST_WORKER={worker}\0".encode() not in around:
             continue
         if word in text:
             found.append(text)
@@ -149,15 +154,18 @@ def test_an_interrupted_call_leaves_what_it_had_and_no_process(
 ):
     asked = settings(tmp_path, rows="6/4@2,3")
     told = call.PeerCall._tell
+    seen: list[str] = []
 
     def interrupted(*arguments: Any) -> None:
         told(*arguments)
+        seen.extend(running(str(FAKE)))
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(call.PeerCall, "_tell", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.run(None, asked)
     assert kept(asked) == [("command", "6/4@2")]
+    assert seen
     assert running(str(FAKE)) == []
 
 
