@@ -20,7 +20,8 @@ from rorqual.errors import ConfigError
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 X_LABEL = "Output tokens/s per user  (1 / median TPOT)"
-Y_LABEL = "Output tokens/s per GPU"
+Y_LABEL = "Output tokens/s"  # of one GPU, or of a CPU
+Y_LABEL_PER_GPU = "Output tokens/s per GPU"
 TEMPLATE = Path(__file__).with_name("pareto.html")
 
 
@@ -47,6 +48,7 @@ class ParetoChart:
     subtitle: str
     series: dict[str, list[ParetoPoint]]
     limit: float | None = None
+    y_label: str = Y_LABEL
 
 
 def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) -> ParetoChart:
@@ -65,7 +67,12 @@ def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) 
         _subtitle(results),
         series,
         limit,
+        Y_LABEL if _gpus(results) == {1} else Y_LABEL_PER_GPU,
     )
+
+
+def _gpus(results: Mapping[str, Sequence[Figures]]) -> set[int]:
+    return {row.get("num_gpus", 1) for rows in results.values() for row in rows}
 
 
 def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
@@ -76,14 +83,15 @@ def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
         for row in rows
         if row.get("dataset_name") == "random"
     }
-    gpus = {row.get("num_gpus", 1) for row in rows}
+    gpus = _gpus(results)
     data = {row.get("dataset_name") for row in rows} - {None}
     parts = (
         ["random tokens, {}/{} in/out".format(*lengths.pop())]
         if data == {"random"} and len(lengths) == 1
         else sorted(map(str, data))
     )
-    parts += [f"{gpus.pop()} GPU"] if len(gpus) == 1 else ["per GPU of each"]
+    if gpus != {1}:
+        parts.append(f"{gpus.pop()} GPUs" if len(gpus) == 1 else "per GPU of each")
     return ", ".join([*parts, "labels are the maximum concurrency"])
 
 
@@ -152,7 +160,7 @@ def write_png(found: ParetoChart, path: Path) -> None:
         "xlim": (0, 1.08 * max(point.x for point in everything)),
         "ylim": (0, 1.1 * max(point.y for point in everything)),
     }
-    axes.set(xlabel=X_LABEL, ylabel=Y_LABEL, **edges)
+    axes.set(xlabel=X_LABEL, ylabel=found.y_label, **edges)
     if found.limit is not None:
         axes.axvline(
             found.limit,
@@ -233,9 +241,9 @@ def write_html(found: ParetoChart, path: Path, notes: Sequence[str] = ()) -> Non
         {"name": name, "points": [asdict(point) for point in points]}
         for name, points in found.series.items()
     ]
-    data = json.dumps({"series": series, "x": X_LABEL, "y": Y_LABEL, "limit": found.limit}).replace(
-        "<", "\\u003c"
-    )
+    data = json.dumps(
+        {"series": series, "x": X_LABEL, "y": found.y_label, "limit": found.limit}
+    ).replace("<", "\\u003c")
     parts = {
         "@TITLE@": html.escape(found.title),
         "@SUBTITLE@": html.escape(found.subtitle),

@@ -308,8 +308,12 @@ def test_the_front_is_what_nothing_beats():
     ]
     assert (
         chart.subtitle
-        == "random tokens, 1000/500 in/out, 2 GPU, labels are the maximum concurrency"
+        == "random tokens, 1000/500 in/out, 2 GPUs, labels are the maximum concurrency"
     )
+    assert chart.y_label == "Output tokens/s per GPU"
+    one = pareto.chart({"a": [{**row, "num_gpus": 1} for row in ROWS]})
+    assert one.subtitle == "random tokens, 1000/500 in/out, labels are the maximum concurrency"
+    assert one.y_label == "Output tokens/s", "a server on a CPU has no GPU"
 
 
 class Page(HTMLParser):
