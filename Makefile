@@ -7,6 +7,10 @@ TORCH ?= torch==2.13.0
 
 MINUTES ?= 60
 
+# Each worker has half of the list and takes from the other one's end when it is done with its own:
+# so the servers and models that tests of a file share are made once, seldom by both.
+TWO_WORKERS := -n 2 --dist worksteal
+
 # Huawei's PyTorch extension, whose operator schemas and shape functions `make test-npu` calls. It
 # fits torch of the same version only, and lies in a venv of its own: where it is installed without
 # CANN, a plain `import torch` fails.
@@ -21,15 +25,15 @@ run: $(VENV)/.installed
 # What protects most, in minutes. A run that takes more processor time fails: whatever is exhaustive
 # goes to `make test-all`.
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -n 2 --processor-minutes 8
+	$(BIN)/python -m pytest $(TWO_WORKERS) --processor-minutes 8
 
 # Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases), but for
 # a few of the longest, which stay test-all's alone: CI has half an hour.
 test-all: $(VENV)/.installed-test lint test-npu
-	$(BIN)/python -m pytest -n 2 --exhaustive all
+	$(BIN)/python -m pytest $(TWO_WORKERS) --exhaustive all
 
 test-exhaustive: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --exhaustive only
+	$(BIN)/python -m pytest $(TWO_WORKERS) --exhaustive only
 
 # Every valid combination of parallel sizes on two and four local processes: minutes. `make test`
 # runs a selection that covers every pair of settings. Launchers too: two hosts need root (network

@@ -27,6 +27,7 @@ from tests.serve.running import Running, start_server
 
 pytestmark = pytest.mark.exhaustive
 ENDS = LEASE_SECONDS + 10
+PAUSE = 0.5  # seconds
 
 
 class Registry(Protocol):
@@ -126,7 +127,8 @@ def known(llm: LLM) -> set[int]:
 
 
 class Load:
-    """Requests, one batch after another, all of whose tokens are right, until something is so."""
+    """Requests, one batch after another, all of whose tokens are right, until something is so. The
+    pauses between them leave the processor to others: most of the time a lease is waited for."""
 
     def __init__(self, llm: LLM, greedy: list[list[int]]):
         self.llm = llm
@@ -139,12 +141,14 @@ class Load:
             if done():
                 return
             assert time.monotonic() < deadline, servers_of(self.llm).describe()
+            time.sleep(PAUSE)
 
     def during(self, seconds: float, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert tokens(self.llm) == self.greedy
             assert holds(), servers_of(self.llm).describe()
+            time.sleep(PAUSE)
 
 
 def test_servers_come_and_go_by_the_registry(

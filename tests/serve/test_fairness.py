@@ -186,24 +186,33 @@ def test_limits_of_one_client() -> None:
         running.wait_until(free)
 
 
-@pytest.mark.exhaustive
-def test_a_priority_without_its_policy_is_refused() -> None:
-    with start_server("--dtype", "float32", "--max-model-len", "256") as running:
-        status, found = running.request(
-            "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 2, "priority": 3}
-        )
-    assert status == 400
-    assert found["error"]["param"] == "priority"
-    assert "scheduling_policy='priority'" in found["error"]["message"]
-
-
 @pytest.fixture(scope="module")
 def full_size() -> Iterator[Running]:
     with fairness.serving() as running:
         yield running
 
 
-@pytest.mark.parametrize("users", [False, True], ids=["one user", "invented users"])
+@pytest.mark.exhaustive
+def test_a_priority_without_its_policy_is_refused(full_size: Running) -> None:
+    status, found = full_size.request(
+        "POST",
+        "/v1/completions",
+        {"prompt": "Once", "max_tokens": 2, "priority": 3},
+        authorization="Bearer single",
+    )
+    assert status == 400
+    assert found["error"]["param"] == "priority"
+    assert "scheduling_policy='priority'" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "users",
+    [
+        # the smaller crowd above has both
+        pytest.param(False, marks=[pytest.mark.longest], id="one user"),
+        pytest.param(True, id="invented users"),
+    ],
+)
 def test_one_request_beside_400_of_1000_tokens(full_size: Running, users: bool) -> None:
     for _ in range(2):  # another program may have taken the machine for one of the two
         alone, beside, waiting = asyncio.run(fairness.latency(full_size, users))
