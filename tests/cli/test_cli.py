@@ -16,22 +16,24 @@ from typer.testing import CliRunner
 from rorqual.cli.main import app
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
+from tests import forked
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
 
 
-def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return forked.completed("rorqual", [*arguments], text)
+
+
+def run_anew(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As a shell would start it."""
     return subprocess.run(
-        [sys.executable, "-m", "rorqual", *arguments],
-        capture_output=True,
-        text=True,
-        input=text,
-        timeout=300,
+        [sys.executable, "-m", "rorqual", *arguments], capture_output=True, text=True, timeout=300
     )
 
 
 def test_generate_prints_text():
-    done = run("generate", "-n", "12", "--temperature", "0", "-p", "The king went")
+    done = run_anew("generate", "-n", "12", "--temperature", "0", "-p", "The king went")
     assert done.returncode == 0
     assert done.stdout.startswith("The king went")
     assert len(done.stdout.split()) > 6
@@ -40,7 +42,7 @@ def test_generate_prints_text():
 
 @pytest.mark.exhaustive
 def test_generate_is_repeatable_with_a_seed():
-    first, second = (run("generate", "-q", "-n", "16", "--seed", "4").stdout for _ in range(2))
+    first, second = (run_anew("generate", "-q", "-n", "16", "--seed", "4").stdout for _ in range(2))
     assert first == second
 
 
@@ -53,7 +55,7 @@ def test_chat_says_that_the_model_is_a_base_model():
 
 
 def test_info_names_the_parts():
-    done = run("info")
+    done = run_anew("info")
     assert done.returncode == 0
     for words in ("routed experts", "attention", "A_CC_ME", "total"):
         assert words in done.stdout

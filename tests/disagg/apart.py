@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.engine.distributed.starting import ENGINE, ROOT, environment
+from tests.engine.distributed.starting import ENGINE, environment
+from tests.forked import start
 
 SECRET = "a secret that is long enough"
 LEASE = 2.0
@@ -177,14 +178,8 @@ class Apart:
     """From outside. `ask` waits for the answer; what the engine raises is raised here by name."""
 
     def __init__(self, role: str, **settings: Any):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.disagg.apart", role, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=environment(),
-            text=True,
-        )
+        arguments = [role, json.dumps(settings)]
+        self.process = start("tests.disagg.apart", arguments, environment())
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -5,45 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.child_process import stand_still
-from tests.engine.distributed.starting import ROOT, environment, free_port
+from tests.engine.distributed.starting import environment, free_port
+from tests.forked import Started, start
 
 READY_SECONDS = 60
 LOG_BYTES = 4000
 
 
 class ExpertProcess:
-    """`rorqual experts` for the bundled model, at a port of its own for life."""
+    """`rorqual experts` for the bundled model, at a port of its own for life. fork: as
+    `tests.forked.start` has it."""
 
     def __init__(
-        self, slots: str, secret_file: str, more: tuple[str, ...] = (), module: str = "rorqual"
+        self,
+        slots: str,
+        secret_file: str,
+        more: tuple[str, ...] = (),
+        module: str = "rorqual",
+        fork: bool = True,
     ):
         self.module = module
+        self.fork = fork
         self.port = free_port()
         self.arguments = ["--slots", slots, "--expert-secret-file", secret_file, *more]
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Started | None = None
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", self.module, "experts", *self.arguments),
-                *("--listen", f"127.0.0.1:{self.port}", "--set", "dtype=float32", "--threads", "1"),
-            ],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
+        words = ["experts", *self.arguments, "--listen", f"127.0.0.1:{self.port}"]
+        words += ["--set", "dtype=float32", "--threads", "1"]
+        self.process = start(self.module, words, environment(), self.log.fileno(), self.fork)
 
     def wait(self) -> None:
         assert self.process is not None
@@ -66,13 +64,13 @@ class ExpertProcess:
         if self.process.returncode is not None:
             return
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
     def end(self) -> None:
         """As it is told to, by SIGTERM."""
         assert self.process is not None
         self.process.terminate()
-        self.process.communicate(timeout=30)
+        self.process.wait(30)
 
     def restart(self) -> None:
         self.kill()

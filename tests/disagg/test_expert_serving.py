@@ -35,7 +35,7 @@ def expected() -> str:
 @pytest.fixture
 def experts(tmp_path: Path) -> Iterator[list[ExpertProcess]]:
     secret = write_secret(tmp_path)
-    made = [ExpertProcess(slots, secret) for slots in ("0-9", "6-15,0-5")]
+    made = [ExpertProcess(slots, secret, fork=False) for slots in ("0-9", "6-15,0-5")]
     try:
         for server in made:
             server.wait()

@@ -4,7 +4,6 @@ functions of tests.parallel.jobs by name."""
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -12,6 +11,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 RANKS = 4
 SECONDS = 120  # ranks that wait in the interpreter spin, on fewer cores than ranks
@@ -54,8 +55,7 @@ class RankPool:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([JOBS])  # torch is imported once
+        context = forked.context()  # torch is imported once
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
