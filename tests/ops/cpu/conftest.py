@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from rorqual.config.model import cache_folder
 from rorqual.ops.cpu.native import Native, library
 from tests.ops.cpu import remote
 
@@ -27,6 +30,17 @@ PROCESSORS = [
 ]
 
 
+@contextmanager
+def one_compiles() -> Iterator[None]:
+    """Of several test processes: the others find what it has compiled, which may take half a
+    minute, in the cache folder."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tests.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="module", params=PROCESSORS)
 def native(request: pytest.FixtureRequest) -> Iterator[Native]:
     name = request.param
@@ -37,7 +51,8 @@ def native(request: pytest.FixtureRequest) -> Iterator[Native]:
     header = EMULATED.get(name)
     if header and not torch.cpu._is_avx512_supported():
         pytest.skip("emulated in AVX-512")
-    found = library("native", ("-include", str(header))) if header else library(name)
+    with one_compiles():
+        found = library("native", ("-include", str(header))) if header else library(name)
     if found is None:
         pytest.skip(f"no compiler for {name}")
     yield Native(found)
