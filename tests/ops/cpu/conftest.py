@@ -51,8 +51,10 @@ def native(request: pytest.FixtureRequest) -> Iterator[Native]:
     header = EMULATED.get(name)
     if header and not torch.cpu._is_avx512_supported():
         pytest.skip("emulated in AVX-512")
+    # what is emulated need not be fast, and -O1 takes half the time to compile
+    more = ("-include", str(header), "-O1") if header else ()
     with one_compiles():
-        found = library("native", ("-include", str(header))) if header else library(name)
+        found = library("native", more) if header else library(name)
     if found is None:
         pytest.skip(f"no compiler for {name}")
     yield Native(found)
