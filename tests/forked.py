@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from multiprocessing import reduction
 from typing import Any
 
@@ -46,10 +47,19 @@ def context() -> Any:
     return found
 
 
+def _end_with_parent() -> None:
+    """The tests' process may be killed; the forkserver, whose child this is, lives on then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run(
     module: str, arguments: list[str], env: dict[str, str], folder: str, files: list[int]
 ) -> None:
     """In the new process, as `python -m module arguments` would."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for number, own in enumerate(files):
         os.dup2(own, number)
         os.close(own)
