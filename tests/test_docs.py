@@ -84,6 +84,7 @@ SMALLER = {
     "--next-n 0,1,2,3": "--next-n 0,3",
     "--sweep": "--sweep 1,2",
     "--slo": "--slo-start 1 --slo-max 1 --slo-probes 1",
+    "--ramp-seconds": "--ramp-seconds 0.2",
     "--request-rate": "--request-rate 100",
     "--prefix-groups": "--prefix-groups 1 --prompts-per-group 1",
     "--validate": "--group a3-decode",  # groups of stale tables end with 1

@@ -217,7 +217,7 @@ def test_many_streams_while_servers_die_and_come_back(undisturbed: dict[int, Rea
 
     def ask(url: str, number: int) -> None:
         for turn in range(60):
-            if outcomes["killed"] >= 3:
+            if outcomes["killed"] >= 3 and outcomes["whole"] >= 40:  # servers may start quickly
                 return
             which = (number + turn) % 5
             try:
