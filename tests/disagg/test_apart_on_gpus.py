@@ -405,7 +405,7 @@ def test_all_layouts_answer_alike(
     assert "ready after" not in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_random_weights_without_a_tokenizer(demo: ModuleType, tmp_path: Path) -> None:
     """Every step streams a chunk, although the model has no tokenizer."""
     file = tmp_path / "file.json"
