@@ -86,6 +86,11 @@ class _Capture(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.library = _CapturingLibrary(lib, self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, a second's work, to keep it from compiling this."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -179,3 +181,17 @@ def test_a_replay_stops_at_an_id_that_is_none(ops: CpuOps, native: Native) -> No
     ids[1] = 3
     assert torch.equal(replay(), table[[1, 3]])
     assert out.data_ptr() == replay().data_ptr()
+
+
+def test_the_first_step_imports_no_compiler() -> None:
+    """torch's own would take a second, between the first token of a server and the second."""
+    script = """
+import sys
+from rorqual import LLM, SamplingParams
+llm = LLM()
+llm.generate(["Once"], SamplingParams(max_tokens=4, temperature=0))
+assert llm.engine.worker.runner.captured.kinds["model"].replays[1], "it is a captured step"
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
