@@ -14,7 +14,7 @@ from rorqual.planner.search.planner import DeploymentPlan
 
 # colours of Okabe and Ito for colour-blind readers, as in simulator/gantt.py
 KINDS = {
-    "together": ("o", "#0072B2"),
+    "aggregated": ("o", "#0072B2"),
     "prefill:decode": ("x", "#D55E00"),
     "attention:experts": ("+", "#009E73"),
 }

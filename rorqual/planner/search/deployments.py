@@ -102,7 +102,7 @@ class Option:
     """One deployment. seconds; tokens/s of output for a device and for a user; `limiter`: what
     most of a decode step's time goes to."""
 
-    kind: str  # together | prefill:decode | attention:experts
+    kind: str  # aggregated | prefill:decode | attention:experts
     sizes: ParallelConfig
     replicas: int
     batch: int
@@ -179,7 +179,7 @@ def decode_step(
     )
 
 
-def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
+def aggregated(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
     """Prompts and decoding on the same devices, at every batch that fits."""
     model = question.model(sizes)
     goal = question.goal
@@ -199,7 +199,7 @@ def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
             rate = batch * sizes.dp * goal.output / cycle
             replicas = question.count // sizes.world
             yield Option(
-                "together",
+                "aggregated",
                 sizes,
                 replicas,
                 batch,
@@ -291,7 +291,7 @@ def remote_experts(question: Question) -> Iterator[Option]:
 
 
 def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
-    """Prompts use the same devices as decoding requests and interrupt them as in `together`."""
+    """Prompts use the same devices as decoding requests and interrupt them as in `aggregated`."""
     goal = question.goal
     attention = question.count - experts
     memory = split_memory(model, experts, placement, step_tokens(question, model.sizes))

@@ -13,11 +13,11 @@ from rorqual.planner.search.deployments import (
     Goal,
     Option,
     Question,
+    aggregated,
     disaggregated,
     prompt_seconds,
     remote_experts,
     step_tokens,
-    together,
 )
 
 
@@ -139,7 +139,7 @@ def search(question: Question) -> DeploymentPlan:
             rejected.append(refused)
         else:
             admitted.append(sizes)
-            found += together(question, sizes)
+            found += aggregated(question, sizes)
     if question.splits and question.config.moe.num_experts:
         for prefill, decode in _role_layouts(question, admitted):
             found += disaggregated(question, decode, prefill)
@@ -176,6 +176,6 @@ def distinct_best(options: tuple[Option, ...], number: int) -> list[Option]:
     """The best of each layout, best first: another batch of the same layout is no other answer."""
     seen: dict[tuple[str, ParallelConfig, str], Option] = {}
     for option in options:
-        key = (option.kind, option.sizes, option.detail if option.kind != "together" else "")
+        key = (option.kind, option.sizes, option.detail if option.kind != "aggregated" else "")
         seen.setdefault(key, option)
     return list(seen.values())[:number]

@@ -108,7 +108,7 @@ def layout_of(option: Option) -> str:
     """An attention-expert split has no layout, only a ratio, which is in `how`."""
     return (
         option.layout
-        if option.kind == "together"
+        if option.kind == "aggregated"
         else option.kind
         if option.kind == "attention:experts"
         else f"{option.kind}: {option.layout}"
@@ -176,7 +176,7 @@ def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
             f"{best.tpot / second.tpot - 1:+.0%} TPOT"
         )
         held = f"weights {best.weight_bytes / 1e9:.1f} and {second.weight_bytes / 1e9:.1f} GB a GPU"
-        lines.append(f"Against {second.kind} {second.layout}: {how}; {held}.")
+        lines.append(f"Compared with {layout_of(second)}: {how}; {held}.")
     fit = best.cache_tokens // (goal.prompt + goal.output)
     lines.append(
         f"Cache: {best.cache_tokens:,} tokens a group, so at most {fit} requests of this "

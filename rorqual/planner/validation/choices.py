@@ -26,9 +26,9 @@ from rorqual.planner.search.deployments import (
     Goal,
     Option,
     Question,
+    aggregated,
     decode_step,
     prompt_seconds,
-    together,
 )
 from rorqual.planner.search.planner import layouts, rejection, search
 from rorqual.planner.simulator.cost_runner import StepLoad
@@ -88,7 +88,7 @@ def _whole(count: int) -> list[Option]:
         option
         for sizes in layouts(question)
         if sizes.world == count and sizes.pp == 1 and rejection(question, sizes) is None
-        for option in together(question, sizes)
+        for option in aggregated(question, sizes)
     ]
 
 

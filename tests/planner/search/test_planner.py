@@ -21,9 +21,9 @@ from rorqual.planner.search.deployments import (
     Goal,
     Option,
     Question,
+    aggregated,
     disaggregated,
     prompt_seconds,
-    together,
 )
 from rorqual.planner.search.planner import DeploymentPlan, distinct_best, search
 from rorqual.planner.timing.profiles import load_profile
@@ -64,7 +64,7 @@ def test_tokens_a_gpu_are_the_cycle(node: DeploymentPlan) -> None:
     option = next(
         option
         for option in node.options
-        if option.kind == "together" and option.num_speculative_tokens == 0
+        if option.kind == "aggregated" and option.num_speculative_tokens == 0
     )
     model = node.question.model(option.sizes)
     step = model.step(GroupWork(BatchShape.decode(option.batch, 1024 + 512))).seconds
@@ -100,12 +100,14 @@ def test_all_ratios_balance() -> None:
 
 def test_drafts_that_are_taken_help() -> None:
     plain, drafted = (
-        next(iter(together(question(num_speculative_tokens=(drafts,)), ParallelConfig(tp=8))))
+        next(iter(aggregated(question(num_speculative_tokens=(drafts,)), ParallelConfig(tp=8))))
         for drafts in (0, 1)
     )
     assert drafted.tpot < plain.tpot
     never = next(
-        iter(together(question(num_speculative_tokens=(1,), acceptance=0.0), ParallelConfig(tp=8)))
+        iter(
+            aggregated(question(num_speculative_tokens=(1,), acceptance=0.0), ParallelConfig(tp=8))
+        )
     )
     assert never.tpot > plain.tpot
 
@@ -114,7 +116,7 @@ def test_home_cluster() -> None:
     """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the
     others of 15; so do whole layers on 29 devices with attention on the rest."""
     found = search(question("rtx4090", 32, "roofline"))
-    assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
+    assert {option.sizes.pp for option in found.options if option.kind == "aggregated"} == {4}
     tight = found.question.model(ParallelConfig(tp=8, pp=4))
     assert 0 < tight.device.memory * tight.utilization - tight.weight_bytes < 1.2e9
     assert any(
@@ -216,7 +218,7 @@ def test_the_chart_in_the_terminal(node: DeploymentPlan) -> None:
     assert heights == sorted(heights, reverse=True)
     fastest = node.pareto()[0]
     assert f"{fastest.per_user:7.1f} a user {fastest.per_gpu:9,.1f} a GPU" in text
-    assert "o together" in text
+    assert "o aggregated" in text
 
 
 def test_the_command_of_remote_experts(node: DeploymentPlan) -> None:
@@ -230,7 +232,7 @@ def test_the_command(node: DeploymentPlan) -> None:
     option = next(
         option
         for option in node.options
-        if option.sizes == ParallelConfig(tp=8) and option.kind == "together"
+        if option.sizes == ParallelConfig(tp=8) and option.kind == "aggregated"
     )
     text = report.commands("deepseek-ai/DeepSeek-R1", node.question, option)[0]
     assert text.strip().startswith(
