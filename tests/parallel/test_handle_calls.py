@@ -277,6 +277,18 @@ def test_a_loss_stops_the_waits_of_an_engine_made_in_inference_mode() -> None:
     assert calls.words.tolist() == [0, 0]
 
 
+def test_a_step_of_an_engine_made_in_inference_mode_is_given_up() -> None:
+    """Steps are launched in that mode, and checked outside of it."""
+    with torch.inference_mode():
+        calls = made(noted=False)
+        calls.decide(Known(calls, link(1)), must=True)
+        epoch = calls.begin()
+    calls.words[1] = 1
+    with pytest.raises(ExpertsMissing):
+        calls.check(epoch)
+    assert calls.words.tolist() == [0, 0]
+
+
 def test_heads_are_read_by_copies_alone_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in torch.cuda's place copies at once, and says that it has when it is told to."""
     done: list[bool] = []

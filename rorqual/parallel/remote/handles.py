@@ -116,12 +116,12 @@ class HandleCalls(StepCalls):
         device = platform.device
         with torch.inference_mode(False):  # any thread writes them
             self.words = platform.host_empty((2,), torch.int32).zero_()  # stop, report
+            self.halts = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
         most = kernels.SERVERS
         self.tables = torch.zeros(lanes, 2 * most + 2, dtype=torch.int64, device=device)
         self.holders = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self.sent = torch.zeros(lanes, areas.rows, dtype=torch.int32, device=device)
         done = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
-        self.halts = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
         self.lanes = [
             kernels.CallerLane(areas, *parts)
             for parts in zip(self.tables, self.sent, done, self.halts, strict=True)
