@@ -56,10 +56,39 @@ def look(flags, real, least, LOADS: tl.constexpr):
 
 
 @triton.jit
-def await_flags(table, flags, peer, real, least, WORLD: tl.constexpr, LOADS: tl.constexpr = False):
+def _stop_word(table, halt, first, WORLD: tl.constexpr):
+    """0 while waits go on; see await_flags."""
+    stop = tl.load(table + WORLD).to(tl.pointer_type(tl.int32))
+    if halt is None:
+        word = tl.load(stop, volatile=True)
+    else:
+        if first:
+            found = tl.load(stop, volatile=True) != 0
+            tl.store(halt, found.to(tl.int32), mask=found)
+        word = tl.load(halt, volatile=True)
+    return word
+
+
+@triton.jit
+def await_flags(
+    table,
+    flags,
+    peer,
+    real,
+    least,
+    WORLD: tl.constexpr,
+    LOADS: tl.constexpr = False,
+    halt=None,
+    first=True,
+):
     """Wait until flags[peer] of this rank's own buffer reach `least` for all `real` ones.
     Everything that their ranks stored before is then visible to all threads of the block. LOADS:
-    see `look`."""
+    see `look`.
+
+    halt: for many programs that wait at once, int32 in this GPU's memory. Only the `first` one,
+    which must be program 0, then reads the stop word, and passes a stop on in `halt`, which the
+    host sets to 0 together with the stop word: reads of one word of host memory queue, for about
+    half a microsecond each, and the last program would wait for all others' reads."""
     least = tl.zeros_like(peer) + least
     looked = 0
     behind = tl.full([], 1, tl.int32)
@@ -68,28 +97,5 @@ def await_flags(table, flags, peer, real, least, WORLD: tl.constexpr, LOADS: tl.
         behind = tl.sum(tl.where(real & (seen - least < 0), 1, 0))
         looked += 1
         if looked % 256 == 0:  # rarely: the stop word is in host memory
-            stop = tl.load(table + WORLD).to(tl.pointer_type(tl.int32))
-            behind = tl.where(tl.load(stop, volatile=True) == 0, behind, 0)
-    tl.debug_barrier()  # no thread reads data before all threads have seen the flags
-
-
-@triton.jit
-def await_flags_in_many(table, halt, first, flags, peer, real, least, WORLD: tl.constexpr):
-    """As await_flags with LOADS, by many programs at once. Only the `first` one, which must be
-    program 0, reads the stop word: reads of one word of host memory queue, for about half a
-    microsecond each, and the last program would wait for all others' reads. It passes the stop on
-    in `halt`, int32 in this GPU's memory, which the host sets to 0 together with the stop word."""
-    least = tl.zeros_like(peer) + least
-    looked = 0
-    behind = tl.full([], 1, tl.int32)
-    while behind > 0:
-        seen = look(flags + peer, real, least, True)
-        behind = tl.sum(tl.where(real & (seen - least < 0), 1, 0))
-        looked += 1
-        if looked % 256 == 0:
-            if first:
-                stop = tl.load(table + WORLD).to(tl.pointer_type(tl.int32))
-                stopped = tl.load(stop, volatile=True) != 0
-                tl.store(halt, stopped.to(tl.int32), mask=stopped)
-            behind = tl.where(tl.load(halt, volatile=True) == 0, behind, 0)
+            behind = tl.where(_stop_word(table, halt, first, WORLD) == 0, behind, 0)
     tl.debug_barrier()  # no thread reads data before all threads have seen the flags

@@ -66,7 +66,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import await_flags, await_flags_in_many
+from rorqual.ops.triton.comm.p2p_flags import await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -330,7 +330,7 @@ def _remote_combine_kernel(
     to = tl.load(sent + row)
     first = (row == 0) & (part == 0)
     zeros = tl.zeros_like(server)
-    await_flags_in_many(table, halt, first, flags, zeros, used, due, 2 * SERVERS)
+    await_flags(table, flags, zeros, used, due, 2 * SERVERS, True, halt, first)
     kind: tl.constexpr = out.dtype.element_ty
     start = row.to(tl.int64) * columns
     total = tl.zeros([SIZE], tl.float32)
