@@ -99,7 +99,7 @@ def bench_hop(
     from rorqual.platforms import device_of
 
     if experts < max(servers, top_k):
-        raise typer.BadParameter(f"{experts} experts for {servers} servers and {top_k} picks")
+        raise typer.BadParameter(f"{experts} experts for {servers} servers and top_k {top_k}")
     counts = tuple(numbers(rows))
     if transport not in ("tcp", "handles", "group"):
         raise typer.BadParameter(f"{transport!r}; accepted: tcp, handles, group")
@@ -139,6 +139,8 @@ def _hop_by_handles(
 
     own = str(device_of(devices[0]))
     there = str(device_of(devices[1] or own))
+    if busy and there.startswith("cpu"):
+        raise typer.BadParameter("--busy-us needs a GPU, whose servers compute so long")
     few = there == own
     setup = handle_hop.HandleHopSetup(
         rows,

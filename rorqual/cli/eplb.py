@@ -52,14 +52,14 @@ def eplb(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Counts of picks: JSON with `logical_count` \\[layers, experts], as `bench "
+            help="Tokens by expert: JSON with `logical_count` \\[layers, experts], as `bench "
             "offline --expert-load` writes it. Of several files, one for each workload, all count "
             "alike."
         ),
     ],
 ) -> None:
-    """Plan copies and places of experts from counts of picks, and print the balancedness (mean over
-    max of the ranks' loads, mean over layers) before and after."""
+    """Plan copies and places of experts from counts of tokens by expert, and print the balancedness
+    (mean over max of the ranks' loads, mean over layers) before and after."""
     settings = EplbSettings(**asked)
     found, plan = planned(files, settings)
     if settings.write is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from rorqual.bench.comm.expert_hop import HopSetup, as_json, bench, print_reads
 from rorqual.bench.comm.expert_reads import bench_reads
+from rorqual.cli.main import app
 
 
 @pytest.mark.exhaustive
@@ -37,3 +39,11 @@ def test_experts_are_read_here_for_comparison(capsys: pytest.CaptureFixture[str]
     told = " ".join(capsys.readouterr().out.split())
     assert f"through one each on 2 servers: {hops[0].us + reads.one:.0f} us" in told
     assert json.loads(as_json(hops, setup, reads))["reads"]["picks"] == 2
+
+
+def test_servers_compute_for_a_time_on_a_gpu_alone() -> None:
+    for transport, said in (("handles", "needs a GPU"), ("tcp", "goes with --transport handles")):
+        words = ["bench", "hop", "--busy-us", "5", "--device", "cpu", "--transport", transport]
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+        assert done.exit_code == 2
+        assert said in done.output

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rorqual.bench.comm.server_processes import server_processes
 from rorqual.disagg.experts.server import ExpertServer
-from rorqual.errors import ConfigError
 from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quantize_activation
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
@@ -147,12 +146,9 @@ class EchoExperts:
 
 
 def cycles_of(busy: float, platform: Platform) -> int:
-    """Of the GPU's clock in `busy` us, measured while it runs at full speed. Raises ConfigError
-    without a GPU."""
+    """Of the GPU's clock in `busy` us, measured while it runs at full speed."""
     if not busy:
         return 0
-    if platform.device.type != "cuda":
-        raise ConfigError("servers compute for a given time on a GPU only")
     cycles = 1 << 20
     with platform.stream():
         times = []
