@@ -126,8 +126,7 @@ class ExpertLayer:
         return work
 
     def combine(self, work: MoEInFlight) -> Tensor:
-        y = self.exchange.combine(work.ticket)
-        return y if work.shared is None else y + work.shared
+        return self.exchange.combine(work.ticket, work.shared)
 
 
 class MoE(ExpertLayer):

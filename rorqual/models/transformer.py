@@ -245,8 +245,12 @@ class Transformer:
         """Split the step into micro-batches. `tokens`: for each of them, the tokens of each
         data-parallel rank."""
         own = accumulate((part[self.mesh.dp_rank] for part in tokens), initial=0)
+        padded = step.layout.padded
         step.parts = [
-            step.part(slice(start, stop), self.layout(part, decode))
+            step.part(
+                slice(start, stop),
+                self.layout(part, decode).with_padding(padded and padded.after(start)),
+            )
             for part, (start, stop) in zip(tokens, pairwise(own), strict=True)
         ]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.activation import Activation
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.parallel.comm_counters import Traffic
 from rorqual.parallel.shard import Shard
 
@@ -60,13 +61,14 @@ class P2PDispatch(Protocol):
         capacity: int,
         place: Any,
         fp8: bool = False,
+        padded: PaddedRows | None = None,
     ) -> Any: ...
 
     def recv_dispatch(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...
 
     def send_combine(self, flight: Any, y: Tensor) -> None: ...
 
-    def combine(self, flight: Any) -> Tensor: ...
+    def combine(self, flight: Any, base: Tensor | None = None) -> Tensor: ...
 
 
 class Axis(Protocol):

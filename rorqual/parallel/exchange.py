@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rorqual.errors import ConfigError
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import FP8, ExpertWeights
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.shard import WHOLE, Shard
@@ -78,7 +79,10 @@ class Exchange(Protocol):
       its own, and passes its partial sums to run_experts, to be returned with the experts' sums.
     - run_experts(ticket) computes.
     - combine(ticket) returns the weighted sum over the chosen experts, [T, hidden]: a partial sum
-      over tp, or complete if tokens are sharded.
+      over tp, or complete if tokens are sharded. `base` is added to it.
+
+    Rows that are padding (Layout.padded) are not counted in `load`, and exchanges may leave out
+    their experts.
 
     `capturable`: whether a device graph can capture the stages of a decode step. `experts`: weights
     by physical slot. `load` [E] int64: how many (token, expert) pairs were dispatched here, by
@@ -109,7 +113,7 @@ class Exchange(Protocol):
 
     def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None: ...
 
-    def combine(self, ticket: Any) -> Tensor: ...
+    def combine(self, ticket: Any, base: Tensor | None = None) -> Tensor: ...
 
 
 class ExpertStore:
@@ -149,11 +153,13 @@ class ExpertStore:
         self.plain = self.table is None and shard.count == 1  # logical ids are local ids
         assert self.plain or not shared
 
-    def to_physical(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
-        """Logical ids [T, K] to physical slots. Adds them to `load` if `counted`. first: number of
-        the first row, for the choice of replicas."""
+    def to_physical(
+        self, ids: Tensor, counted: bool = True, first: int = 0, padded: PaddedRows | None = None
+    ) -> Tensor:
+        """Logical ids [T, K] to physical slots. Adds them to `load` if `counted`, except those of
+        padding. first: number of the first row, for the choice of replicas."""
         if self.record_load and counted:
-            self.expert_counts.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+            count_experts(self.expert_counts, ids, padded)
         if self.table is None:
             return ids
         if self.table.shape[1] == 2:
@@ -161,10 +167,9 @@ class ExpertStore:
         row = torch.arange(first, first + ids.shape[0], device=ids.device)
         return self.table[ids, 1 + row[:, None] % self.table[:, 0][ids]]
 
-    def local_ids(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
-        """Logical ids [T, K] to local ids (indices of gate_up and down), -1 where another rank
-        holds the expert."""
-        return self.to_local(self.to_physical(ids, counted, first))
+    def slots_of(self, ids: Tensor, layout: Layout) -> Tensor:
+        """`to_physical` of a step's own rows."""
+        return self.to_physical(ids, layout.counted, layout.first_row, layout.own_padded)
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
         """Use another map with as many slots, in place; the caller has moved the weights. rows: the
@@ -202,6 +207,12 @@ class ExpertStore:
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
         rows, scales = parts
         return self.compute_fp8(rows.view(FP8), scales, dtype, local_ids, weights, self.experts)
+
+
+def count_experts(load: Tensor, ids: Tensor, padded: PaddedRows | None) -> None:
+    """Add the logical ids [T, K] of rows that are not padding to `load`."""
+    each = torch.ones_like(ids) if padded is None else padded.is_real(ids.shape[0])[:, None]
+    load.index_add_(0, ids.flatten(), each.to(load.dtype).expand_as(ids).flatten())
 
 
 class StoreExchange:
@@ -257,7 +268,7 @@ class LocalExchange(StoreExchange):
         store = self.store
         plain = store.plain and not store.record_load
         if not plain:
-            ids = store.local_ids(ids, layout.counted, layout.first_row)
+            ids = store.to_local(store.slots_of(ids, layout))
         return Ticket(x, ids, weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
@@ -268,6 +279,10 @@ class LocalExchange(StoreExchange):
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:
         ticket.y = self.store.run(ticket.x, ticket.local_ids, ticket.weights, dense)
 
-    def combine(self, ticket: Ticket) -> Tensor:
+    def combine(self, ticket: Ticket, base: Tensor | None = None) -> Tensor:
         assert ticket.y is not None, "run_experts comes before combine"
-        return ticket.y
+        return plus(ticket.y, base)
+
+
+def plus(y: Tensor, base: Tensor | None) -> Tensor:
+    return y if base is None else y + base

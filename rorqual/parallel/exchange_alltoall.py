@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rorqual.ops.reference import quantize_activation
 from rorqual.parallel.collectives import Axis, PendingCollective
-from rorqual.parallel.exchange import ExpertStore, StoreExchange
+from rorqual.parallel.exchange import ExpertStore, StoreExchange, plus
 from rorqual.parallel.exchange_gather import pack, unpack
 from rorqual.parallel.layout import Layout
 
@@ -90,7 +90,7 @@ class AllToAllExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        slots = self.store.slots_of(ids, layout)
         mask = destination_mask(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.start_all_to_all_fixed(counts)
@@ -122,9 +122,9 @@ class AllToAllExchange(StoreExchange):
         y = self.store.run(x, local_ids, weights)
         ticket.y = ticket.axis.start_all_to_all(y, ticket.receive, ticket.send)
 
-    def combine(self, ticket: AllToAllTicket) -> Tensor:
+    def combine(self, ticket: AllToAllTicket, base: Tensor | None = None) -> Tensor:
         assert ticket.y is not None, "run_experts comes before combine"
-        return add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like)
+        return plus(add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like), base)
 
 
 class LowLatencyExchange(StoreExchange):
@@ -137,7 +137,7 @@ class LowLatencyExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        slots = self.store.slots_of(ids, layout)
         capacity = max(layout.moe_rows or (x.shape[0],))
         mask = destination_mask(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1
@@ -186,10 +186,11 @@ class LowLatencyExchange(StoreExchange):
         )
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
 
-    def combine(self, ticket: AllToAllTicket) -> Tensor:
+    def combine(self, ticket: AllToAllTicket, base: Tensor | None = None) -> Tensor:
         if ticket.y is None:
             return ticket.like
-        return add_parts(ticket.y.wait().flatten(0, 1), ticket.row, ticket.mask, ticket.like)
+        y = ticket.y.wait().flatten(0, 1)
+        return plus(add_parts(y, ticket.row, ticket.mask, ticket.like), base)
 
 
 def _filled(place: Tensor, capacity: int) -> Tensor:
@@ -222,7 +223,7 @@ class FusedExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> FusedTicket:
         axis = layout.moe_axis
-        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        slots = self.store.slots_of(ids, layout)
         capacity = max(layout.moe_rows or (x.shape[0],))
         if not capacity:
             return FusedTicket(axis, x, None)
@@ -237,11 +238,11 @@ class FusedExchange(StoreExchange):
         if ticket.sent is not None:
             ticket.y = self.fused.compute(ticket.sent, self.store.experts, ticket.like.dtype)
 
-    def combine(self, ticket: FusedTicket) -> Tensor:
+    def combine(self, ticket: FusedTicket, base: Tensor | None = None) -> Tensor:
         if ticket.sent is None:
             return ticket.like
         assert ticket.y is not None, "run_experts comes before combine"
         slots = len(self.store.local_slots) * self.store.shard.count
         group = self.fused.group(ticket.axis, slots)
         ticket.axis.count("all_to_all", (ticket.axis.size - 1) * ticket.like.nbytes)
-        return self.fused.combine(ticket.y, ticket.sent, group)
+        return plus(self.fused.combine(ticket.y, ticket.sent, group), base)

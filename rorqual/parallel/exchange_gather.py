@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rorqual.parallel.collectives import Axis, PendingCollective, Ready
-from rorqual.parallel.exchange import StoreExchange
+from rorqual.parallel.exchange import StoreExchange, plus
 from rorqual.parallel.layout import Layout
 
 
@@ -47,7 +47,7 @@ class AllGatherExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis = layout.moe_axis
         counts = layout.moe_rows
-        routing = pack(self.store.to_physical(ids, layout.counted, layout.first_row), weights)
+        routing = pack(self.store.slots_of(ids, layout), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(routing, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 
@@ -64,6 +64,6 @@ class AllGatherExchange(StoreExchange):
             y[ticket.dense] += dense
         ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)
 
-    def combine(self, ticket: GatherTicket) -> Tensor:
+    def combine(self, ticket: GatherTicket, base: Tensor | None = None) -> Tensor:
         assert ticket.y is not None, "run_experts comes before combine"
-        return ticket.y.wait()
+        return plus(ticket.y.wait(), base)

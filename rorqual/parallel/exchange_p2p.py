@@ -56,9 +56,9 @@ class P2PExchange(StoreExchange):
             or not axis.p2p_dispatch.takes(x, capacity, ids.shape[1])
         ):
             return self.plain.dispatch(x, ids, weights, layout)
-        slots = self.store.to_physical(ids, layout.counted, layout.first_row)
+        slots = self.store.slots_of(ids, layout)
         flight = axis.p2p_dispatch.dispatch(
-            x, slots, weights, capacity, self._place(layout), self.fp8
+            x, slots, weights, capacity, self._place(layout), self.fp8, layout.own_padded
         )
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))
@@ -103,8 +103,8 @@ class P2PExchange(StoreExchange):
         p2p.send_combine(flight, y)
         return None
 
-    def combine(self, ticket: Any) -> Tensor:
+    def combine(self, ticket: Any, base: Tensor | None = None) -> Tensor:
         if not isinstance(ticket, P2PTicket):
-            return self.plain.combine(ticket)
+            return self.plain.combine(ticket, base)
         assert ticket.axis.p2p_dispatch is not None
-        return ticket.axis.p2p_dispatch.combine(ticket.flight)
+        return ticket.axis.p2p_dispatch.combine(ticket.flight, base)

@@ -88,5 +88,5 @@ class SelectedExchange(StoreExchange):
     def run_experts(self, ticket: tuple[Exchange, Any], dense: Tensor | None = None) -> None:
         ticket[0].run_experts(ticket[1], dense)
 
-    def combine(self, ticket: tuple[Exchange, Any]) -> Tensor:
-        return ticket[0].combine(ticket[1])
+    def combine(self, ticket: tuple[Exchange, Any], base: Tensor | None = None) -> Tensor:
+        return ticket[0].combine(ticket[1], base)

@@ -17,8 +17,9 @@ sums (`dense`). `Layout` itself is for a single device, without communication.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from rorqual.config.parallel import ParallelConfig
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput, summed
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.shard import Shard
@@ -59,13 +61,27 @@ class AddNorm(Protocol):
 
 class Layout:
     """One step's layout. `exchange`: name of the step's exchange. `sharded`: the residual stream is
-    sharded by tokens over tp."""
+    sharded by tokens over tp. `padded`: which rows of this data-parallel rank are padding, in a
+    captured step."""
 
     exchange = "local"
     sharded = False
+    padded: PaddedRows | None = None
 
     def __init__(self, mesh: MeshView):
         self.mesh = mesh
+
+    def with_padding(self, padded: PaddedRows | None) -> Self:
+        if padded is self.padded:
+            return self
+        found = copy.copy(self)
+        found.padded = padded
+        return found
+
+    @property
+    def own_padded(self) -> PaddedRows | None:
+        """`padded` of this rank's rows of the residual stream."""
+        return self.padded
 
     @property
     def moe_axis(self) -> Axis:
@@ -229,6 +245,12 @@ class Sharded(MultiRankLayout):
     @property
     def rows(self) -> int:
         return self.counts[self.mesh.tp_rank]
+
+    @property
+    def own_padded(self) -> PaddedRows | None:
+        tokens = self.tokens[self.mesh.dp_rank]
+        start = self.mesh.tp.shard.span(tokens)[0]
+        return self.padded and self.padded.after(start)
 
     @property
     def first_row(self) -> int:

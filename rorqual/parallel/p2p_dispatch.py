@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.triton.comm import dispatch_combine as kernels
 from rorqual.ops.triton.comm.dispatch_combine import Areas, DispatchBuffer, ExpertPlacement
 from rorqual.parallel.p2p_memory import P2PMemory
@@ -75,12 +76,13 @@ class P2PDispatchBuffers:
         capacity: int,
         place: ExpertPlacement,
         fp8: bool = False,
+        padded: PaddedRows | None = None,
     ) -> DispatchInFlight:
         """Send rows x [T, columns] to the ranks that hold any of their physical slots [T, K],
-        unchanged or as e4m3 with scales."""
+        unchanged or as e4m3 with scales; no padding."""
         buffer = next(buffer for buffer in self.buffers if buffer not in self.busy)
         self.busy.append(buffer)
-        kernels.dispatch(buffer, x, slots, weights, capacity, place, fp8)
+        kernels.dispatch(buffer, x, slots, weights, capacity, place, fp8, padded)
         return DispatchInFlight(buffer, capacity, x, fp8)
 
     def recv_dispatch(self, flight: DispatchInFlight) -> tuple[Sequence[Tensor], Tensor, Tensor]:
@@ -96,8 +98,8 @@ class P2PDispatchBuffers:
         """Return partial sums y [ranks * capacity, columns] to the ranks that sent the rows."""
         kernels.send_combine(flight.buffer, y, flight.capacity)
 
-    def combine(self, flight: DispatchInFlight) -> Tensor:
-        """The sums of this rank's rows, added in fp32 in rank order."""
-        out = kernels.combine(flight.buffer, flight.like)
+    def combine(self, flight: DispatchInFlight, base: Tensor | None = None) -> Tensor:
+        """The sums of this rank's rows, added in fp32 in rank order, and `base`."""
+        out = kernels.combine(flight.buffer, flight.like, base)
         self.busy.remove(flight.buffer)
         return out

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_policy import (
@@ -189,6 +190,20 @@ def test_rows_take_replicas_in_turn() -> None:
     )
     evenly = store_of((0, 1, 2, 1, 1, 0)).to_physical(torch.tensor([[0, 1]]).expand(60, -1))
     assert evenly.unique(return_counts=True)[1].tolist() == [30, 20, 20, 20, 30]
+
+
+def test_padding_is_not_counted() -> None:
+    """Of two ranks' rows of requests with two rows each: this one's begin at number 3."""
+    store = store_of((0, 1, 2))
+    store.record_load = True
+    ids = torch.tensor([[0, 1], [0, 2], [1, 2]])
+    for requests, want in ((1, [0, 0, 0]), (2, [1, 1, 0]), (3, [2, 2, 2]), (8, [2, 2, 2])):
+        store.load.zero_()
+        padded = PaddedRows(torch.tensor([requests]), 2, 1).after(2)
+        assert torch.equal(store.to_physical(ids, padded=padded), ids)
+        assert store.load.tolist() == want
+    store.to_physical(ids, counted=False, padded=padded)
+    assert store.load.tolist() == [2, 2, 2]
 
 
 def test_a_table_is_remapped_in_place() -> None:

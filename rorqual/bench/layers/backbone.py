@@ -13,7 +13,7 @@ from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import MLP, Transformer
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.parallel.exchange import SlotMap
+from rorqual.parallel.exchange import SlotMap, plus
 from rorqual.parallel.layout import Layout
 
 
@@ -43,8 +43,8 @@ class NowhereExchange:
 
     def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
-    def combine(self, ticket: Tensor) -> Tensor:
-        return ticket
+    def combine(self, ticket: Tensor, base: Tensor | None = None) -> Tensor:
+        return plus(ticket, base)
 
 
 class ExpertlessMoE(MoE):

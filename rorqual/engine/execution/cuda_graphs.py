@@ -24,6 +24,7 @@ from rorqual.parallel.remote.wire import Step
 from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, SamplingVariant, int], Tensor]
+HEAD = 2  # elements before the slots, which start at a multiple of 16 bytes
 CAPTURED = tuple(SamplingVariant)
 
 
@@ -37,7 +38,7 @@ class TakesLengths(Protocol):
 class DecodeGraphs:
     """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows `slots`
     [bucket] and returns the sampled tokens, [bucket, ...]; for SamplingVariant.FULL only the
-    forward pass, and its hidden states."""
+    forward pass, and its hidden states. The first `num_requests` rows are not padding."""
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body = body
@@ -46,7 +47,11 @@ class DecodeGraphs:
         self.platform = platform
         self.padding = padding_slot
         self.buckets = bucket_sizes(most)
-        self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
+        # the number of requests, one unused, the slots: they change together, in one copy
+        self.given = torch.full(
+            (most + HEAD,), padding_slot, dtype=torch.int64, device=platform.device
+        )
+        self.slots = self.given[HEAD:]
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
         self.loaded = False  # whether all kernels of `capture` are compiled and loaded
@@ -117,7 +122,13 @@ class DecodeGraphs:
         """Padding rows: capturing runs a step a few times, which must not change a request's
         state."""
         self.shown = []
+        self.num_requests.fill_(0)
         return self.slots[:size].fill_(self.padding)
+
+    @property
+    def num_requests(self) -> Tensor:
+        """[1] int64 on the device, of the next replay."""
+        return self.given[:1]
 
     def run(self, slots: list[int], common: StepMetadata, lens: Sequence[int] = ()) -> Tensor:
         """What the body returned for these slots; valid until the next run, in stream order. All
@@ -128,12 +139,12 @@ class DecodeGraphs:
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
         graph = self.graphs.get(key) or self._capture(*key)
-        padded = slots + [self.padding] * (size - len(slots))
-        if padded != self.shown[:size]:
+        given = [len(slots), 0, *slots, *[self.padding] * (size - len(slots))]
+        if given != self.shown[: len(given)]:
             self.shown = []  # in case the copy, or anything before the next line, fails
-            rows = self.platform.to_device(torch.tensor(padded))
-            self.slots[:size].copy_(rows, non_blocking=True)
-            self.shown = padded
+            rows = self.platform.to_device(torch.tensor(given))
+            self.given[: len(given)].copy_(rows, non_blocking=True)
+            self.shown = given
         if isinstance(graph, TakesLengths):
             graph.set_lengths([*lens, *[1] * (size - len(slots))])
         if self.calls is not None:

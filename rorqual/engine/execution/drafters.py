@@ -3,7 +3,7 @@ there). A fixed sequence of device operations, so that a graph can capture it.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -178,7 +178,9 @@ class MTPDrafter:
             else None
         )
         places = TokenPlaces(*self.model.rotary.rows(positions), mapping)
+        padded = work.step.layout.padded
         layout = self.model.layout(work.common.sampled, decode=True)
+        layout = layout.with_padding(padded and replace(padded, each=1))
         step = ForwardBatch(
             positions, positions, places, positions, self.pool, segment, layout=layout
         )

@@ -38,6 +38,7 @@ from rorqual.errors import ExpertsMissing
 from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import TokenPlaces
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.parallel.overlap import run_one
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
@@ -305,9 +306,13 @@ class ModelRunner:
         return self._built(decode, prefill, metadata)
 
     def _built(
-        self, decode: BatchPart | None, prefill: BatchPart | None, metadata: StepMetadata
+        self,
+        decode: BatchPart | None,
+        prefill: BatchPart | None,
+        metadata: StepMetadata,
+        padded: PaddedRows | None = None,
     ) -> BuiltBatch:
-        layout = self.model.layout(metadata.tokens, metadata.decodes)
+        layout = self.model.layout(metadata.tokens, metadata.decodes).with_padding(padded)
         batch = self.build.batch(decode, prefill, layout)
         if metadata.micro_batches:
             self.model.split(batch.step, metadata.micro_batches, metadata.decodes)
@@ -326,7 +331,8 @@ class ModelRunner:
         width = num_speculative_tokens + 1
         parts = self.micro_batches.decode_parts(count, width, sizes.dp)
         metadata = StepMetadata.padded(count, sizes.dp, variant, num_speculative_tokens, parts)
-        batch, hidden = self.decode_pass(slots, metadata)
+        requests = self.graphs.num_requests if self.graphs is not None else None
+        batch, hidden = self.decode_pass(slots, metadata, requests)
         result = slots
         if self.model.mesh.last_stage and metadata.host:
             result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
@@ -336,11 +342,16 @@ class ModelRunner:
         rows.length[rows.padding :].zero_()
         return result
 
-    def decode_pass(self, slots: Tensor, metadata: StepMetadata) -> tuple[BuiltBatch, Tensor]:
-        """The forward pass of `_decode_body`; can be captured."""
+    def decode_pass(
+        self, slots: Tensor, metadata: StepMetadata, requests: Tensor | None = None
+    ) -> tuple[BuiltBatch, Tensor]:
+        """The forward pass of `_decode_body`; can be captured. requests: see PaddedRows; None:
+        nothing is padding."""
         count = slots.shape[0]
-        decode = self.build.decode(slots, (self.max_len,) * count, metadata.num_speculative_tokens)
-        batch = self._built(decode, None, metadata)
+        width = metadata.num_speculative_tokens + 1
+        decode = self.build.decode(slots, (self.max_len,) * count, width - 1)
+        padded = None if requests is None else PaddedRows(requests, width)
+        batch = self._built(decode, None, metadata, padded)
         return batch, self._forward(batch, metadata)
 
     def forward_pass(self, output: SchedulerOutput, metadata: StepMetadata) -> Tensor:
@@ -381,8 +392,10 @@ class ModelRunner:
     ) -> Tensor:
         """The forward pass of packed tokens, independent of the requests they belong to."""
         model = self.model
+        assert self.pieces is not None
         places = TokenPlaces(*model.rotary.rows(positions), slots)
-        layout = model.layout((ids.shape[0],))
+        padded = PaddedRows(self.pieces.num_tokens, 1)
+        layout = model.layout((ids.shape[0],)).with_padding(padded)
         step = ForwardBatch(
             ids, positions, places, ids, self.pool, layout=layout, recorder=recorder
         )

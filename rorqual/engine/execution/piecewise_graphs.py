@@ -86,6 +86,8 @@ class PiecewiseGraphs:
         self.calls: StepCalls | None = None  # to expert servers, if any
         self.called: dict[int, Step] = {}
         self.columns: Tensor | None = None
+        # that are not padding, in the next replay
+        self.num_tokens = torch.zeros(1, dtype=torch.int64, device=platform.device)
         self.first: Gap | None = None  # of the largest size
 
     def capture(self) -> None:
@@ -145,6 +147,7 @@ class PiecewiseGraphs:
         for row, given in enumerate((step.token_ids, step.positions, step.places.slots)):
             columns[row, :tokens].copy_(given)
         columns[:, tokens:].zero_()
+        self.num_tokens.fill_(tokens)
 
         def between(gap: Gap) -> None:
             inputs = (tensor[:tokens] for tensor in gap.inputs)

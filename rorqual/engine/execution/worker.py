@@ -240,6 +240,13 @@ class Worker:
         if config.precompile_kernels:
             self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
         self._phase("graphs", lambda: self.runner.capture(*steps))
+        self._forget_load()
+
+    @torch.inference_mode()
+    def _forget_load(self) -> None:
+        """The experts of warm-up steps are no requests' choice."""
+        for layer in self.model.moe_layers():
+            layer.exchange.load.zero_()
 
     def _captured_steps(
         self,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rorqual.errors import ExpertsMissing
 from rorqual.ops.reference import ExpertWeights, quantize_activation
-from rorqual.parallel.exchange import SlotMap
+from rorqual.parallel.exchange import SlotMap, count_experts, plus
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.remote.control import DataLink, ServerLink, said
 from rorqual.parallel.remote.link import LinkError
@@ -185,12 +185,12 @@ class RemoteExchange:
 
     def count(self, ids: Tensor, layout: Layout) -> None:
         if self.record_load and layout.counted:
-            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+            count_experts(self.load, ids, layout.own_padded)
 
     def run_experts(self, ticket: RemoteTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
 
-    def combine(self, ticket: RemoteTicket) -> Tensor:
+    def combine(self, ticket: RemoteTicket, base: Tensor | None = None) -> Tensor:
         x = ticket.x
         if not x.shape[0]:
             return x
@@ -202,7 +202,8 @@ class RemoteExchange:
                 self._count_moved(ticket, call)
                 self._try(ticket, _spread(call, ticket.ids))
         self.lanes.free(ticket)
-        return torch.zeros_like(x) if self._given_up() else _summed(ticket.replies, x)
+        y = torch.zeros_like(x) if self._given_up() else _summed(ticket.replies, x)
+        return plus(y, base)
 
     def _given_up(self) -> bool:
         """Whether this step is."""

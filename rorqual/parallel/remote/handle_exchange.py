@@ -90,17 +90,18 @@ class HandleExchange:
             weights,
             layer,
             calls.fp8,
+            layout.own_padded,
         )
         return ticket
 
     def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None:
         self.plain.run_experts(ticket, dense)
 
-    def combine(self, ticket: Any) -> Tensor:
+    def combine(self, ticket: Any, base: Tensor | None = None) -> Tensor:
         if not isinstance(ticket, HandleTicket):
-            return self.plain.combine(ticket)
+            return self.plain.combine(ticket, base)
         if ticket.lane == NO_LANE:
             return ticket.x
-        y = self.calls.kernels.combine(self.calls.lanes[ticket.lane], ticket.x)
+        y = self.calls.kernels.combine(self.calls.lanes[ticket.lane], ticket.x, base)
         self.lanes.free(ticket)
         return y

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rorqual import LLM, SamplingParams
+from tests.engine.execution.replaying import ReplayingPlatform
 
 pytestmark = pytest.mark.exhaustive
 
@@ -84,6 +86,17 @@ def test_every_token_is_counted_once(expected: Counts, layout: dict[str, int]) -
     assert len(found) == 2, "the first of three layers is dense"
     assert len({str(counts) for counts in seen}) > 1
     assert all(len({sum(layer) for layer in counts}) == 1 for counts in seen)
+
+
+def test_padding_of_captured_steps_is_not_counted(
+    expected: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five requests end one after the other, and three of them replay a step of four."""
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
+    found, _ = counted(LLM(**{**OPTIONS, "max_num_seqs": 5}))
+    assert found == expected
+    assert platform.replays > 8
 
 
 def test_nothing_is_told_that_is_not_recorded() -> None:

@@ -59,8 +59,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import at, await_flags
+from rorqual.ops.triton.comm.p2p_flags import at, await_flags, real_rows
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -173,7 +174,7 @@ def _rows_by_peer(
     return before, goes, count
 
 
-@triton.jit(do_not_specialize=["tokens", "capacity"])
+@triton.jit(do_not_specialize=["tokens", "capacity", "each_rows", "first_row"])
 def _dispatch_kernel(
     table,
     totals,
@@ -181,7 +182,10 @@ def _dispatch_kernel(
     slots,
     weights,
     rows,
+    requests,
     tokens,
+    each_rows,
+    first_row,
     capacity,
     columns,
     x_row,
@@ -204,8 +208,9 @@ def _dispatch_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends token i, if it exists, and marks row i of each peer's block as unused if fewer
-    tokens are sent there."""
+    """Block i sends token i, if it exists and is not padding, and marks row i of each peer's block
+    as unused if fewer tokens are sent there."""
+    tokens = real_rows(tokens, requests, each_rows, first_row)  # no kernel writes `requests`
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     peer = tl.arange(0, PEERS)
@@ -339,6 +344,7 @@ def _combine_kernel(
     table,
     totals,
     rows,
+    base,
     out,
     tokens,
     columns,
@@ -350,12 +356,16 @@ def _combine_kernel(
     PEERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[i] = the sum of token i's partial sums, in fp32 and in rank order. There is at least one
-    block, even without tokens."""
+    """out[i] = the sum of token i's partial sums, in fp32 and in rank order, rounded, and base[i].
+    There is at least one block, even without tokens."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     peer = tl.arange(0, PEERS)
     offsets = tl.arange(0, SIZE)
+    inside = (offsets < columns) & (token < tokens)
+    more = tl.zeros([SIZE], tl.float32)
+    if base is not None:
+        more = tl.load(base + token * columns + offsets, mask=inside, other=0.0).to(tl.float32)
     await_flags(
         table,
         at(table, rank, flags_at, tl.int32) + WORLD,
@@ -372,12 +382,14 @@ def _combine_kernel(
             row = tl.load(rows + token * WORLD + source).to(tl.int64)
             part = tl.load(
                 sums + row * columns + offsets,
-                mask=(offsets < columns) & (row >= 0),
+                mask=inside & (row >= 0),
                 other=0.0,
                 cache_modifier=".cg",
             )
             total += part.to(tl.float32)
-        tl.store(out + token * columns + offsets, total.to(kind), mask=offsets < columns)
+        if base is not None:
+            total = total.to(kind).to(tl.float32) + more
+        tl.store(out + token * columns + offsets, total.to(kind), mask=inside)
 
 
 def dispatch(
@@ -388,10 +400,12 @@ def dispatch(
     capacity: int,
     placement: ExpertPlacement,
     fp8: bool = False,
+    padded: PaddedRows | None = None,
 ) -> None:
     """Send x [T, columns] with slots [T, K] int32 or int64 and weights [T, K] fp32; T at most
     `capacity`, which is the same on all ranks, at least 1 and at most the buffer's. fp8: quantize
-    as quantize_activation."""
+    as quantize_activation. padded: some of the last rows are padding, which is not sent, so no rank
+    reads experts for it; its sums are 0."""
     areas = buffer.areas
     (tokens, columns) = x.shape
     assert tokens <= capacity <= areas.rows, (tokens, capacity, areas)
@@ -407,7 +421,10 @@ def dispatch(
         slots.contiguous(),
         weights.contiguous(),
         buffer.rows,
+        None if padded is None else padded.requests,
         tokens,
+        0 if padded is None else padded.each,
+        0 if padded is None else padded.first,
         capacity,
         columns,
         x.stride(0),
@@ -493,17 +510,19 @@ def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
     )
 
 
-def combine(buffer: DispatchBuffer, like: Tensor) -> Tensor:
+def combine(buffer: DispatchBuffer, like: Tensor, base: Tensor | None = None) -> Tensor:
     """The sums of this rank's tokens, [T, columns], with the shape and dtype of `like`, the
-    dispatched hidden states."""
+    dispatched hidden states. base: added to the rounded sums."""
     areas = buffer.areas
     (tokens, columns) = like.shape
+    assert base is None or (base.shape == like.shape and base.is_contiguous())
     out = torch.empty(tokens, columns, dtype=like.dtype, device=like.device)
     size = next_power(columns)
     _combine_kernel[max(1, tokens),](
         buffer.table,
         buffer.totals,
         buffer.rows,
+        base,
         out,
         tokens,
         columns,

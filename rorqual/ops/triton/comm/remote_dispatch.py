@@ -65,8 +65,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import await_flags
+from rorqual.ops.triton.comm.p2p_flags import await_flags, real_rows
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
@@ -130,7 +131,7 @@ def _set_flags(done, flags, real, rows, COUNTED: tl.constexpr):
         tl.atomic_add(flags, real.to(tl.int32), mask=real, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rows", "turn"])
+@triton.jit(do_not_specialize=["rows", "turn", "each_rows", "first_row"])
 def _dispatch_kernel(
     table,
     holders,
@@ -139,7 +140,10 @@ def _dispatch_kernel(
     weights,
     sent,
     done,
+    requests,
     rows,
+    each_rows,
+    first_row,
     columns,
     x_row,
     turn,
@@ -157,11 +161,12 @@ def _dispatch_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Program (i, j) sends part j of row i to each server that holds any of its experts; programs
-    (i, 0) send its ids to all servers."""
+    (i, 0) send its ids to all servers, -1 if the row is padding."""
     server = tl.arange(0, SERVERS)
     inboxes = tl.load(table + server)  # no kernel writes it
     homes = tl.load(table + SERVERS + server)
     used = inboxes != 0
+    real = real_rows(rows, requests, each_rows, first_row)  # no kernel writes `requests`
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -172,7 +177,7 @@ def _dispatch_kernel(
     first = (row == 0) & (part == 0)
     # on their way together
     values = tl.load(x + row.to(tl.int64) * x_row + offsets, mask=inside, other=0.0)
-    expert = tl.load(ids + row * TOP_K + pick, mask=mine, other=-1).to(tl.int32)
+    expert = tl.load(ids + row * TOP_K + pick, mask=mine & (row < real), other=-1).to(tl.int32)
     weight = tl.load(weights + row * TOP_K + pick, mask=mine, other=0.0)
     # for `combine`, which waits for this whole kernel
     due = (homes + 4).to(tl.pointer_type(tl.int32))
@@ -306,6 +311,7 @@ def _remote_combine_kernel(
     table,
     sent,
     halt,
+    base,
     out,
     columns,
     sums_at,
@@ -313,13 +319,14 @@ def _remote_combine_kernel(
     SERVERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Part j of out[i] = the sum of row i's partial sums, in fp32 and in server order."""
+    """Part j of out[i] = the sum of row i's partial sums, in fp32 and in server order, rounded, and
+    base[i]."""
     server = tl.arange(0, SERVERS)
     homes = tl.load(table + SERVERS + server)  # no kernel writes it
     bases = ()  # computed before the wait, so that sums can be read right after it
     for peer in tl.static_range(SERVERS):
-        base = tl.load(table + SERVERS + peer)
-        bases = bases + (base,)  # type: ignore[assignment]  # noqa: RUF005
+        home = tl.load(table + SERVERS + peer)
+        bases = bases + (home,)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -328,11 +335,14 @@ def _remote_combine_kernel(
     due = tl.load((homes + 4).to(tl.pointer_type(tl.int32)), mask=used, other=0)
     flags = homes.to(tl.pointer_type(tl.int32))
     to = tl.load(sent + row)
+    start = row.to(tl.int64) * columns
+    more = tl.zeros([SIZE], tl.float32)
+    if base is not None:
+        more = tl.load(base + start + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
     first = (row == 0) & (part == 0)
     zeros = tl.zeros_like(server)
     await_flags(table, flags, zeros, used, due, 2 * SERVERS, True, halt, first)
     kind: tl.constexpr = out.dtype.element_ty
-    start = row.to(tl.int64) * columns
     total = tl.zeros([SIZE], tl.float32)
     for peer in tl.static_range(SERVERS):
         sums = tl.multiple_of((bases[peer] + sums_at).to(tl.pointer_type(kind)), 16)
@@ -343,6 +353,8 @@ def _remote_combine_kernel(
             cache_modifier=".cg",
         )
         total += found.to(tl.float32)
+    if base is not None:
+        total = total.to(kind).to(tl.float32) + more
     tl.store(out + start + offsets, total.to(kind), mask=offsets < columns)
     if first:
         missed = tl.load(
@@ -401,10 +413,12 @@ def dispatch(
     weights: Tensor,
     turn: int,
     fp8: bool = False,
+    padded: PaddedRows | None = None,
 ) -> None:
     """Send x [T, columns] with logical ids [T, K] int32 or int64 and weights [T, K] fp32; T from 1
     to areas.rows. turn: of the first row, for the choice among several servers of an expert. fp8:
-    quantize as quantize_activation."""
+    quantize as quantize_activation. padded: some of the last rows are padding, which no server
+    computes; its sums are 0."""
     areas = lane.areas
     (rows, columns) = x.shape
     assert 0 < rows <= areas.rows, (rows, areas)
@@ -421,7 +435,10 @@ def dispatch(
         weights.contiguous(),
         lane.sent,
         lane.done,
+        None if padded is None else padded.requests,
         rows,
+        0 if padded is None else padded.each,
+        0 if padded is None else padded.first,
         columns,
         x.stride(0),
         turn,
@@ -504,16 +521,18 @@ def send_home(lane: ServerLane, y: Tensor) -> None:
     )
 
 
-def combine(lane: CallerLane, like: Tensor) -> Tensor:
+def combine(lane: CallerLane, like: Tensor, base: Tensor | None = None) -> Tensor:
     """The sums of the rows, [T, columns], with the shape and dtype of `like`, the dispatched hidden
-    states."""
+    states. base: added to the rounded sums."""
     (rows, columns) = like.shape
+    assert base is None or (base.shape == like.shape and base.is_contiguous())
     out = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
     size = _columns_at_once(rows, columns, True)
     _remote_combine_kernel[rows, triton.cdiv(columns, size)](
         lane.table,
         lane.sent,
         lane.halt,
+        base,
         out,
         columns,
         HEAD,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.parallel.exchange import plus
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
 from rorqual.parallel.remote.group.calls import GroupCalls
@@ -52,9 +53,9 @@ class GroupExchange(RemoteExchange):
         self.calls.send(ticket.lane, self.layer, x, ids, weights)
         return ticket
 
-    def combine(self, ticket: Any) -> Tensor:
+    def combine(self, ticket: Any, base: Tensor | None = None) -> Tensor:
         if not isinstance(ticket, GroupTicket):
-            return super().combine(ticket)
+            return super().combine(ticket, base)
         y = self.calls.receive(ticket.lane, ticket.x)
         self.lanes.free(ticket)
-        return y
+        return plus(y, base)

@@ -14,6 +14,7 @@ from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before ke
 pytestmark = needs_triton
 
 from rorqual.ops import reference  # noqa: E402
+from rorqual.ops.padded_rows import PaddedRows  # noqa: E402
 
 if DEVICE is not None:
     kernels = pytest.importorskip("rorqual.ops.triton.comm.remote_dispatch")
@@ -73,9 +74,18 @@ class Pairs:
         found[: kernels.HEAD] = 0
         return found
 
-    def call(self, x: Tensor, ids: Tensor, weights: Tensor, turn: int, fp8: bool) -> Tensor:
+    def call(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        turn: int,
+        fp8: bool,
+        padded: PaddedRows | None = None,
+        base: Tensor | None = None,
+    ) -> Tensor:
         """Server s gives its slot's number plus one times what came, so who computed is seen."""
-        kernels.dispatch(self.caller, self.holders, x, ids, weights, turn, fp8)
+        kernels.dispatch(self.caller, self.holders, x, ids, weights, turn, fp8, padded)
         for number, server in enumerate(self.servers):
             kernels.arrive(server, self.places[number], x.shape[0])
             parts, slots, scores = kernels.arrived(server, x.shape[0], self.dtype, fp8)
@@ -83,7 +93,7 @@ class Pairs:
             factor = torch.where(slots >= 0, scores * (slots + 1), 0).sum(1, keepdim=True)
             rows = torch.where((slots >= 0).any(1, keepdim=True), rows, 0)
             kernels.send_home(server, (rows * factor).to(self.dtype).contiguous())
-        return kernels.combine(self.caller, x)
+        return kernels.combine(self.caller, x, base)
 
     def wanted(self, x: Tensor, ids: Tensor, weights: Tensor, turn: int, fp8: bool) -> Tensor:
         if fp8:
@@ -138,6 +148,37 @@ def test_rows_meet_their_experts_and_come_back(spread: list[list[int]], fp8: boo
     assert heads == [[2 * ROWS + 4] * 2] * len(heads)
     assert pairs.words.tolist() == [0, 0]
     assert not any(int(lane.done) for lane in (pairs.caller, *pairs.servers))
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_padding_has_no_experts(fp8: bool) -> None:
+    """Its ids are those of no expert that any server has, and no report comes of it."""
+    pairs = Pairs([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]])
+    padded = PaddedRows(torch.zeros(1, dtype=torch.int64, device=DEVICE), 2, 1)
+    x, ids, weights = given(ROWS, 3, torch.float32)
+    ids[ids == EXPERTS - 1] = 0  # which nobody has
+    for requests, real in ((3, 5), (1, 1), (0, 0), (9, ROWS)):
+        padded.requests.fill_(requests)
+        lost = ids.clone()
+        lost[real:] = EXPERTS - 1
+        found = pairs.call(x, lost, weights, 0, fp8, padded).cpu()
+        wanted = pairs.wanted(x, ids, weights, 0, fp8)
+        torch.testing.assert_close(found[:real], wanted[:real], rtol=1e-6, atol=1e-6)
+        assert not found[real:].any()
+        for server in pairs.servers:
+            assert bool((server.local[real:] == -1).all())
+    assert pairs.words.tolist() == [0, 0]
+
+
+@pytest.mark.usefixtures("programs")
+def test_sums_are_added_to_what_there_is() -> None:
+    """Rounded first, as an addition of its own would find them."""
+    pairs = Pairs(SPREADS[2], torch.bfloat16)
+    x, ids, weights = given(ROWS, 4, torch.bfloat16)
+    base = torch.randn_like(x)
+    plain = pairs.call(x, ids, weights, 0, False)
+    assert torch.equal(pairs.call(x, ids, weights, 0, False, base=base), plain + base)
 
 
 @pytest.mark.usefixtures("programs")

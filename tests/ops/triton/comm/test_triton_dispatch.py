@@ -13,6 +13,7 @@ from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import dequantize_activation, quantize_activation
 from rorqual.ops.triton.comm import dispatch_combine as kernels
 
@@ -47,11 +48,18 @@ class Ranks:
             )
 
     def dispatch(
-        self, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        fp8: bool,
+        padded: list[PaddedRows] | None = None,
     ) -> list[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
         capacity = max(map(len, x))
         for rank, buffer in enumerate(self.buffers):
-            kernels.dispatch(buffer, x[rank], slots[rank], weights[rank], capacity, self.place, fp8)
+            real = padded[rank] if padded else None
+            given = (x[rank], slots[rank], weights[rank], capacity, self.place, fp8, real)
+            kernels.dispatch(buffer, *given)
         for buffer in self.buffers:
             kernels.recv_dispatch(buffer)
         found = zip(self.buffers, self.memory, strict=True)
@@ -59,10 +67,15 @@ class Ranks:
             kernels.arrived(buffer, memory, capacity, self.dtype, fp8) for buffer, memory in found
         ]
 
-    def combine(self, y: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+    def combine(
+        self, y: list[Tensor], x: list[Tensor], base: list[Tensor] | None = None
+    ) -> list[Tensor]:
         for buffer, part in zip(self.buffers, y, strict=True):
             kernels.send_combine(buffer, part, max(map(len, x)))
-        return [kernels.combine(buffer, like) for buffer, like in zip(self.buffers, x, strict=True)]
+        return [
+            kernels.combine(buffer, like, base[rank] if base else None)
+            for rank, (buffer, like) in enumerate(zip(self.buffers, x, strict=True))
+        ]
 
 
 def draw(
@@ -113,14 +126,20 @@ def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, f
 
 
 def sums_of(
-    ranks: Ranks, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool
+    ranks: Ranks,
+    x: list[Tensor],
+    slots: list[Tensor],
+    weights: list[Tensor],
+    fp8: bool,
+    padded: list[PaddedRows] | None = None,
+    base: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Rank d's experts multiply by d + 1, and make NaN of what is no row."""
     y = []
-    for me, (parts, places, _) in enumerate(ranks.dispatch(x, slots, weights, fp8)):
+    for me, (parts, places, _) in enumerate(ranks.dispatch(x, slots, weights, fp8, padded)):
         rows = dequantize_activation(*parts, ranks.dtype) if fp8 else parts[0]
         y.append(torch.where((places >= 0).any(1, keepdim=True), rows * (me + 1), torch.nan))
-    return ranks.combine(y, x)
+    return ranks.combine(y, x, base)
 
 
 def wanted_sums(ranks: Ranks, x: list[Tensor], slots: list[Tensor], fp8: bool) -> list[Tensor]:
@@ -145,6 +164,46 @@ def test_sums_come_back_in_the_order_of_ranks(dtype: torch.dtype, fp8: bool) -> 
         got = sums_of(ranks, x, slots, weights, fp8)
         want = wanted_sums(ranks, x, slots, fp8)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_padding_is_not_sent(fp8: bool) -> None:
+    """Requests of two rows each, of which the buffers' ranks have the rows from number 1 on: what
+    arrives and comes back is that of the rows that are left, and padding has sums of 0."""
+    counts = [5, 4, 3]
+    requests = [2, 4, 0]  # rows that are not padding: 3, all, none
+    real = [3, 4, 0]
+    ranks = Ranks(3, 5, 160, 3, torch.bfloat16)
+    ranks.place = kernels.ExpertPlacement(6)
+    fewer = Ranks(3, 5, 160, 3, torch.bfloat16)
+    fewer.place = ranks.place
+    padded = [PaddedRows(torch.tensor([one], device=DEVICE), 2, 1) for one in requests]
+    x, slots, weights = draw(counts, 160, 3, torch.bfloat16)
+    for _ in range(2):
+        short = [
+            [part[:count] for part, count in zip(one, real, strict=True)]
+            for one in (x, slots, weights)
+        ]
+        got = sums_of(ranks, x, slots, weights, fp8, padded)
+        want = sums_of(fewer, *short, fp8)
+        for sums, few, count in zip(got, want, real, strict=True):
+            assert torch.equal(sums[:count], few)
+            assert not sums[count:].any()
+        assert torch.count_nonzero(got[0][:3]) > 0
+        for one, number in zip(padded, requests, strict=True):
+            assert one.is_real(5).tolist() == [int(row < 2 * number) for row in range(1, 6)]
+            one.requests.fill_(number)
+
+
+def test_sums_are_added_to_what_there_is() -> None:
+    """Rounded first, as an addition of its own would find them."""
+    ranks = Ranks(2, 3, 160, 3, torch.bfloat16)
+    x, slots, weights = draw([3, 2], 160, 3, torch.bfloat16)
+    base = [torch.randn_like(part) for part in x]
+    plain = sums_of(ranks, x, slots, weights, False)
+    got = sums_of(ranks, x, slots, weights, False, base=base)
+    for one, sums, more in zip(got, plain, base, strict=True):
+        assert torch.equal(one, sums + more)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="records a graph")
