@@ -195,8 +195,11 @@ def provenance(llm: LLM) -> dict[str, Any]:
 
 def read_bandwidth(platform: Platform) -> float:
     """Bytes/s at which the device's memory is read, by summing a random buffer larger than its
-    caches."""
-    size = READ_BYTES if platform.name == "cpu" else 16 * READ_BYTES
+    caches. It takes at most half of what the engine's cache left of the memory."""
+    size = READ_BYTES
+    if platform.name != "cpu":
+        platform.release_memory()
+        size = min(16 * READ_BYTES, platform.available_memory() // 2 // 512 * 512)
     data = torch.rand(size // 4, device=platform.device)
 
     def once() -> None:
