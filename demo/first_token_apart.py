@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from prompt_process import PromptProcess, options_of_both
+from child_process import ChildProcess, options_of_both
 
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
@@ -137,12 +137,10 @@ def keep() -> None:
     side.close()
 
 
-def one_apart(
-    side: Side, computing: PromptProcess, prompt: list[int], found: Measured
-) -> list[int]:
+def one_apart(side: Side, computing: ChildProcess, prompt: list[int], found: Measured) -> list[int]:
     """Its tokens."""
-    computing.tell(prompt)
-    where, seconds = computing.hear()
+    computing.send(prompt)
+    where, seconds = computing.receive()
     start = time.perf_counter()
     if where is None:
         raise SystemExit("pages of a prompt were not offered")
@@ -182,10 +180,10 @@ def one_alone(side: Side, prompt: list[int], found: Measured) -> list[int]:
 def measure(trial: Trial) -> Measured:
     """Raises SystemExit where pages do not arrive."""
     secret = secrets.token_hex(16)
-    computing = PromptProcess(__file__, {"trial": asdict(trial), "secret": secret})
+    computing = ChildProcess(__file__, {"trial": asdict(trial), "secret": secret})
     try:
         side = Side(trial, "decode", secret)
-        computing.hear()
+        computing.receive()
         random = np.random.default_rng(trial.seed)
         most = min(4000, side.engine.model_config.vocab_size)
         found = Measured()

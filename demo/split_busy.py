@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prompt_process import PromptProcess
+from child_process import ChildProcess
 
 from rorqual import LLM
 from rorqual.bench.offline.profile import busy_share, spans_of_steps, summarize, timeline
@@ -90,9 +90,9 @@ def measure(trial: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text(secrets.token_hex(32))
-        server = PromptProcess(__file__, {"trial": asdict(trial), "secret": str(secret)})
+        server = ChildProcess(__file__, {"trial": asdict(trial), "secret": str(secret)})
         try:
-            port = server.hear()
+            port = server.receive()
             llm = LLM(
                 trial.model,
                 **trial.options(trial.devices[0]),
@@ -111,11 +111,11 @@ def measure(trial: Trial) -> dict[str, Any]:
 
             @contextmanager
             def experts() -> Iterator[None]:
-                server.tell("begin")
-                server.hear()
+                server.send("begin")
+                server.receive()
                 yield
-                server.tell("end")
-                found["experts"] = server.hear()
+                server.send("end")
+                found["experts"] = server.receive()
 
             spans, _ = spans_of_steps(llm, prompts, trial.steps, experts())
             found["attention"] = side(spans, trial.steps)

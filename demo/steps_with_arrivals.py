@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prompt_process import PromptProcess, options_of_both
+from child_process import ChildProcess, options_of_both
 
 from rorqual.disagg.kv_transfers import KVTransfers
 from rorqual.disagg.transfer_config import TransferConfig
@@ -143,21 +143,21 @@ def keep() -> None:
     engine.close()
 
 
-class Keeper(PromptProcess):
+class Keeper(ChildProcess):
     """That process, from here, once it can be asked."""
 
     def __init__(self, setting: Setting, secret: str):
         super().__init__(__file__, {"setting": asdict(setting), "secret": secret})
         try:
-            self.hear()
+            self.receive()
         except BaseException:
             self.close()
             raise
 
     def computed(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Where the pages of each are."""
-        self.tell(prompts)
-        found = self.hear()
+        self.send(prompts)
+        found = self.receive()
         if None in found:
             raise SystemExit("pages of a prompt were not offered")
         return list(found)

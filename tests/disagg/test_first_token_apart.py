@@ -36,15 +36,15 @@ def test_it_times_prompts_both_ways(
 
 
 def test_pages_that_do_not_arrive_end_it(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = demo.PromptProcess.hear
+    receive = demo.ChildProcess.receive
 
     def without_keys(self: object) -> object:
-        found = hear(self)
+        found = receive(self)
         if not isinstance(found, list):
             return found
         return [{**found[0], "remote_request_id": "00" * 32}, found[1]]
 
-    monkeypatch.setattr(demo.PromptProcess, "hear", without_keys)
+    monkeypatch.setattr(demo.ChildProcess, "receive", without_keys)
     trial = demo.Trial(prompt=20, repeats=1, threads=1, page_size=8, devices=("cpu", "cpu"))
     with pytest.raises(SystemExit, match="not all pages arrived: 0 of 3 pages"):
         demo.measure(trial)

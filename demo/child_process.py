@@ -1,5 +1,5 @@
-"""What demos with two engines share: the process of the one that computes prompts, as the other
-sees it, and the options of both. A demo of this kind starts itself again with `--keep`."""
+"""What demos of two processes share. The child, a prefill engine or an expert server, is the demo
+itself, started again with `--keep`. And the options of demos with two engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import rorqual
 from rorqual.disagg.transfer_config import TRANSPORTS
 
 
-class PromptProcess:
-    """`script --keep`, which is told `first` and then whatever `tell` says: JSON in lines, as is
-    what it answers."""
+class ChildProcess:
+    """`script --keep`, as its parent sees it. Messages both ways are lines of JSON; `first` is the
+    first one to the child."""
 
     def __init__(self, script: str, first: Any):
         here = str(Path(rorqual.__file__).parents[1])  # both run the same code
@@ -29,19 +29,19 @@ class PromptProcess:
             env={**os.environ, "PYTHONPATH": path},
             text=True,
         )
-        self.tell(first)
+        self.send(first)
 
-    def tell(self, what: Any) -> None:
+    def send(self, message: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> Any:
-        """The next answer. Raises SystemExit where the process has ended."""
+    def receive(self) -> Any:
+        """The child's next message. Raises SystemExit where it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the other process has ended ({self.process.wait()})")
+            raise SystemExit(f"the child process has ended ({self.process.wait()})")
         return json.loads(line)
 
     def close(self) -> None:
