@@ -16,7 +16,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,39 +90,43 @@ def measure(trial: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text(secrets.token_hex(32))
-        server = ChildProcess(__file__, {"trial": asdict(trial), "secret": str(secret)})
-        try:
-            port = server.receive()
-            llm = LLM(
-                trial.model,
-                **trial.options(trial.devices[0]),
-                experts=(f"127.0.0.1:{port}",),
-                expert_secret_file=str(secret),
-                expert_transport="handles",
-                micro_batches=trial.micro_batches,
-                max_num_seqs=trial.requests,
-                max_model_len=trial.prompt + 512,
-                skip_tokenizer_init=True,
-            )
-            vocabulary = llm.engine.model_config.vocab_size
-            shape = (trial.requests, trial.prompt)
-            prompts = np.random.default_rng(1).integers(10, vocabulary, shape).tolist()
-            found: dict[str, Any] = {}
+        with closing(
+            ChildProcess(__file__, {"trial": asdict(trial), "secret": str(secret)})
+        ) as server:
+            return measure_with(server, trial, str(secret))
 
-            @contextmanager
-            def experts() -> Iterator[None]:
-                server.send("begin")
-                server.receive()
-                yield
-                server.send("end")
-                found["experts"] = server.receive()
 
-            spans, _ = spans_of_steps(llm, prompts, trial.steps, experts())
-            found["attention"] = side(spans, trial.steps)
-            found["step_ms"] = summarize(spans, trial.steps).step / 1e3
-            return found
-        finally:
-            server.close()
+def measure_with(server: ChildProcess, trial: Trial, secret: str) -> dict[str, Any]:
+    port = server.receive()
+    llm = LLM(
+        trial.model,
+        **trial.options(trial.devices[0]),
+        experts=(f"127.0.0.1:{port}",),
+        expert_secret_file=secret,
+        expert_transport="handles",
+        micro_batches=trial.micro_batches,
+        max_num_seqs=trial.requests,
+        max_model_len=trial.prompt + 512,
+        skip_tokenizer_init=True,
+    )
+    found: dict[str, Any] = {}
+
+    @contextmanager
+    def experts() -> Iterator[None]:
+        server.send("begin")
+        server.receive()
+        yield
+        server.send("end")
+        found["experts"] = server.receive()
+
+    with closing(llm.engine):  # before the server, whose end it would report as a loss
+        vocabulary = llm.engine.model_config.vocab_size
+        shape = (trial.requests, trial.prompt)
+        prompts = np.random.default_rng(1).integers(10, vocabulary, shape).tolist()
+        spans, _ = spans_of_steps(llm, prompts, trial.steps, experts())
+    found["attention"] = side(spans, trial.steps)
+    found["step_ms"] = summarize(spans, trial.steps).step / 1e3
+    return found
 
 
 def main() -> None:

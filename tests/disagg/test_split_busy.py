@@ -1,9 +1,11 @@
 """demo/split_busy.py, as far as it runs without GPUs: what it makes of kernels' spans, and that it
-is asked for two."""
+is asked for two; and the order in which both sides end."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,46 @@ def test_two_gpus_are_asked_for(
     with pytest.raises(SystemExit):
         split_busy.main()
     assert "--devices cpu,cpu: two GPUs, such as cuda:0,cuda:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_ends_before_its_expert_server(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """An engine whose server ends first takes that for a failure."""
+    ended: list[str] = []
+
+    class FakeServer:
+        def __init__(self, script: str, first: Any):
+            self.port = 9400
+
+        def receive(self) -> int:
+            return self.port
+
+        def close(self) -> None:
+            ended.append("expert server")
+
+    config = SimpleNamespace(vocab_size=100)
+    engine = SimpleNamespace(model_config=config, close=lambda: ended.append("engine"))
+
+    def fake_llm(model: str, experts: tuple[str], **options: Any) -> Any:
+        assert experts == ("127.0.0.1:9400",)
+        return SimpleNamespace(engine=engine)
+
+    def spans_of_steps(*given: Any) -> tuple[list[Span], list[float]]:
+        if fails:
+            raise RuntimeError("a step failed")
+        return [Span("attention", 0.0, 1000.0)], []
+
+    monkeypatch.setattr(split_busy, "ChildProcess", FakeServer)
+    monkeypatch.setattr(split_busy, "LLM", fake_llm)
+    monkeypatch.setattr(split_busy, "spans_of_steps", spans_of_steps)
+    trial = split_busy.Trial("m", "random", None, 2, 8, 1, 2, ("cuda:0", "cuda:1"))
+    if fails:
+        with pytest.raises(RuntimeError, match="a step failed"):
+            split_busy.measure(trial)
+    else:
+        found = split_busy.measure(trial)
+        assert found["step_ms"] == 1.0
+        assert found["attention"]["busy"] == 1.0
+    assert ended == ["engine", "expert server"]
