@@ -27,111 +27,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from served_load import LOOK_SECONDS, counted, made_prompts, play, running_router
+from gpu_layouts import LAYOUTS, Running, common_options, running, transport_of
+from layout_loads import ASKED, Cell, Shape, computed_by_decode, greedy_answers, measure, warm_up
 
 from rorqual.bench import provenance
 from rorqual.bench.peers.model_folder import ServedModel, served_model
-from rorqual.bench.peers.server_process import (
-    RunningServer,
-    StartedServer,
-    last_lines,
-    started_server,
-)
-from rorqual.bench.serving.client import RequestRecord, ServerTarget
-from rorqual.bench.serving.load import ArrivalLoad, Run
-from rorqual.bench.serving.metrics import GoodputLimits, causes, figures
 from rorqual.errors import RorqualError, TargetError
 
-LAYOUTS = ("replicas", "apart", "tp2")  # in this order
-MOST_STREAMS = 64
-LEAST_STREAMS = 8
-TOKENS_IN_FLIGHT = 128_000  # of prompts in the closed loop, which limits its streams
 FIRST_START = 60.0  # seconds that a layout may take of which nothing is known
 STOP_SECONDS = 8.0  # kept for ending the servers
-WARM_UPS = 8
-WARM_UP_TOKENS = 16  # of each answer
-ASKED = 4  # prompts whose greedy answers are compared
-ASKED_IN = 256  # tokens of each, at most
-ASKED_OUT = 24
-RAMP = 0.25  # of a closed loop's time, over which its streams begin
-LEAST_ITL = 0.002  # seconds, for the number of prompts that a closed loop may need
 DRAIN = 2.0  # times a load's seconds after which requests that are still open have failed
-COUNTERS_SECONDS = 3.0  # after which /metrics must have what the engines counted
-CPU_SEQS = 64
-CPU_PAGE = 16
 COLUMNS = ("tokens_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50")
 FAULTS = ("failed", "moved", "computed_by_decode")
-KEPT = (
-    *("completed", "failed", "duration", "request_throughput", "client_cpu_cores"),
-    *("token_source", "short_outputs", "input_length_mismatches", "total_cached_tokens"),
-)
-
-
-# ---- what is measured
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Tokens of each prompt and answer; streams: open requests of the closed loop."""
-
-    input: int
-    output: int
-    streams: int
-
-    @staticmethod
-    def parse(text: str) -> Shape:
-        """INxOUT or INxOUT@STREAMS; without STREAMS as many as TOKENS_IN_FLIGHT allow."""
-        lengths, _, streams = text.partition("@")
-        first, _, second = lengths.partition("x")
-        try:
-            found = [int(part) for part in (first, second, streams or "1")]
-        except ValueError:
-            found = [0]
-        if min(found) < 1 or len(found) < 3:
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: INxOUT or INxOUT@STREAMS")
-        most = max(LEAST_STREAMS, min(MOST_STREAMS, TOKENS_IN_FLIGHT // found[0]))
-        return Shape(found[0], found[1], found[2] if streams else most)
-
-    @property
-    def label(self) -> str:
-        return f"{self.input}x{self.output}@{self.streams}"
-
-    def seed(self, *more: int) -> list[int]:
-        return [self.input, self.output, *more]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """share: of the replicas' peak, as Poisson arrivals; None: the closed loop."""
-
-    layout: str
-    shape: Shape
-    share: float | None = None
-
-    @property
-    def key(self) -> list[Any]:
-        return [self.layout, self.shape.label, self.share]
-
-
-def all_cells(
-    layouts: Sequence[str], shapes: Sequence[Shape], shares: Sequence[float]
-) -> list[Cell]:
-    """In the order of measuring: of each layout all closed loops, then the shares."""
-    loads = (None, *shares)
-    return [
-        Cell(layout, shape, share)
-        for layout in LAYOUTS
-        if layout in layouts
-        for share in loads
-        for shape in shapes
-    ]
 
 
 # ---- what was measured
@@ -200,252 +113,22 @@ def faults(cell: Mapping[str, Any]) -> int:
     return sum(cell[name] for name in FAULTS)
 
 
-# ---- servers
-
-
-def common_options(
-    model: ServedModel, weights: str, device: str, shapes: Sequence[Shape]
-) -> list[str]:
-    longest = max(shape.input + shape.output for shape in shapes) + CPU_PAGE
-    options = [str(model.folder), "--weights", weights, "--max-model-len", str(longest)]
-    if device != "cpu":
-        return options
-    pages = CPU_SEQS * (-(-longest // CPU_PAGE) + 1)
-    return [
-        *options,
-        *("--device", "cpu", "--threads", "1", "--max-num-seqs", str(CPU_SEQS)),
-        *("--page-size", str(CPU_PAGE), "--num-pages", str(pages)),
-    ]
-
-
-def transport_of(device: str) -> str:
-    return "tcp" if device == "cpu" else "handles"
-
-
-def layout_options(layout: str, device: str, secret: Path) -> list[list[str]]:
-    """What each of its servers gets beside the options that all have. Both servers of a pair see
-    both GPUs, since one reads the other's memory."""
-    gpus = [[] if device == "cpu" else ["--device", f"cuda:{number}"] for number in (0, 1)]
-    if layout == "tp2":
-        return [["--tp", "2"]]
-    if layout == "replicas":
-        return gpus
-    kv = ["--kv-transport", transport_of(device), "--kv-secret-file", str(secret)]
-    return [
-        [*gpus[0], "--role", "prefill", "--kv-port", "0", *kv],
-        [*gpus[1], "--role", "decode", "--kv-peers", "127.0.0.1", *kv],
-    ]
-
-
-def router_options(layout: str, urls: Sequence[str]) -> list[str]:
-    """Nothing for one server, which has no router."""
-    if layout == "tp2":
-        return []
-    if layout == "apart":
-        return ["--prefill", urls[0], "--decode", urls[1], "--prefill-from", "1"]
-    return ["--replica", urls[0], "--replica", urls[1], "--policy", "least_loaded"]
-
-
-@dataclass(frozen=True)
-class Running:
-    """A layout that takes requests. url: where they go, the router's if there is one."""
-
-    layout: str
-    url: str
-    servers: tuple[RunningServer, ...]
-    router: RunningServer | None
-    transport: str
-
-    def check(self) -> None:
-        """Raises TargetError where one of its processes has ended."""
-        for server in (*self.servers, *filter(None, [self.router])):
-            if server.lost():
-                raise TargetError(f"a server has ended:\n{last_lines(server.log)}")
-
-    def pages(self, least: float = 0) -> dict[str, float]:
-        """Totals since the start: prompts that the prefill server took, those whose pages the
-        decode server fetched, those of which not all came, and bytes by the transport. Waits for
-        `least` fetched prompts, because engines report their counts four times a second."""
-        if self.layout != "apart" or self.router is None:
-            return {}
-        decode = self.servers[1].url
-        by = f'transport="{self.transport}"'
-        deadline = time.monotonic() + COUNTERS_SECONDS
-        while True:
-            found = {
-                "prefilled": counted(self.router.url, "rorqual_router_prefills_total", '"ok"'),
-                "fetched": counted(decode, "rorqual:kv_transfer_requests_total"),
-                "failures": counted(decode, "rorqual:kv_transfer_failures_total"),
-                "bytes": counted(decode, "rorqual:kv_transfer_bytes_received_total", by),
-            }
-            if found["fetched"] >= least or time.monotonic() > deadline:
-                return found
-            time.sleep(LOOK_SECONDS)
-
-    def moved(self) -> float:
-        """Requests and streams that the router has sent to a second server."""
-        if self.router is None:
-            return 0
-        names = ("rorqual_router_retries_total", "rorqual_router_resumes_total")
-        return sum(counted(self.router.url, name) for name in names)
-
-    def pages_since(self, before: Mapping[str, float], requests: int) -> dict[str, float]:
-        """Of so many requests that have ended."""
-        if not before:
-            return {}
-        after = self.pages(before["fetched"] + requests)
-        return {name: total - before[name] for name, total in after.items()}
-
-
-@contextmanager
-def running(
-    layout: str, common: Sequence[str], device: str, logs: Path, seconds: float
-) -> Iterator[Running]:
-    """Its servers start side by side. Raises TargetError where they are not ready in time."""
-    end = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        secret = Path(name) / "kv-secret"
-        secret.write_text(os.urandom(32).hex(), encoding="utf-8")
-        started = []
-        for number, own in enumerate(layout_options(layout, device, secret)):
-            command = serve_command([*common, *own])
-            log = logs / f"{layout}-{number}.log"
-            started.append(stack.enter_context(started_server(command, log)))
-        stack.callback(end_together, started)
-        servers = tuple(one.wait_ready(end - one.began) for one in started)
-        given = router_options(layout, [server.url for server in servers])
-        router = None
-        url = servers[0].url
-        if given:
-            log = logs / f"{layout}-router.log"
-            left = max(1.0, end - time.monotonic())
-            router = stack.enter_context(running_router(log, len(servers), left, *given))
-            url = router.url
-        yield Running(layout, url, servers, router, transport_of(device))
-
-
-def end_together(started: Sequence[StartedServer]) -> None:
-    """Ask all to end, so that each is not waited for before the next is asked."""
-    for server in started:
-        with suppress(ProcessLookupError):
-            server.process.send_signal(signal.SIGTERM)
-
-
-def serve_command(options: Sequence[str]) -> Callable[[int], list[str]]:
-    command = [sys.executable, "-m", "rorqual", "serve"]
-    return lambda port: [*command, *options, "--port", str(port)]
-
-
-# ---- loads
-
-
-def greedy_answers(url: str, shapes: Sequence[Shape], seconds: float) -> list[str]:
-    """Raises TargetError where one fails."""
-    length = min(ASKED_IN, *(shape.input for shape in shapes))
-    prompts = made_prompts(ASKED, (length, ASKED_OUT), 1)
-    load = ArrivalLoad(run_seconds=seconds)
-    run = play(ServerTarget(url, temperature=0.0, keep_text=True), prompts, load)
-    refuse_failures(run)
-    return ["".join(record.text) for record in run.records]
-
-
-def warm_up(where: Running, shapes: Sequence[Shape], seconds: float) -> None:
-    """Raises TargetError where a request fails."""
-    end = time.monotonic() + seconds
-    before = where.pages()
-    for shape in shapes:
-        lengths = (shape.input, min(shape.output, WARM_UP_TOKENS))
-        load = ArrivalLoad(run_seconds=max(1.0, end - time.monotonic()))
-        prompts = made_prompts(WARM_UPS, lengths, shape.seed(2))
-        refuse_failures(play(ServerTarget(where.url), prompts, load))
-    where.pages_since(before, WARM_UPS * len(shapes))  # so that a cell's counts are its own
-
-
-def refuse_failures(run: Run) -> None:
-    failed = causes(run.records)
-    if failed:
-        raise TargetError(f"{sum(failed.values())} requests failed: {next(iter(failed))}")
-
-
-def load_of(
-    cell: Cell, run_seconds: float, most_seconds: float, peak: float | None
-) -> tuple[ArrivalLoad, int]:
-    """And how many prompts it may need."""
-    if cell.share is None:
-        load = ArrivalLoad(
-            cell.shape.streams,
-            send_seconds=run_seconds,
-            ramp_seconds=RAMP * run_seconds,
-            run_seconds=most_seconds,
-        )
-        turns = math.ceil(run_seconds / (cell.shape.output * LEAST_ITL))
-        return load, cell.shape.streams * (1 + turns)
-    assert peak is not None
-    rate = cell.share * peak / cell.shape.output
-    return ArrivalLoad(rate=rate, run_seconds=most_seconds), max(1, round(rate * run_seconds))
-
-
-def steady_rate(records: Sequence[RequestRecord], begin: float, end: float) -> float:
-    """tokens/s between two times of time.perf_counter. A chunk counts for its share of its
-    request's tokens."""
-    tokens = sum(
-        record.output_tokens * sum(begin <= at < end for at in record.chunks) / len(record.chunks)
-        for record in records
-        if record.error is None and record.chunks
-    )
-    return tokens / (end - begin)
-
-
-def measure(
-    cell: Cell, where: Running, run_seconds: float, most_seconds: float, peak: float | None
-) -> dict[str, Any]:
-    """One cell, as it stands in the file. Raises TargetError where a server has ended, or the
-    closed loop had too few prompts."""
-    load, count = load_of(cell, run_seconds, most_seconds, peak)
-    percent = 0 if cell.share is None else round(100 * cell.share)
-    seed = cell.shape.seed(3, percent)
-    lengths = (cell.shape.input, cell.shape.output)
-    prompts = made_prompts(count, lengths, seed)
-    before = where.pages()
-    moved = where.moved()
-    began = time.monotonic()
-    run = play(ServerTarget(where.url), prompts, load, seed)
-    seconds = time.monotonic() - began
-    where.check()
-    pages = where.pages_since(before, len(run.records))
-    if cell.share is None and len(run.records) == count:
-        raise TargetError(f"{count} requests were too few for {run_seconds:g} s")
-    found = figures(run, GoodputLimits(), (50.0, 99.0))
-    rate = found["output_throughput"]
-    if cell.share is None:
-        rate = steady_rate(run.records, run.start + RAMP * run_seconds, run.start + run_seconds)
-    return {
-        "key": cell.key,
-        "shape": asdict(cell.shape),
-        "requests_s": None if cell.share is None else load.rate,
-        "tokens_s": rate,
-        **{f"{name}_p50": found[f"median_{name}_ms"] for name in ("ttft", "itl", "tpot")},
-        **{f"{name}_p99": found[f"p99_{name}_ms"] for name in ("ttft", "itl", "tpot")},
-        **{name: found[name] for name in KEPT},
-        "failures": dict(causes(run.records)),
-        "pages": pages,
-        "moved": round(where.moved() - moved),
-        "computed_by_decode": computed_by_decode(pages, len(run.records)),
-        "seconds": seconds,
-        "load_of_machine": os.getloadavg()[0],
-        "commit": provenance.git_commit(),
-    }
-
-
-def computed_by_decode(pages: Mapping[str, float], requests: int) -> int:
-    """Prompts that the decode server computed itself: the prefill server did not take them, or not
-    all of their pages came."""
-    if not pages:
-        return 0
-    return round(max(0.0, requests - (pages["fetched"] - pages["failures"])))
-
-
 # ---- all of it
+
+
+def all_cells(
+    layouts: Sequence[str], shapes: Sequence[Shape], shares: Sequence[float]
+) -> list[Cell]:
+    """In the order of measuring: layouts as in LAYOUTS, so that the replicas' peaks are known; of
+    each all closed loops, then the shares."""
+    loads = (None, *shares)
+    return [
+        Cell(layout, shape, share)
+        for layout in LAYOUTS
+        if layout in layouts
+        for share in loads
+        for shape in shapes
+    ]
 
 
 class Measurement:
@@ -456,7 +139,8 @@ class Measurement:
         self.results = results
         self.end = time.monotonic() + asked.seconds
         self.logs = asked.json.with_name(f"{asked.json.stem}-logs")
-        self.common = common_options(model, asked.weights, asked.device, asked.shapes)
+        max_tokens = max(shape.input + shape.output for shape in asked.shapes)
+        self.common = common_options(model, asked.weights, asked.device, max_tokens)
         self.common += asked.server_options
         self.unmeasured: list[str] = []
 

@@ -1,5 +1,5 @@
-"""demo/apart_on_gpus.py: which servers it starts, what fits into its time, what another call
-measures, and that no process is left."""
+"""demo/apart_on_gpus.py with gpu_layouts.py and layout_loads.py: which servers it starts, what fits
+into its time, what another call measures, and that no process is left."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def demo() -> ModuleType:
     return load_demo("apart_on_gpus")
 
 
+@pytest.fixture
+def layouts(demo: ModuleType) -> ModuleType:
+    return sys.modules["gpu_layouts"]
+
+
+@pytest.fixture
+def loads(demo: ModuleType) -> ModuleType:
+    return sys.modules["layout_loads"]
+
+
 def fake_server(options: list[str]) -> Any:
     """Started by its module's name: other tests look for processes by the name of its file."""
     script = (
@@ -41,19 +51,21 @@ def fake_server(options: list[str]) -> Any:
 # ---- what is started
 
 
-def test_pages_go_by_handles_on_gpus_and_by_tcp_on_a_cpu(demo: ModuleType, tmp_path: Path) -> None:
+def test_pages_go_by_handles_on_gpus_and_by_tcp_on_a_cpu(
+    layouts: ModuleType, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
-    prefill, decode = demo.layout_options("apart", "cuda", secret)
+    prefill, decode = layouts.layout_options("apart", "cuda", secret)
     assert prefill[:4] == ["--device", "cuda:0", "--role", "prefill"]
     assert decode[:4] == ["--device", "cuda:1", "--role", "decode"]
     for options in (prefill, decode):
         assert options[-4:] == ["--kv-transport", "handles", "--kv-secret-file", str(secret)]
-    assert demo.layout_options("replicas", "cuda", secret) == [
+    assert layouts.layout_options("replicas", "cuda", secret) == [
         ["--device", "cuda:0"],
         ["--device", "cuda:1"],
     ]
-    assert demo.layout_options("tp2", "cuda", secret) == [["--tp", "2"]]
-    for options in demo.layout_options("apart", "cpu", secret):
+    assert layouts.layout_options("tp2", "cuda", secret) == [["--tp", "2"]]
+    for options in layouts.layout_options("apart", "cpu", secret):
         assert "--device" not in options
         assert options[options.index("--kv-transport") + 1] == "tcp"
 
@@ -68,10 +80,10 @@ def test_shapes(demo: ModuleType) -> None:
             demo.Shape.parse(wrong)
 
 
-def test_a_steady_rate_counts_what_came_meanwhile(demo: ModuleType) -> None:
-    record = demo.RequestRecord(1, 8, 0.0, completion_tokens=8)
+def test_a_steady_rate_counts_what_came_meanwhile(loads: ModuleType) -> None:
+    record = loads.RequestRecord(1, 8, 0.0, completion_tokens=8)
     record.chunks.extend([0.5, 1.0, 1.5, 2.0])
-    assert demo.steady_rate([record], 1.0, 2.0) == 4.0
+    assert loads.steady_rate([record], 1.0, 2.0) == 4.0
 
 
 # ---- time, and other calls
@@ -126,17 +138,17 @@ def arguments(file: Path, seconds: float, *more: str) -> list[str]:
 
 
 def test_replicas_are_first_and_others_get_shares_of_their_peak(
-    demo: ModuleType, fake: FakeRun, tmp_path: Path
+    demo: ModuleType, loads: ModuleType, fake: FakeRun, tmp_path: Path
 ) -> None:
     assert demo.main(arguments(tmp_path / "file.json", 1000)) == 0
     assert fake.started == ["replicas", "apart", "tp2"]
-    loads = [(shape, share) for layout, shape, share, _ in fake.measured if layout == "apart"]
-    assert loads == [
+    measured = [(shape, share) for layout, shape, share, _ in fake.measured if layout == "apart"]
+    assert measured == [
         (shape, share) for share in (None, 0.5, 0.9) for shape in ("1000x128@64", "8000x128@16")
     ]
     peaks = {peak for _, _, share, peak in fake.measured if share is not None}
     assert peaks == {100.0}
-    load, count = demo.load_of(demo.Cell("tp2", demo.Shape(8, 20, 4), 0.5), 10.0, 20.0, 100.0)
+    load, count = loads.load_of(loads.Cell("tp2", loads.Shape(8, 20, 4), 0.5), 10.0, 20.0, 100.0)
     assert (load.rate, count) == (2.5, 25)
 
 
@@ -268,10 +280,10 @@ def test_answers_are_compared(demo: ModuleType) -> None:
     ]
 
 
-def test_prompts_that_the_decode_server_computed(demo: ModuleType) -> None:
+def test_prompts_that_the_decode_server_computed(loads: ModuleType) -> None:
     pages = {"prefilled": 8, "fetched": 7, "failures": 2, "bytes": 1e6}
-    assert demo.computed_by_decode(pages, 10) == 5
-    assert demo.computed_by_decode({}, 10) == 0
+    assert loads.computed_by_decode(pages, 10) == 5
+    assert loads.computed_by_decode({}, 10) == 0
 
 
 # ---- processes
@@ -279,13 +291,14 @@ def test_prompts_that_the_decode_server_computed(demo: ModuleType) -> None:
 
 def test_loads_of_servers_behind_a_router(
     demo: ModuleType,
+    layouts: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By servers that answer by the clock: rates are theirs. They know nothing of pages, which
     is no pair of servers."""
-    monkeypatch.setattr(demo, "serve_command", fake_server)
+    monkeypatch.setattr(layouts, "serve_command", fake_server)
     file = tmp_path / "file.json"
     assert demo.main([*TINY, "--seconds", "100", "--json", str(file)]) == 1
     said = capsys.readouterr().out
@@ -362,7 +375,7 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> 
         "from tests.demo_script import load_demo\n"
         "from tests.disagg.test_apart_on_gpus import fake_server\n"
         "demo = load_demo('apart_on_gpus')\n"
-        "demo.serve_command = fake_server\n"
+        "sys.modules['gpu_layouts'].serve_command = fake_server\n"
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "sys.exit(demo.main(sys.argv[1:]))\n"
