@@ -1,8 +1,8 @@
 """How long a server takes to start from a checkpoint folder, and what takes it: with files and
 kernels cold, with files cold, and with both warm, beside a plain parallel read of the same files.
 
-    python demo/cold_start.py /tmp/v2-lite                       # 31 GB are written there first
-    python demo/cold_start.py /tmp/tiny --layers 2 -- --device cpu --max-model-len 512
+    python demo/cold_start.py v2-lite                            # 31 GB are written there first
+    python demo/cold_start.py tiny --layers 2 -- --device cpu --max-model-len 512
 
 The checkpoint has random weights under the published one's names, in files of 4 GB, and the bundled
 tokenizer. Before a row with cold files their pages are dropped from the page cache (--drop-all: the
