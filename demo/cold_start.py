@@ -50,7 +50,7 @@ READ = 8 << 20
 WRITERS = 4
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 TYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
-MOST_ABOVE_READ = 15.0
+MAX_SECONDS_ABOVE_READ = 15.0
 START_SECONDS = 200.0
 
 
@@ -275,7 +275,7 @@ def missed(rows: list[Start], warm_seconds: float) -> list[str]:
     found = []
     for row in rows:
         if row.what == "cold, warm" and row.read is not None:
-            most = row.read + MOST_ABOVE_READ
+            most = row.read + MAX_SECONDS_ABOVE_READ
             if row.ready > most:
                 found.append(f"{row.what}: {row.ready:.1f} s, more than {most:.1f}")
         if row.what == "warm, warm" and row.ready > warm_seconds:

@@ -34,8 +34,8 @@ from rorqual.request import Request, SamplingParams
 
 TOKENS = 16  # of an answer
 LEASE_SECONDS = 600.0
-MOST_SHARE = 0.1  # of the prompt's time, as it is wanted
-MOST_SECONDS = 0.008
+MAX_SHARE = 0.1  # of the prompt's time, as it is wanted
+MAX_SECONDS = 0.008
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def measure(trial: Trial) -> Measured:
 def show(found: Measured, trial: Trial) -> None:
     middle = {name: statistics.median(times) for name, times in asdict(found).items()}
     added = middle["apart"] - middle["step"]
-    most = max(MOST_SHARE * middle["alone"], MOST_SECONDS)
+    most = max(MAX_SHARE * middle["alone"], MAX_SECONDS)
     print(f"{trial.prompt} tokens by {trial.transport}, {' to '.join(trial.devices)}; medians, ms")
     for name, text in (
         ("prefill", "the prompt, by the engine that computes it for another"),

@@ -21,8 +21,8 @@ from rorqual.bench.serving.load import ArrivalLoad, Run
 from rorqual.bench.serving.metrics import GoodputLimits, causes, figures
 from rorqual.errors import TargetError
 
-MOST_STREAMS = 64
-LEAST_STREAMS = 8
+MAX_STREAMS = 64
+MIN_STREAMS = 8
 TOKENS_IN_FLIGHT = 128_000  # of prompts in the closed loop, which limits its streams
 WARM_UPS = 8
 WARM_UP_TOKENS = 16  # of each answer
@@ -30,7 +30,7 @@ ASKED = 4  # prompts whose greedy answers are compared
 ASKED_IN = 256  # tokens of each, at most
 ASKED_OUT = 24
 RAMP = 0.25  # of a closed loop's time, over which its streams begin
-LEAST_ITL = 0.002  # seconds, for the number of prompts that a closed loop may need
+MIN_ITL = 0.002  # seconds, for the number of prompts that a closed loop may need
 KEPT = (
     *("completed", "failed", "duration", "request_throughput", "client_cpu_cores"),
     *("token_source", "short_outputs", "input_length_mismatches", "total_cached_tokens"),
@@ -56,7 +56,7 @@ class Shape:
             found = [0]
         if min(found) < 1 or len(found) < 3:
             raise argparse.ArgumentTypeError(f"{text!r}; accepted: INxOUT or INxOUT@STREAMS")
-        most = max(LEAST_STREAMS, min(MOST_STREAMS, TOKENS_IN_FLIGHT // found[0]))
+        most = max(MIN_STREAMS, min(MAX_STREAMS, TOKENS_IN_FLIGHT // found[0]))
         return Shape(found[0], found[1], found[2] if streams else most)
 
     @property
@@ -119,7 +119,7 @@ def load_of(
             ramp_seconds=RAMP * run_seconds,
             run_seconds=most_seconds,
         )
-        turns = math.ceil(run_seconds / (cell.shape.output * LEAST_ITL))
+        turns = math.ceil(run_seconds / (cell.shape.output * MIN_ITL))
         return load, cell.shape.streams * (1 + turns)
     assert peak is not None
     rate = cell.share * peak / cell.shape.output

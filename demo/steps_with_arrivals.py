@@ -42,7 +42,7 @@ from rorqual.request import Request, SamplingParams
 
 LEASE_SECONDS = 3600.0
 STARTED_SECONDS = 60.0  # after a turn, for all requests of it to have begun
-MOST_RATIO = 1.1  # of medians, as it is wanted
+MAX_RATIO = 1.1  # of medians, as it is wanted
 PERCENTILES = (50, 90, 99)
 
 
@@ -341,8 +341,8 @@ class Figures:
         print(f"all steps of turns with arrivals / without, means: {self.whole:.3f}")
         if self.uneven:
             print(f"{self.uneven} steps of another number of requests count nowhere")
-        held = "held" if paired <= MOST_RATIO else "not held"
-        print(f"at most {MOST_RATIO} between the medians of a pair: {held}")
+        held = "held" if paired <= MAX_RATIO else "not held"
+        print(f"at most {MAX_RATIO} between the medians of a pair: {held}")
 
 
 def percentiles(times: list[float]) -> dict[int, float]:

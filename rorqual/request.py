@@ -20,7 +20,7 @@ MAX_N = 128
 MAX_PRIORITY = 100
 MAX_ALLOWED = 2**18
 MAX_BAD_WORDS = 256
-LONGEST_BAD_WORD = 64  # tokens
+MAX_BAD_WORD_TOKENS = 64
 MAX_TRANSFER = 65_536  # characters of kv_transfer_params, as JSON
 DEEPEST_TRANSFER = 8
 MAX_COUNT = 2**31 - 1  # of tokens: what the sampler's tensors and the messages hold
@@ -273,11 +273,11 @@ class SamplingParams:
         words = self.bad_word_ids
         _check(
             len(words) <= 2 * MAX_BAD_WORDS
-            and all(0 < len(word) <= LONGEST_BAD_WORD for word in words)
+            and all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words)
             and all(isinstance(i, int) and i >= 0 for word in words for i in word),
             "bad_word_ids",
             words,
-            f"up to {2 * MAX_BAD_WORDS} sequences of 1 to {LONGEST_BAD_WORD} token ids",
+            f"up to {2 * MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} token ids",
         )
         kept = self.truncate_prompt_tokens
         _check(

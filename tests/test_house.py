@@ -35,7 +35,7 @@ FLOORS = [
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1
-MOST_FILES = 19  # __init__.py counted
+MAX_FILES = 19  # __init__.py counted
 
 # Modules of these names, and everything they import, must do without torch.
 NO_TORCH = [
@@ -213,8 +213,8 @@ def folder_sizes(house: House) -> dict[str, int]:
 
 def crowded_folders(house: House) -> Iterator[str]:
     for folder, size in folder_sizes(house).items():
-        if size > MOST_FILES:
-            yield f"{folder} holds {size} files; accepted: up to {MOST_FILES}"
+        if size > MAX_FILES:
+            yield f"{folder} holds {size} files; accepted: up to {MAX_FILES}"
 
 
 def names_used_twice(house: House) -> Iterator[str]:
@@ -251,7 +251,7 @@ PLANTED = {
         "rorqual.cache.planted": "from rorqual.cache import planted_too\n",
         "rorqual.cache.planted_too": "def f():\n    from rorqual.cache import planted\n",
     },
-    "folders": {f"rorqual.layers.planted{i}": "" for i in range(MOST_FILES)},
+    "folders": {f"rorqual.layers.planted{i}": "" for i in range(MAX_FILES)},
     "class names": {"rorqual.layers.planted": "class Scheduler: ...\n"},
     "catch-all files": {"rorqual.layers.utils": ""},
 }

@@ -10,8 +10,8 @@ import pytest
 
 from rorqual.errors import RequestError, RorqualError
 from rorqual.request import (
-    LONGEST_BAD_WORD,
     MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
     MAX_STOP,
@@ -87,7 +87,7 @@ BAD: list[tuple[str, Any]] = [
     ("bad_word_ids", [7]),
     ("bad_word_ids", [[]]),
     ("bad_word_ids", [[-1]]),
-    ("bad_word_ids", [[1] * (LONGEST_BAD_WORD + 1)]),
+    ("bad_word_ids", [[1] * (MAX_BAD_WORD_TOKENS + 1)]),
     ("bad_word_ids", [[1]] * (2 * MAX_BAD_WORDS + 1)),
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),

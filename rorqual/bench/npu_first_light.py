@@ -37,7 +37,7 @@ from rorqual.platforms.base import Platform
 
 HIDDEN = 7168
 PAGE = 128
-MOST_ROWS = 512
+MAX_ROWS = 512
 MLA = MLAConfig(
     num_heads=16,
     q_lora_rank=1536,
@@ -292,11 +292,11 @@ def report(platform: Platform, results: list[FirstLight], rows: int, length: int
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="npu")
-    parser.add_argument("--rows", type=int, default=16, help=f"1 to {MOST_ROWS}")
+    parser.add_argument("--rows", type=int, default=16, help=f"1 to {MAX_ROWS}")
     parser.add_argument("--length", type=int, default=1024, help="cached tokens of a request")
     given = parser.parse_args()
-    if not (1 <= given.rows <= MOST_ROWS and 1 <= given.length <= 65_536):
-        parser.error(f"--rows 1 to {MOST_ROWS}, --length 1 to 65536")
+    if not (1 <= given.rows <= MAX_ROWS and 1 <= given.length <= 65_536):
+        parser.error(f"--rows 1 to {MAX_ROWS}, --length 1 to 65536")
     try:
         platform = make_platform(given.device)
     except ConfigError as error:

@@ -15,7 +15,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.written_layers import Mark
 from rorqual.platforms.base import Platform
 
-MOST_PARTS = 256  # whose movers are cached
+MAX_PARTS = 256  # whose movers are cached
 
 
 class PageMover(Protocol):
@@ -89,7 +89,7 @@ class PageMemory:
         """Bytes of `part` of a page of `page_size` tokens (default: the pool's)."""
         own = self.sizes.get(part)
         if own is None:
-            if len(self.sizes) >= MOST_PARTS:
+            if len(self.sizes) >= MAX_PARTS:
                 self.sizes.clear()
             own = sum(plane[0].numel() * plane.element_size() for plane in self._planes(part))
             self.sizes[part] = own
@@ -119,7 +119,7 @@ class PageMemory:
         with self.lock:
             found = self.movers.get(part)
             if found is None:
-                if len(self.movers) >= MOST_PARTS:
+                if len(self.movers) >= MAX_PARTS:
                     self.movers.clear()
                 found = self.movers[part] = self._new_mover(list(self._planes(part)))
             return found

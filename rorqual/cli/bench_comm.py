@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rorqual.cli.options import Device, Json, numbers
-from rorqual.disagg.transfer_config import MOST_STAGING_MB, TRANSPORTS
+from rorqual.disagg.transfer_config import MAX_STAGING_MB, TRANSPORTS
 
 
 def bench_comm(
@@ -209,7 +209,7 @@ def bench_pages(
     ] = "tcp",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are taken over this many.")] = 5,
     staging_mb: Annotated[
-        int, typer.Option(min=32, max=MOST_STAGING_MB, help="As --kv-staging-mb.")
+        int, typer.Option(min=32, max=MAX_STAGING_MB, help="As --kv-staging-mb.")
     ] = 128,
     devices: Annotated[
         str, typer.Option(help="Where the pages are and where they are to be: cuda:0,cuda:1.")

@@ -83,7 +83,7 @@ ROPE: dict[str, float | None] = {
     "attention_factor": 1,
 }
 SMALLEST = 5e-324  # any number above zero
-ROPE_LEAST = {"rope_theta": SMALLEST, "factor": SMALLEST, "original_max_position_embeddings": 1}
+ROPE_MINIMUM = {"rope_theta": SMALLEST, "factor": SMALLEST, "original_max_position_embeddings": 1}
 ROPE_ALWAYS = _fields("rope_type type rope_theta partial_rotary_factor")
 ROPE_KINDS = {
     "default": ROPE_ALWAYS,
@@ -335,7 +335,7 @@ class _Reader:
             if number is None:
                 continue
             known = isinstance(number, (int, float)) and not isinstance(number, bool)
-            if not known or not ROPE_LEAST.get(name, 0) <= number < math.inf:
+            if not known or not ROPE_MINIMUM.get(name, 0) <= number < math.inf:
                 raise ConfigError(f"rope field {places[name]}={number!r} must be a positive number")
         truncate = values.get("truncate", True)
         if not isinstance(truncate, bool):

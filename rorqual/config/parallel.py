@@ -30,9 +30,9 @@ from rorqual.config.model import GQAConfig, ModelConfig
 from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
-MOST_MICRO_BATCHES = 8
+MAX_MICRO_BATCHES = 8
 AUTO = "auto"
-MOST_AUTO_PARTS = 4  # most micro-batches that micro_batches="auto" chooses
+MAX_AUTO_MICRO_BATCHES = 4  # that micro_batches="auto" chooses
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 REMOTE = "remote"  # experts in other processes (parallel/remote)
 
@@ -55,9 +55,9 @@ def read_micro_batches(value: object) -> int | str:
         return AUTO
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"micro_batches={value!r} must be an integer of at least 1, or {AUTO!r}")
-    if number > MOST_MICRO_BATCHES:
+    if number > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"micro_batches={number} is out of range; accepted: 1 to {MOST_MICRO_BATCHES}, {AUTO}"
+            f"micro_batches={number} is out of range; accepted: 1 to {MAX_MICRO_BATCHES}, {AUTO}"
         )
     return number
 
@@ -208,7 +208,7 @@ class ParallelConfig:
     @property
     def most_micro_batches(self) -> int:
         """Most micro-batches of a step."""
-        return MOST_AUTO_PARTS if isinstance(self.micro_batches, str) else self.micro_batches
+        return MAX_AUTO_MICRO_BATCHES if isinstance(self.micro_batches, str) else self.micro_batches
 
     @property
     def stage(self) -> int:

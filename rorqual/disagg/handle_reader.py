@@ -18,7 +18,7 @@ from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
 from rorqual.disagg.page_link import (
     CONFIRM,
-    MOST_KEYS,
+    MAX_KEYS,
     STAGED,
     PageMessage,
     StagedReply,
@@ -29,7 +29,7 @@ from rorqual.disagg.page_link import (
 )
 from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, RunningReads, StagedReads
 from rorqual.disagg.transports.handles import HandleTransport
-from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState
+from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState
 from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
 from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
@@ -92,8 +92,8 @@ class HandleReads(RunningReads):
         next window is read meanwhile."""
         self.recover()
         with self.running_read():
-            for start in range(0, len(keys), MOST_KEYS):
-                some = list(keys[start : start + MOST_KEYS])
+            for start in range(0, len(keys), MAX_KEYS):
+                some = list(keys[start : start + MAX_KEYS])
                 send(sock, PageMessage.STAGE, pack_read(lease, part, some))
                 if into.prepare is not None and not start:
                     into.prepare()
@@ -152,7 +152,7 @@ class PagesInFlight:
         while self.asked < self.stop or self.running or self.confirming:
             if not self._has_message():
                 continue
-            kind, data = receive(self.sock, STAGED.size + MOST_DESCRIPTION)
+            kind, data = receive(self.sock, STAGED.size + MAX_DESCRIPTION)
             if kind is PageMessage.COMING:
                 if not coming():
                     self.given_up = True

@@ -53,9 +53,9 @@ from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import Request
 
-MOST_WAITING = 1024  # requests whose pages are being fetched
+MAX_WAITING = 1024  # requests whose pages are being fetched
 HELD_SHARE = 0.5  # of a data-parallel rank's cache, for other engines
-LONGEST_ID = 64  # characters of an engine's id
+MAX_ID_LENGTH = 64  # characters of an engine's id
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class KVTransfers:
                     f"kv_transfer_params: {host}:{port} is not among kv_peers, from which pages "
                     "may be fetched"
                 )
-        if lease is None or not isinstance(engine_id, str) or len(engine_id) > LONGEST_ID:
+        if lease is None or not isinstance(engine_id, str) or len(engine_id) > MAX_ID_LENGTH:
             raise RequestError(
                 "kv_transfer_params: remote_request_id and remote_engine_id are not what a prefill "
                 "server gave"
@@ -259,7 +259,7 @@ class KVTransfers:
         given = request.kv_transfer_params or {}
         if not self.config.fetches or not given.get("do_remote_prefill"):
             return False
-        if len(self.arrivals.waiting) >= MOST_WAITING:
+        if len(self.arrivals.waiting) >= MAX_WAITING:
             return False
         return self.arrivals.start(request, self._remote(given))
 

@@ -1,7 +1,7 @@
 """The protocol between a reader and a server of pages over TCP, after authentication
 (parallel/remote/link.py). No torch.
 
-    reader -> READ       lease (32 bytes), part (16 bytes), keys (32 bytes each), at most MOST_KEYS
+    reader -> READ       lease (32 bytes), part (16 bytes), keys (32 bytes each), at most MAX_KEYS
     server -> PAGE       for each key in order: the bytes of this part of the page; empty where it
                          is not leased any more
     server -> PIECE      in place of PAGEs, for a prompt sent layer by layer: a page's number among
@@ -42,7 +42,7 @@ from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage
 PURPOSE = "pages"
 KEY = 32
 LEASE = 32
-MOST_KEYS = 256
+MAX_KEYS = 256
 PART = struct.Struct("!4I")
 STAGED = struct.Struct("!QQII")
 CONFIRM = struct.Struct("!Q")

@@ -20,7 +20,7 @@ from rorqual.cache.written_layers import Mark
 from rorqual.disagg.handle_reader import HandleReads
 from rorqual.disagg.page_link import (
     LEASE,
-    MOST_KEYS,
+    MAX_KEYS,
     PIECE,
     PageMessage,
     introduce,
@@ -45,7 +45,7 @@ FETCH_SECONDS = 60.0
 COMPUTE_SECONDS = 600.0  # for a prompt still being computed when its pages are requested
 AT_ONCE = 8  # concurrent fetches of prompt parts
 IDLE_SECONDS = 10.0  # that a connection is kept for the next prompt; the server closes it after 30
-MOST_IDLE = 16
+MAX_IDLE = 16
 
 
 @dataclass
@@ -120,7 +120,7 @@ class IdleLinks:
     def keep(self, address: tuple[str, int], secret: bytes, sock: socket.socket) -> None:
         with self.lock:
             self.links.append(((address, secret), sock, time.monotonic()))
-            old = self.links.pop(0)[1] if len(self.links) > MOST_IDLE else None
+            old = self.links.pop(0)[1] if len(self.links) > MAX_IDLE else None
         if old is not None:
             old.close()
 
@@ -218,8 +218,8 @@ class PageReader:
                 return
             fetch.size = size
             fetch.rows = self.memory.rows(len(fetch.keys), size)
-            for start in range(0, len(fetch.keys), MOST_KEYS):
-                some = fetch.keys[start : start + MOST_KEYS]
+            for start in range(0, len(fetch.keys), MAX_KEYS):
+                some = fetch.keys[start : start + MAX_KEYS]
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
                 if not self._receive_pages(sock, fetch, fetch.rows[start:][: len(some)], patience):
                     return

@@ -19,7 +19,7 @@ from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import (
     KEY,
     LEASE,
-    MOST_KEYS,
+    MAX_KEYS,
     PART,
     PIECE,
     PURPOSE,
@@ -32,7 +32,7 @@ from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage, send
 from rorqual.parallel.remote.link_server import LinkServer
 
-MOST_READERS = 128  # every rank of a decode engine connects several times at once
+MAX_READERS = 128  # every rank of a decode engine connects several times at once
 QUIET_SECONDS = 30.0  # between two messages of a reader, and to send a message
 RENEW_SHARE = 0.2  # of a lease's time: a longer read renews the lease this often
 
@@ -67,7 +67,7 @@ class PageServer:
         self.events = events
         self.renew_seconds = RENEW_SHARE * config.lease_seconds
         self.server = LinkServer(
-            config.host, config.port, secret, fingerprint, PURPOSE, self._serve, MOST_READERS
+            config.host, config.port, secret, fingerprint, PURPOSE, self._serve, MAX_READERS
         )
         self.host = self.server.host
         self.port = self.server.port
@@ -82,7 +82,7 @@ class PageServer:
             return
         row = self.memory.rows(1)[0]
         while True:
-            kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
+            kind, message = receive(sock, LEASE + PART.size + KEY * MAX_KEYS)
             if kind not in (PageMessage.READ, PageMessage.DONE) or len(message) < LEASE:
                 raise LinkError(f"{kind.name} of {len(message)} bytes came where pages are read")
             name = message[:LEASE]
@@ -108,7 +108,7 @@ class PageServer:
             while True:
                 if isinstance(link, HandlePagesLink):
                     link.await_message(sock)
-                kind, message = receive(sock, LEASE + PART.size + KEY * MOST_KEYS)
+                kind, message = receive(sock, LEASE + PART.size + KEY * MAX_KEYS)
                 name = message[:LEASE]
                 if kind is PageMessage.DONE:
                     self.events.done(name)

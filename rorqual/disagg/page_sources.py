@@ -9,7 +9,7 @@ from rorqual.cache.page_parts import PagePart, held_part
 from rorqual.cache.prefix import whole_pages
 from rorqual.config.parallel import ParallelConfig
 
-MOST_RANKS = 1024  # most that kv_transfer_params may name
+MAX_RANKS = 1024  # that kv_transfer_params may name
 Address = tuple[str, int]
 
 
@@ -36,11 +36,11 @@ class SenderLayout:
     def problem(self, cache: CacheShape) -> str:
         """Why this layout is invalid; empty if it is valid."""
         tp, pp = self.tp, self.pp
-        if min(tp, pp, self.page_size) < 1 or pp > cache.layers or tp * pp > MOST_RANKS:
+        if min(tp, pp, self.page_size) < 1 or pp > cache.layers or tp * pp > MAX_RANKS:
             return (
                 f"tp_size={tp}, pp_size={pp} and remote_page_size={self.page_size} are out of "
                 f"range; accepted: at least 1, at most {cache.layers} stages and "
-                f"{MOST_RANKS} ranks"
+                f"{MAX_RANKS} ranks"
             )
         if cache.heads % tp and tp % cache.heads:
             return f"tp_size={tp} does not go with {cache.heads} key-value heads"
@@ -137,8 +137,8 @@ def read_layout(given: dict[str, Any], address: Address, page_size: int) -> Send
     ranks = given.get("remote_ranks")
     if ranks is None:
         return SenderLayout(tp, pp, size, (address,))
-    if not isinstance(ranks, list) or len(ranks) > MOST_RANKS:
-        return f"remote_ranks is a list of at most {MOST_RANKS} [host, port]"
+    if not isinstance(ranks, list) or len(ranks) > MAX_RANKS:
+        return f"remote_ranks is a list of at most {MAX_RANKS} [host, port]"
     found = []
     for rank in ranks:
         if not is_address(rank):

@@ -18,7 +18,7 @@ from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
 from rorqual.disagg.page_link import (
     CONFIRM,
-    MOST_KEYS,
+    MAX_KEYS,
     STAGED,
     PageMessage,
     StagedReply,
@@ -27,7 +27,7 @@ from rorqual.disagg.page_link import (
     receive,
     unpack_staged,
 )
-from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, Transport
+from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, Transport
 from rorqual.disagg.transports.ranges import HeldRange
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.parallel.remote.link import LinkError, send
@@ -98,7 +98,7 @@ class StagedReads(RunningReads):
         and OSError."""
         rows, size = into.rows, into.size
         assert rows is not None
-        most = min(MOST_KEYS, self.windows.size // size)
+        most = min(MAX_KEYS, self.windows.size // size)
         if not most:
             raise LinkError(
                 f"{size} bytes of a page do not fit into a window of {self.windows.size}: "
@@ -133,7 +133,7 @@ class StagedReads(RunningReads):
         self, sock: socket.socket, asked: int, coming: Callable[[], bool]
     ) -> StagedReply | None:
         while True:
-            kind, data = receive(sock, STAGED.size + MOST_DESCRIPTION)
+            kind, data = receive(sock, STAGED.size + MAX_DESCRIPTION)
             if kind is not PageMessage.COMING:
                 break
             if not coming():

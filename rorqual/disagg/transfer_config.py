@@ -12,7 +12,7 @@ from rorqual.errors import ConfigError
 ROLES = ("prefill", "decode", "both")
 TRANSPORTS = ("tcp", "nixl", "mooncake", "handles")
 ON_FAILURE = ("recompute", "fail")
-MOST_STAGING_MB = 65_536
+MAX_STAGING_MB = 65_536
 SHORTEST_SECRET = 16  # bytes
 PEER_FORMS = "HOST, HOST:PORT or NETWORK/BITS"
 
@@ -52,10 +52,9 @@ class TransferConfig:
             raise ConfigError(
                 f"kv_transport={self.transport!r} is not known; accepted: {', '.join(TRANSPORTS)}"
             )
-        if not 32 <= self.staging_mb <= MOST_STAGING_MB:
+        if not 32 <= self.staging_mb <= MAX_STAGING_MB:
             raise ConfigError(
-                f"kv_staging_mb={self.staging_mb} is out of range; accepted: 32 to "
-                f"{MOST_STAGING_MB}"
+                f"kv_staging_mb={self.staging_mb} is out of range; accepted: 32 to {MAX_STAGING_MB}"
             )
         if len(self.secret.encode()) < SHORTEST_SECRET:
             raise ConfigError(

@@ -14,13 +14,13 @@ from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig, read_micr
 from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import (
-    MOST_SERVERS,
+    MAX_SERVERS,
     TRANSPORTS,
     RemoteConfig,
     read_address,
     read_link_secret,
 )
-from rorqual.parallel.remote.group.messages import MOST_MEMBERS
+from rorqual.parallel.remote.group.messages import MAX_MEMBERS
 from rorqual.registry.expert_registry import check_registry, expert_registry
 
 # Also accepts the documents' names for the modes.
@@ -37,9 +37,9 @@ EXE_MODES = {
 MAX_SPECULATIVE_TOKENS = 8
 OFF = "off"
 AUTO = "auto"
-MOST_PIECEWISE = 65_536
-MOST_HOST_MEMORY = 16_384  # GiB
-LONGEST_STEP = 60_000.0  # milliseconds
+MAX_PIECEWISE = 65_536
+MAX_HOST_MEMORY = 16_384  # GiB
+MAX_STEP_MS = 60_000.0
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -398,10 +398,10 @@ class EngineConfig:
         self._check_speculation()
         self._check_balance()
         assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
-        if not 0 <= (self.piecewise_tokens or 0) <= MOST_PIECEWISE:
+        if not 0 <= (self.piecewise_tokens or 0) <= MAX_PIECEWISE:
             raise ConfigError(
                 f"piecewise_tokens={self.piecewise_tokens} is out of range; accepted: 0 to "
-                f"{MOST_PIECEWISE}"
+                f"{MAX_PIECEWISE}"
             )
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(
@@ -431,9 +431,9 @@ class EngineConfig:
     def _check_host_memory(self) -> None:
         found = self.kv_host_memory
         number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not number or not 0 <= found <= MOST_HOST_MEMORY:
+        if not number or not 0 <= found <= MAX_HOST_MEMORY:
             raise ConfigError(
-                f"kv_host_memory={found!r} is out of range; accepted: 0 to {MOST_HOST_MEMORY} (GiB)"
+                f"kv_host_memory={found!r} is out of range; accepted: 0 to {MAX_HOST_MEMORY} (GiB)"
             )
         if found and not self.enable_prefix_caching:
             raise ConfigError(f"kv_host_memory={found} needs enable_prefix_caching")
@@ -500,9 +500,9 @@ class EngineConfig:
             raise ConfigError("experts in other processes are for device auto, cpu or cuda")
         if self.expert_transport == "group":
             self._check_expert_group()
-        if len(self.expert_servers) > MOST_SERVERS:
+        if len(self.expert_servers) > MAX_SERVERS:
             raise ConfigError(
-                f"experts names {len(self.expert_servers)} servers; accepted: {MOST_SERVERS}"
+                f"experts names {len(self.expert_servers)} servers; accepted: {MAX_SERVERS}"
             )
         for name, least, most in (("expert_timeout", 0.05, 60), ("expert_wait", 0, 3600)):
             value = getattr(self, name)
@@ -524,10 +524,10 @@ class EngineConfig:
                     f"expert_transport='group' does not go with {name}={getattr(self, name)!r}; "
                     "accepted: auto, tcp"
                 )
-        if len(self.expert_servers) > MOST_MEMBERS:
+        if len(self.expert_servers) > MAX_MEMBERS:
             raise ConfigError(
                 f"experts names {len(self.expert_servers)} servers; accepted with "
-                f"expert_transport='group': {MOST_MEMBERS}"
+                f"expert_transport='group': {MAX_MEMBERS}"
             )
 
     @property
@@ -671,10 +671,10 @@ class EngineConfig:
             given = float(self.itl_ms)
         except (TypeError, ValueError):
             given = -1.0
-        if not 0 < given <= LONGEST_STEP:
+        if not 0 < given <= MAX_STEP_MS:
             raise ConfigError(
                 f"itl_ms={self.itl_ms!r}; accepted: {OFF}, {AUTO}, or milliseconds up to "
-                f"{LONGEST_STEP:g}"
+                f"{MAX_STEP_MS:g}"
             )
         return given / 1000
 

@@ -26,7 +26,7 @@ from rorqual.engine.scheduling.chunk_controller import ChunkController
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
-from rorqual.engine.step_trace import MOST_STEPS, TraceFile
+from rorqual.engine.step_trace import MAX_STEPS, TraceFile
 from rorqual.errors import ConfigError, ExpertsMissing, RequestError
 from rorqual.parallel.eplb.placement import Ints, balancedness_by_layer, identity_placement
 from rorqual.request import FinishReason, Request
@@ -238,9 +238,9 @@ class Engine:
     def start_trace(self, prefix: str, steps: int) -> None:
         """Record the next `steps` steps on every rank into PREFIX.json.gz, with several ranks
         PREFIX-rankN.json.gz. One trace at a time; `traced` returns its files."""
-        if not 1 <= steps <= MOST_STEPS:
+        if not 1 <= steps <= MAX_STEPS:
             raise ConfigError(
-                f"a trace of {steps} steps is out of range; accepted: 1 to {MOST_STEPS}"
+                f"a trace of {steps} steps is out of range; accepted: 1 to {MAX_STEPS}"
             )
         with self.changing():
             self.executor.start_trace(prefix, steps)

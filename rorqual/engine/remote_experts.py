@@ -24,11 +24,11 @@ from rorqual.parallel.remote.handle_exchange import HandleExchange
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.step_calls import StepCalls
-from rorqual.parallel.remote.wire import MOST_SHARED_ROWS, ranges
+from rorqual.parallel.remote.wire import MAX_SHARED_ROWS, ranges
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
-MOST_REASON = 1000  # bytes of a rank's reason
+MAX_REASON = 1000  # bytes of a rank's reason
 
 
 class RemoteExperts:
@@ -84,7 +84,7 @@ class RemoteExperts:
     @property
     def shared_rows(self) -> int:
         """Most rows of a call that does not go over tcp."""
-        return min(self.rows, MOST_SHARED_ROWS)
+        return min(self.rows, MAX_SHARED_ROWS)
 
     def _handles(self) -> HandleCalls | None:
         """Calls over shared memory, where this engine can make them."""
@@ -115,7 +115,7 @@ class RemoteExperts:
     def _why_no_handles(self, asked: bool) -> str:
         if self.platform.name != "cuda" and not asked:
             return f"memory of {self.platform.name} is not shared so"
-        if self.decode_rows > MOST_SHARED_ROWS:
+        if self.decode_rows > MAX_SHARED_ROWS:
             return f"steps have up to {self.decode_rows} rows"
         return ""
 
@@ -123,10 +123,10 @@ class RemoteExperts:
         """Calls by process group messages, where configured."""
         if self.config.expert_transport != "group":
             return None
-        if self.decode_rows > MOST_SHARED_ROWS:
+        if self.decode_rows > MAX_SHARED_ROWS:
             raise ConfigError(
                 f"expert_transport='group': steps have up to {self.decode_rows} rows; accepted: "
-                f"{MOST_SHARED_ROWS}"
+                f"{MAX_SHARED_ROWS}"
             )
         moe = self.model.moe
         form = GroupRows(self.model.hidden_size, moe.top_k, self.dtype, self.config.fp8_dispatch)
@@ -228,8 +228,8 @@ class RemoteExperts:
         stage = self.mesh.stage
         if stage.size == 1 or self.config.single_rank_bench:
             return own
-        texts = torch.zeros(stage.size, MOST_REASON, dtype=torch.uint8)
-        text = own.encode()[:MOST_REASON]
+        texts = torch.zeros(stage.size, MAX_REASON, dtype=torch.uint8)
+        text = own.encode()[:MAX_REASON]
         texts[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         rows = stage.all_reduce(texts.to(self.platform.device)).cpu().numpy()
         reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -26,7 +26,7 @@ from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, StepMeta
 
 log = logging.getLogger("rorqual.engine")
 
-MOST_STEPS = 200
+MAX_STEPS = 200
 SUFFIX = ".json.gz"
 GZIP_LEVEL = 3
 BLOCK = 1 << 20

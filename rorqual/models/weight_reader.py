@@ -30,8 +30,8 @@ from rorqual.models.checkpoint import CheckpointFile
 from rorqual.platforms.base import Platform, Staging
 
 STAGE = 8 * 2**20
-FEWEST_THREADS = 4  # most of them wait for the disk
-MOST_THREADS = 16
+MIN_THREADS = 4  # most of them wait for the disk
+MAX_THREADS = 16
 CONVERTING = threading.Lock()
 
 
@@ -246,7 +246,7 @@ def reads_of(pieces: Iterable[FilePart | ConvertedPart]) -> Iterator[Work]:
 
 def default_threads(ranks: int) -> int:
     """Threads per rank, if `ranks` ranks share the host."""
-    return max(FEWEST_THREADS, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def fill(pieces: Iterable[FilePart | ConvertedPart], platform: Platform, threads: int) -> None:

@@ -14,7 +14,7 @@ from rorqual.errors import ConfigError
 from rorqual.registry.address import is_private
 
 SECONDS = 3.0  # for an answer
-LONGEST_LIST = 4 << 20  # bytes
+MAX_LIST_BYTES = 4 << 20
 RANGES = re.compile(r"all|none|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?){0,255}")
 ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9.-]{1,253}):(?P<port>\d{1,5})")
 
@@ -80,7 +80,7 @@ def _ask(url: str, secret: str, fields: dict[str, Any] | None) -> Any:
     try:
         request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return json.loads(answer.read(LONGEST_LIST))
+            return json.loads(answer.read(MAX_LIST_BYTES))
     except urllib.error.HTTPError as error:
         text = error.read(300).decode(errors="replace")
         raise RegistryError(f"{url}: it answers {error.code} {text}") from None

@@ -17,8 +17,8 @@ from typing import Any
 from rorqual.registry.address import EtcdAddress
 
 SECONDS = 3.0  # for an answer
-LONGEST_ANSWER = 8 << 20  # bytes
-MOST_RECORDS = 4096  # that are read
+MAX_ANSWER_BYTES = 8 << 20
+MAX_RECORDS = 4096  # that are read
 
 
 class EtcdError(Exception):
@@ -68,7 +68,7 @@ class EtcdClient:
         if int(found.get("result", {}).get("TTL", 0)) <= 0:
             raise EtcdError("the lease has ended", gone=True)
 
-    def below(self, prefix: str, most: int = MOST_RECORDS) -> tuple[str, int, dict[str, bytes]]:
+    def below(self, prefix: str, most: int = MAX_RECORDS) -> tuple[str, int, dict[str, bytes]]:
         """All that is there under keys that begin so: the cluster's name, its revision, and values
         by key."""
         found = self._ask("kv/range", {**keys_below(prefix), "limit": str(most)})
@@ -100,7 +100,7 @@ class EtcdClient:
         )
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                found = json.loads(answer.read(LONGEST_ANSWER))
+                found = json.loads(answer.read(MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             text = error.read(300).decode(errors="replace")
             if error.code >= 500:  # no leader, say: another member may have one

@@ -16,7 +16,7 @@ from rorqual.registry.address import is_private
 
 PURPOSE = b"rorqual server record 1\0"
 SIGNED_SECONDS = 300.0  # as long as a signature is good for; clocks may differ by part of it
-LONGEST_RECORD = 2048  # bytes
+MAX_RECORD_BYTES = 2048
 
 
 class BadRecord(Exception):
@@ -52,8 +52,8 @@ def sealed(told: dict[str, Any], secret: str | bytes, purpose: bytes) -> bytes:
 
 def unsealed(value: bytes, secret: str | bytes, purpose: bytes) -> Any:
     """What was signed. Raises BadRecord."""
-    if len(value) > LONGEST_RECORD:
-        raise BadRecord(f"it has more than {LONGEST_RECORD} bytes")
+    if len(value) > MAX_RECORD_BYTES:
+        raise BadRecord(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
         outer = json.loads(value)
         told, mac = outer["record"], outer["mac"]

@@ -13,13 +13,13 @@ from aiohttp import web
 from rorqual.errors import ConfigError
 from rorqual.registry.experts import ExpertRecord
 from rorqual.route.answers import RouteError
-from rorqual.route.config import MOST_SERVERS, ROLES, server_url
+from rorqual.route.config import MAX_SERVERS, ROLES, server_url
 from rorqual.route.experts import EXPERTS, ExpertList
 from rorqual.route.health import HealthChecks
 from rorqual.route.servers import Server, ServerList
 
 SHORTEST_LEASE = 1.0
-LONGEST_LEASE = 3600.0
+MAX_LEASE_SECONDS = 3600.0
 BODY_BYTES = 4096
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -69,16 +69,16 @@ class Admin:
             accepted = ", ".join((*ROLES, EXPERTS))
             raise _wrong(f"role={role!r} is not known; accepted: {accepted}")
         known = isinstance(lease, int | float) and not isinstance(lease, bool)
-        if not known or not SHORTEST_LEASE <= lease <= LONGEST_LEASE:
+        if not known or not SHORTEST_LEASE <= lease <= MAX_LEASE_SECONDS:
             raise _wrong(
                 f"lease_seconds={lease!r} is out of range; accepted: {SHORTEST_LEASE:g} to "
-                f"{LONGEST_LEASE:g}"
+                f"{MAX_LEASE_SECONDS:g}"
             )
         if role == EXPERTS:
             return web.json_response(self.experts.join(_experts(fields), lease))
         url = _url(fields)
-        if url not in self.servers.servers and len(self.servers.servers) >= MOST_SERVERS:
-            raise RouteError(503, f"there are {MOST_SERVERS} servers already", "too_many_servers")
+        if url not in self.servers.servers and len(self.servers.servers) >= MAX_SERVERS:
+            raise RouteError(503, f"there are {MAX_SERVERS} servers already", "too_many_servers")
         server = self.servers.add(url, role, time.monotonic() + lease)
         self.checks.start(server)
         server.look.set()

@@ -13,7 +13,7 @@ from rorqual.registry.address import etcd_address
 
 POLICIES = ("power_of_two", "least_loaded", "round_robin", "prefix")
 ROLES = ("replica", "prefill", "decode")
-MOST_SERVERS = 1024
+MAX_SERVERS = 1024
 
 _servers = partial(option, group="Servers")
 _router = partial(option, group="Router")

@@ -11,7 +11,7 @@ from typing import Any
 MARK = b": rorqual "
 ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
-LONGEST_EVENT = 16 << 20
+MAX_EVENT_BYTES = 16 << 20
 # errors after which another server can continue; others are about the request
 FULL = frozenset(("queue_full", "engine_busy"))
 LOST = frozenset(("engine_dead", "shutting_down", "not_ready", "kv_load_failure"))
@@ -146,8 +146,8 @@ class EventSplitter:
             end = data.rfind(b"\n\n")
         if end < 0:
             self.rest = data
-            if len(data) > LONGEST_EVENT:
-                raise BadStream(f"an event has more than {LONGEST_EVENT} bytes")
+            if len(data) > MAX_EVENT_BYTES:
+                raise BadStream(f"an event has more than {MAX_EVENT_BYTES} bytes")
             return Passed(b"")
         self.rest = data[end + 2 :]
         out = []

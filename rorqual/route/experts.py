@@ -9,7 +9,7 @@ from typing import Any
 
 from rorqual.registry.experts import ExpertRecord
 from rorqual.route.answers import RouteError
-from rorqual.route.config import MOST_SERVERS
+from rorqual.route.config import MAX_SERVERS
 
 EXPERTS = "experts"  # their role
 
@@ -25,8 +25,8 @@ class ExpertList:
     def join(self, record: ExpertRecord, seconds: float) -> dict[str, Any]:
         """Register, or renew, possibly with other experts."""
         self._end_leases()
-        if record.address not in self.known and len(self.known) >= MOST_SERVERS:
-            raise RouteError(503, f"there are {MOST_SERVERS} servers already", "too_many_servers")
+        if record.address not in self.known and len(self.known) >= MAX_SERVERS:
+            raise RouteError(503, f"there are {MAX_SERVERS} servers already", "too_many_servers")
         self.known[record.address] = (record, time.monotonic() + seconds)
         return self._as_json(record.address)
 

@@ -35,7 +35,7 @@ from rorqual.route.spans import attempt_span
 log = logging.getLogger("rorqual.route")
 
 RETRIED = frozenset((502, 503))  # nothing was done there; another server may have capacity
-LONGEST_ERROR = 4096  # most bytes of a response that is checked for a lost engine
+MAX_ERROR_BYTES = 4096  # of a response that is checked for a lost engine
 EVENTS = "text/event-stream"
 LAST_WORDS = 1.0  # seconds to send a last event before a stream is cut
 SLOW_READER = 10.0  # seconds that a stream has waited for its client, and most of its time
@@ -49,12 +49,12 @@ class SlowReader(Exception):
 def has_no_room(status: int, body: bytes) -> bool:
     """Whether another server may have capacity. Not for a client over its share, which every server
     would reject."""
-    return status in RETRIED or (status == 429 and len(body) < LONGEST_ERROR and is_full(body))
+    return status in RETRIED or (status == 429 and len(body) < MAX_ERROR_BYTES and is_full(body))
 
 
 def check_lost(status: int, body: bytes) -> None:
     """Raises ServerLost where a response reports a lost engine."""
-    if status == 500 and len(body) < LONGEST_ERROR and is_loss(body):
+    if status == 500 and len(body) < MAX_ERROR_BYTES and is_loss(body):
         raise ServerLost(f"it answers {body[:200]!r}", UNREADY)
 
 

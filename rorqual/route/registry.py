@@ -19,8 +19,8 @@ import aiohttp
 from rorqual.errors import ConfigError
 from rorqual.registry.address import EtcdAddress
 from rorqual.registry.gateway import (
-    LONGEST_ANSWER,
-    MOST_RECORDS,
+    MAX_ANSWER_BYTES,
+    MAX_RECORDS,
     SECONDS,
     EtcdError,
     decoded,
@@ -28,7 +28,7 @@ from rorqual.registry.gateway import (
 )
 from rorqual.registry.membership import LEASE_SECONDS
 from rorqual.registry.records import BadRecord, ServerRecord, read_record
-from rorqual.route.config import MOST_SERVERS, ROLES, server_url
+from rorqual.route.config import MAX_SERVERS, ROLES, server_url
 from rorqual.route.health import HealthChecks
 from rorqual.route.servers import READY, ServerList
 
@@ -97,7 +97,7 @@ class RegistryWatch:
 
     async def refresh(self) -> int:
         """Process all records; returns etcd's revision."""
-        asked = {**keys_below(self.prefix), "limit": str(MOST_RECORDS)}
+        asked = {**keys_below(self.prefix), "limit": str(MAX_RECORDS)}
         timeout = aiohttp.ClientTimeout(total=SECONDS)
         url = f"{self.bases[0]}/v3/kv/range"
         async with self.session.post(url, json=asked, timeout=timeout) as answer:
@@ -117,8 +117,8 @@ class RegistryWatch:
         data = bytearray()
         async for part in answer.content.iter_any():
             data += part
-            if len(data) > LONGEST_ANSWER:
-                raise EtcdError(f"an answer has more than {LONGEST_ANSWER} bytes")
+            if len(data) > MAX_ANSWER_BYTES:
+                raise EtcdError(f"an answer has more than {MAX_ANSWER_BYTES} bytes")
         found = json.loads(data)
         if answer.status != 200 or not isinstance(found, dict) or "header" not in found:
             raise EtcdError(f"it answers {answer.status} {bytes(data[:200])!r}")
@@ -147,8 +147,8 @@ class RegistryWatch:
             rest = b""
             async for part in answer.content.iter_any():
                 *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > LONGEST_ANSWER:
-                    raise EtcdError(f"an event has more than {LONGEST_ANSWER} bytes")
+                if len(rest) > MAX_ANSWER_BYTES:
+                    raise EtcdError(f"an event has more than {MAX_ANSWER_BYTES} bytes")
                 for line in lines:
                     if line.strip():
                         self._take(json.loads(line))
@@ -174,8 +174,8 @@ class RegistryWatch:
             url = server_url(record.url)
             if key != record.key(self.prefix) or url != record.url:
                 raise BadRecord("it stands under another's key")
-            if url not in self.servers.servers and len(self.servers.servers) >= MOST_SERVERS:
-                raise BadRecord(f"there are {MOST_SERVERS} servers already")
+            if url not in self.servers.servers and len(self.servers.servers) >= MAX_SERVERS:
+                raise BadRecord(f"there are {MAX_SERVERS} servers already")
         except (BadRecord, ConfigError) as error:
             self._refuse(key, str(error))
             return
@@ -189,7 +189,7 @@ class RegistryWatch:
             server.look.set()
 
     def _refuse(self, key: str, why: str) -> None:
-        if key not in self.refused and len(self.refused) < MOST_RECORDS:
+        if key not in self.refused and len(self.refused) < MAX_RECORDS:
             log.warning("a record in etcd is passed over: %s: %s", key, why)
             self.refused[key] = why
         self._leave(key, why)

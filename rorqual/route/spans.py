@@ -9,7 +9,7 @@ from aiohttp import web
 from rorqual.route.calls import GENERATES, RoutedCall
 from rorqual.telemetry.spans import RequestSpan, RequestTracer, SpanKind, Value
 
-LONGEST_REASON = 300  # characters of the reason for leaving a server
+MAX_REASON_LENGTH = 300  # characters of the reason for leaving a server
 
 
 def request_span(tracer: RequestTracer, request: web.Request) -> RequestSpan:
@@ -57,5 +57,5 @@ def attempt_span(
     if parts.port is not None:
         found["server.port"] = parts.port
     if after:
-        found["rorqual.attempt.after"] = str(after)[:LONGEST_REASON]
+        found["rorqual.attempt.after"] = str(after)[:MAX_REASON_LENGTH]
     return call.span.child(f"{why} {call.path}", found, SpanKind.CLIENT)

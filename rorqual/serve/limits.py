@@ -15,8 +15,8 @@ BODY_GRACE = 10.0
 _limit = partial(option, group="Limits")
 
 GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` wrong keys
-MOST_GUESSERS = 10_000  # addresses remembered
-LONGEST_REQUEST_ID = 128  # characters of a caller's X-Request-Id
+MAX_GUESSERS = 10_000  # addresses remembered
+MAX_REQUEST_ID_LENGTH = 128  # characters of a caller's X-Request-Id
 LARGE_BODIES = 4 << 20  # bytes of bodies after which freed memory is returned to the system,
 TRIM_SECONDS = 5.0  # a few times, this far apart
 

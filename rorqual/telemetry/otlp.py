@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from rorqual.telemetry.limits import FLUSH_SECONDS, LONGEST_VALUE, QUIET_SECONDS
+from rorqual.telemetry.limits import FLUSH_SECONDS, MAX_VALUE_LENGTH, QUIET_SECONDS
 from rorqual.telemetry.spans import Attributes, RequestSpan, RequestTracer, SpanKind
 
 NAMES = ("traceparent", "tracestate")
@@ -64,7 +64,7 @@ class OtlpSpan(RequestSpan):
 
     def fail(self, kind: str, why: str = "") -> None:
         self.span.set_attribute("error.type", kind)
-        self.span.set_status(trace.Status(trace.StatusCode.ERROR, why[:LONGEST_VALUE] or None))
+        self.span.set_status(trace.Status(trace.StatusCode.ERROR, why[:MAX_VALUE_LENGTH] or None))
 
     def end(self, at: float | None = None) -> None:
         self.span.end(self._ns(at))
@@ -90,7 +90,7 @@ class OtlpTracer(RequestTracer):
         _seldom("opentelemetry.sdk._shared_internal")
         self.provider = TracerProvider(
             resource=_resource(service, version),
-            span_limits=SpanLimits(max_attribute_length=LONGEST_VALUE),
+            span_limits=SpanLimits(max_attribute_length=MAX_VALUE_LENGTH),
             shutdown_on_exit=False,  # it would wait half a minute for a collector
         )
         self.provider.add_span_processor(BatchSpanProcessor(exporter))

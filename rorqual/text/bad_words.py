@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rorqual.errors import RequestError, quoted
-from rorqual.request import LONGEST_BAD_WORD, SamplingParams
+from rorqual.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from rorqual.text.tokenizer import Tokenizer
 
 
@@ -21,10 +21,10 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
         bare = word.lstrip()
         for text in (bare, " " + bare):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if len(ids) > LONGEST_BAD_WORD:
+            if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise RequestError(
                     f"bad_words={quoted(word)} has {len(ids)} tokens; accepted: at most "
-                    f"{LONGEST_BAD_WORD}"
+                    f"{MAX_BAD_WORD_TOKENS}"
                 )
             if ids and ids not in found:
                 found.append(ids)

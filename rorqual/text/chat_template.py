@@ -19,10 +19,10 @@ from rorqual.text.tokenizer import Tokenizer
 
 BIGGEST_PROMPT = 16 << 20  # most characters a template may render
 # Template variables of a request, over which a template's loops may run.
-MOST_VARIABLES = 4096  # characters of all of them, as JSON
+MAX_VARIABLES = 4096  # characters of all of them, as JSON
 DEEPEST_VARIABLES = 8
-LARGEST_NUMBER = 1_000_000
-MOST_COUNTED = 1_000_000  # most numbers in the template's own ranges
+MAX_NUMBER = 1_000_000
+MAX_RANGE_NUMBERS = 1_000_000  # in the template's own ranges
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FIELDS = ("add_generation_prompt", "continue_final_message")
 OWN = frozenset(
@@ -129,20 +129,20 @@ def check_variables(name: str, given: Mapping[str, Any]) -> None:
             raise RequestError(f"{name}: {variable} is a field of the request itself")
         if variable in OWN:
             raise RequestError(f"{name}: {variable} is the template's own")
-    check_object(name, given, MOST_VARIABLES, DEEPEST_VARIABLES, LARGEST_NUMBER)
+    check_object(name, given, MAX_VARIABLES, DEEPEST_VARIABLES, MAX_NUMBER)
 
 
 class _Ranges:
-    """`range` for one rendering, limited to MOST_COUNTED numbers in all."""
+    """`range` for one rendering, limited to MAX_RANGE_NUMBERS numbers in all."""
 
     def __init__(self) -> None:
-        self.left = MOST_COUNTED
+        self.left = MAX_RANGE_NUMBERS
 
     def __call__(self, *bounds: int) -> range:
         found = range(*bounds)
         self.left -= len(found)
         if self.left < 0:
-            raise OverflowError(f"it counts to more than {MOST_COUNTED}")
+            raise OverflowError(f"it counts to more than {MAX_RANGE_NUMBERS}")
         return found
 
 

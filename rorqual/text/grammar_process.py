@@ -31,7 +31,7 @@ from rorqual.text.grammar_limits import GrammarLimits
 
 log = logging.getLogger("rorqual.grammar")
 
-MOST_SAID = 2048  # bytes of what a compilation prints
+MAX_OUTPUT_BYTES = 2048  # of what a compilation prints
 
 
 def read(stream: BinaryIO) -> Any:
@@ -104,13 +104,13 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
 
 def _redirect(said: int) -> None:
     """Redirect output to a file first: xgrammar prints the caller's text unescaped."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_SAID, MOST_SAID))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES))
     os.dup2(said, 1)
     os.dup2(said, 2)
 
 
 def _log_said(said: int) -> None:
-    text = os.pread(said, MOST_SAID, 0).decode(errors="replace").strip()
+    text = os.pread(said, MAX_OUTPUT_BYTES, 0).decode(errors="replace").strip()
     os.close(said)
     if text:
         log.warning("%s", text)

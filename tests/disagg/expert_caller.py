@@ -13,7 +13,7 @@ from rorqual.disagg.experts.server import ExpertServer
 from rorqual.parallel.remote.link import introduce, receive, send
 from rorqual.parallel.remote.orders import SlotChange, SlotOrder
 from rorqual.parallel.remote.wire import (
-    MOST_HOLDINGS,
+    MAX_HOLDINGS,
     PING,
     PURPOSE,
     CallHead,
@@ -53,7 +53,7 @@ class Caller:
     # ---- on a control link
 
     def holdings(self) -> Holdings:
-        kind, data = receive(self.sock, MOST_HOLDINGS)
+        kind, data = receive(self.sock, MAX_HOLDINGS)
         assert kind == ExpertMessage.HOLDINGS
         return Holdings.unpack(data, 16)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rorqual.parallel.remote.link import HEAD, LinkError, receive_exactly, shut
 from rorqual.parallel.remote.wire import CallHead, Join, ReplyHead
 
-MOST_ROWS = 1 << 20
+MAX_ROWS = 1 << 20
 GREETINGS = 2  # messages that the caller sends before calls: HELLO, JOIN
 
 # of a call, in their order; each is a place before which all bytes have gone on
@@ -130,7 +130,7 @@ class LinkProxy:
 
     def _one_call(self, near: socket.socket, far: socket.socket) -> None:
         raw = receive_exactly(near, CallHead.FORM.size)
-        head = CallHead.unpack(raw, MOST_ROWS)
+        head = CallHead.unpack(raw, MAX_ROWS)
         call = raw + receive_exactly(near, sum(head.sizes(*self.width)))
         cut = self._next_cut()
         self._in_parts(far, call, len(raw), cut, POINTS[:4])

@@ -24,7 +24,7 @@ from rorqual.errors import ConfigError
 from rorqual.parallel.remote.group import forming, lane_group
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
-    MOST_GROUP_BYTES,
+    MAX_GROUP_BYTES,
     TOKEN,
     GroupOffer,
     StoreRequest,
@@ -119,7 +119,7 @@ def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:
     def answer(data: bytes, caller: str = CALLER) -> str:
         link = Caller(server, GROUP, caller=caller)
         send(link.sock, ExpertMessage.GROUP, data)
-        kind, found = receive(link.sock, MOST_GROUP_BYTES)
+        kind, found = receive(link.sock, MAX_GROUP_BYTES)
         assert kind == ExpertMessage.GROUP_MADE
         assert link.ended()
         told: dict[str, str] = json.loads(found)

@@ -16,7 +16,7 @@ from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.link import LinkError, receive, send
 from rorqual.parallel.remote.wire import (
     HANDLES,
-    MOST_LANES_BYTES,
+    MAX_LANES_BYTES,
     BlockName,
     ExpertMessage,
     Join,
@@ -111,7 +111,7 @@ def test_a_server_says_why_it_shares_nothing_and_lives_on(start: Start) -> None:
     def answer(data: bytes) -> dict[str, str]:
         caller = Caller(server, HANDLES, caller=CALLER)
         send(caller.sock, ExpertMessage.LANES, data)
-        kind, found = receive(caller.sock, MOST_LANES_BYTES)
+        kind, found = receive(caller.sock, MAX_LANES_BYTES)
         assert kind == ExpertMessage.LANES_MADE
         assert caller.ended()
         told: dict[str, str] = json.loads(found)

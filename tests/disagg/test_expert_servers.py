@@ -25,7 +25,7 @@ from rorqual.parallel import overlap
 from rorqual.parallel.remote import exchange as remote_exchange
 from rorqual.parallel.remote.link import LinkError, introduce, receive, send, shut
 from rorqual.parallel.remote.wire import (
-    MOST_HOLDINGS,
+    MAX_HOLDINGS,
     PURPOSE,
     CallHead,
     CallOutcome,
@@ -383,7 +383,7 @@ def test_a_wrong_secret_or_checkpoint_is_refused(server: ExpertServer) -> None:
 
 def test_holdings_are_told(server: ExpertServer) -> None:
     caller = Caller(server, None)
-    kind, data = receive(caller.sock, MOST_HOLDINGS)
+    kind, data = receive(caller.sock, MAX_HOLDINGS)
     assert kind == ExpertMessage.HOLDINGS
     found = Holdings.unpack(data, 16)
     assert found.max_rows == 64

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rorqual.cache.page_parts import PagePart
 from rorqual.cache.prefix import page_keys
 from rorqual.disagg.page_sources import (
-    MOST_RANKS,
+    MAX_RANKS,
     CacheShape,
     SenderLayout,
     WantedPages,
@@ -121,7 +121,7 @@ def test_what_an_answer_says_of_an_engine() -> None:
         ({"tp_size": True}, "whole numbers"),
         ({"remote_page_size": 8.0}, "whole numbers"),
         ({"remote_ranks": "10.0.0.1:3"}, "is a list"),
-        ({"remote_ranks": [["10.0.0.1", 1]] * (MOST_RANKS + 1)}, "at most 1024"),
+        ({"remote_ranks": [["10.0.0.1", 1]] * (MAX_RANKS + 1)}, "at most 1024"),
         ({"remote_ranks": [["10.0.0.1", 0]]}, "no [host, port]"),
         ({"remote_ranks": [["10.0.0.1", True]]}, "no [host, port]"),
         ({"remote_ranks": [["10.0.0.1", 1, 2]]}, "no [host, port]"),
@@ -133,7 +133,7 @@ def test_what_an_answer_says_of_an_engine() -> None:
         (layout(0, 1), "out of range"),
         (layout(1, 6), "at most 5 stages"),
         (layout(2, 1, 0), "out of range"),
-        (SenderLayout(MOST_RANKS, 2, 8, ()), "1024 ranks"),
+        (SenderLayout(MAX_RANKS, 2, 8, ()), "1024 ranks"),
         (layout(3, 1), "tp_size=3 does not go with 2 key-value heads"),
         (SenderLayout(2, 2, 8, (HERE,)), "names 1 addresses; accepted: tp_size x pp_size, 4"),
     ):

@@ -14,7 +14,7 @@ import pytest
 from rorqual import LLM, SamplingParams
 from rorqual.engine.engine import Engine
 from rorqual.engine.execution.model_runner import ModelRunner
-from rorqual.engine.step_trace import MOST_STEPS, TraceFile
+from rorqual.engine.step_trace import MAX_STEPS, TraceFile
 from rorqual.errors import ConfigError
 from rorqual.request import Request
 
@@ -153,9 +153,9 @@ def test_an_engine_that_ends_leaves_no_half_of_a_file(llm: LLM, tmp_path: Path) 
     assert len(finished(engine)["r"]) == 3  # a local one can go on all the same
 
 
-@pytest.mark.parametrize("steps", [0, -1, MOST_STEPS + 1])
+@pytest.mark.parametrize("steps", [0, -1, MAX_STEPS + 1])
 def test_the_number_of_steps_has_bounds(llm: LLM, tmp_path: Path, steps: int) -> None:
-    with pytest.raises(ConfigError, match=f"accepted: 1 to {MOST_STEPS}"):
+    with pytest.raises(ConfigError, match=f"accepted: 1 to {MAX_STEPS}"):
         llm.engine.start_trace(str(tmp_path / "t"), steps)
 
 

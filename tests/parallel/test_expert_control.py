@@ -18,8 +18,8 @@ from rorqual.parallel.remote.control import ControlLink, ServerLink
 from rorqual.parallel.remote.link import HEAD, readable
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
-    MOST_ERROR,
-    MOST_HOLDINGS,
+    MAX_ERROR,
+    MAX_HOLDINGS,
     PING,
     ExpertMessage,
     Holdings,
@@ -55,7 +55,7 @@ GARBAGE = {
     "an end": (b"", "its process ended"),
     "an end in the midst": (pong(1)[:7], "its process ended"),
     "holdings too large": (
-        pong(1, 2) + HEAD.pack(ExpertMessage.HOLDINGS, MOST_HOLDINGS + 1),
+        pong(1, 2) + HEAD.pack(ExpertMessage.HOLDINGS, MAX_HOLDINGS + 1),
         "accepted: kind",
     ),
     "holdings that are none": (newer(b"{"), "no JSON"),
@@ -126,7 +126,7 @@ def test_an_answer_to_an_order_has_a_bound() -> None:
         number, _ = PING.unpack(read(sock))
         sock.sendall(pong(number))
         read(sock)  # the order, or the next sign of life
-        sock.sendall(HEAD.pack(ExpertMessage.ORDERED, MOST_ERROR + 1))
+        sock.sendall(HEAD.pack(ExpertMessage.ORDERED, MAX_ERROR + 1))
 
     near, far = socket.socketpair()
     link = ServerLink(("127.0.0.1", 1), OWN, near, [])

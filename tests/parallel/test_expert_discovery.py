@@ -148,7 +148,7 @@ def test_those_that_were_given_stay(clock: Clock) -> None:
 def test_names_and_too_many_are_passed_over(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(discovery, "MOST_SERVERS", 3)
+    monkeypatch.setattr(discovery, "MAX_SERVERS", 3)
     setting = Setting(clock, (("127.0.0.1", 9),))
     setting.servers.there = [("127.0.0.1", 9)]
     setting.registry.records = (ExpertRecord("experts-1:9400"),)

@@ -18,7 +18,7 @@ import pytest
 
 from rorqual.parallel.shared import handle_passing
 from rorqual.parallel.shared.handle_passing import (
-    MOST_DESCRIPTORS,
+    MAX_DESCRIPTORS,
     REQUEST,
     DescriptorServer,
     HandleError,
@@ -118,7 +118,7 @@ def test_nothing_without_the_token(server: DescriptorServer, tmp_path: Path) -> 
     with pytest.raises(HandleError, match="accepted: 16 bytes, 1 to 64"):
         fetch_descriptors(server.name, token[:-1], 1)
     with pytest.raises(HandleError, match="accepted"):
-        fetch_descriptors(server.name, token, MOST_DESCRIPTORS + 1)
+        fetch_descriptors(server.name, token, MAX_DESCRIPTORS + 1)
     assert all_closed(before)
     os.close(fd)
 
@@ -127,12 +127,12 @@ def test_how_many_are_offered_is_bounded(server: DescriptorServer, tmp_path: Pat
     fd = file_of(tmp_path / "file", "file")
     before = open_descriptors()
     with pytest.raises(ValueError, match="accepted: 1 to 64"):
-        server.offer([fd] * (MOST_DESCRIPTORS + 1))
+        server.offer([fd] * (MAX_DESCRIPTORS + 1))
     with pytest.raises(OSError):
         server.offer([fd, 10_000])
     assert all_closed(before)
-    found = fetch_descriptors(server.name, server.offer([fd] * MOST_DESCRIPTORS), MOST_DESCRIPTORS)
-    assert len(set(found)) == MOST_DESCRIPTORS
+    found = fetch_descriptors(server.name, server.offer([fd] * MAX_DESCRIPTORS), MAX_DESCRIPTORS)
+    assert len(set(found)) == MAX_DESCRIPTORS
     for one in found:
         os.close(one)
     os.close(fd)

@@ -11,7 +11,7 @@ import pytest
 from rorqual.errors import ConfigError
 from rorqual.registry import records
 from rorqual.registry.address import PREFIX, etcd_address
-from rorqual.registry.records import LONGEST_RECORD, SIGNED_SECONDS, BadRecord, ServerRecord
+from rorqual.registry.records import MAX_RECORD_BYTES, SIGNED_SECONDS, BadRecord, ServerRecord
 
 SECRET = "of all who join the router"
 ROLES = ("replica", "decode")
@@ -62,7 +62,7 @@ def signed(told: str) -> bytes:
         (b'{"record": 3, "mac": "x"}', "no signed record"),
         (b'{"record": "x", "mac": 3}', "no signed record"),
         (b"[" * 1000, "no signed record"),
-        (b" " * (LONGEST_RECORD + 1), "more than 2048 bytes"),
+        (b" " * (MAX_RECORD_BYTES + 1), "more than 2048 bytes"),
     ],
 )
 def test_anything_else_does_not_count(value: bytes | Callable[[], bytes], why: str) -> None:

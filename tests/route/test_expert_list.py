@@ -27,7 +27,7 @@ def test_they_are_listed_and_get_no_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin, "SHORTEST_LEASE", 0.1)
-    monkeypatch.setattr(experts, "MOST_SERVERS", 2)
+    monkeypatch.setattr(experts, "MAX_SERVERS", 2)
     path = tmp_path / "secret"
     path.write_text(SECRET)
     first = ExpertRecord("127.0.0.1:9400", "0-95")

@@ -170,7 +170,7 @@ def test_lines_that_say_nothing(line: bytes) -> None:
 
 
 def test_an_event_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rorqual.route.events.LONGEST_EVENT", 1000)
+    monkeypatch.setattr("rorqual.route.events.MAX_EVENT_BYTES", 1000)
     splitter = EventSplitter(StreamRecord(100), False)
     for _ in range(10):
         splitter.feed(b"x" * 100)

@@ -13,7 +13,7 @@ from rorqual.ops.select import ops_for
 from rorqual.platforms import make_platform
 
 WARM = 2
-MOST_REPEATS = 30
+MAX_REPEATS = 30
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def bench_reads(hidden: int, intermediate: int, picks: int, device: str, repeats
     x = torch.randn(1, hidden, generator=generator).to(torch.bfloat16).to(place)
     everyone = torch.arange(picks, device=place)[None]
     times = {picks: [], 1: []}  # type: dict[int, list[float]]
-    for number in range(WARM + min(repeats, MOST_REPEATS)):
+    for number in range(WARM + min(repeats, MAX_REPEATS)):
         for count in times:
             ids = everyone if count == picks else everyone[:, number % picks, None]
             weights = torch.ones(ids.shape, dtype=torch.float32, device=place)

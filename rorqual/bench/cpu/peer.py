@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 PROBED_STEPS = 3
 # batched_mm copies the weights of each token's experts: not tried where they come to more bytes
-MOST_COPIED = 2 << 30
+MAX_COPIED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Peer:
         tried: dict[Setting, float] = {}
         deadline = time.perf_counter() + limit
         for setting in self._candidates(tried, steps):
-            if setting.experts == "batched_mm" and self._copied(prompts, setting) > MOST_COPIED:
+            if (
+                setting.experts == "batched_mm"
+                and self._copied(prompts, setting) > MAX_COPIED_BYTES
+            ):
                 continue
             if tried and time.perf_counter() > deadline:
                 break

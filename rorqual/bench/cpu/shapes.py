@@ -15,7 +15,7 @@ from rorqual.planner.costs.weights import weights
 # Parameters of a shape, in millions: the sizes are drawn evenly from these bands.
 BANDS = ((20, 100), (100, 500), (500, 2000))
 FAMILIES = ("v3", "v2", "qwen3")
-MOST_DRAWS = 10_000  # one in about ten falls into the band that is wanted
+MAX_DRAWS = 10_000  # one in about ten falls into the band that is wanted
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _draw(dice: random.Random, family: str, band: tuple[int, int]) -> Shape:
     """A size even in the logarithm; the rest follows it within a tenth."""
     target = 1e6 * math.exp(dice.uniform(math.log(band[0]), math.log(band[1])))
     make = {"v3": _v3, "v2": _v2, "qwen3": _qwen3}[family]
-    for _ in range(MOST_DRAWS):
+    for _ in range(MAX_DRAWS):
         data = make(dice, target)
         config = read_config(data)
         size = parameters(config)

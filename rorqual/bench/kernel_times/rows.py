@@ -29,10 +29,10 @@ MODELS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
 )
 SMALL = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 112, 128, 160, 208, 256)
 TOKENS = (*SMALL, 1024, 4096, 8192)
-LARGEST_HEAD = 256  # rows of a vocabulary's product: one a request
+MAX_HEAD_ROWS = 256  # rows of a vocabulary's product: one a request
 REQUESTS = (1, 2, 4, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096, 16384, 32768)
-MOST_CACHED = 2**20  # tokens of a decode row
+MAX_CACHED_TOKENS = 2**20  # tokens of a decode row
 PROMPTS = ((1, 256), (1, 1024), (1, 4096), (1, 8192), (8, 256), (8, 1024), (8, 4096))
 WORK = (GroupWork(BatchShape.decode(8, 1000)), GroupWork(None, (BatchShape(1, 1000),)))
 
@@ -72,7 +72,7 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
     if op.kind == "gemm":
         _, n, k = map(int, op.shape)
         for m in TOKENS:
-            if n < 16000 or m <= LARGEST_HEAD or op.name != "lm_head":
+            if n < 16000 or m <= MAX_HEAD_ROWS or op.name != "lm_head":
                 yield TimedRow(f"gemm_{dtype}", dtype, (n, k, m))
     elif op.kind == "bmm":
         yield from (TimedRow("bmm", dtype, (int(op.shape[0]), m)) for m in TOKENS if m <= 512)
@@ -89,7 +89,7 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
             return
         for requests in REQUESTS:
             for context in CONTEXTS:
-                if requests * context <= MOST_CACHED:
+                if requests * context <= MAX_CACHED_TOKENS:
                     yield TimedRow(f"{kind}_decode", dtype, (*given, requests, context))
 
 

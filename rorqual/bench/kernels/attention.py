@@ -107,7 +107,7 @@ def relative(out: list[Tensor], expected: list[Tensor]) -> float:
     return ((x - y).norm() / y.norm()).item() if x.isfinite().all() else float("nan")
 
 
-MOST_SCORES = 1 << 24  # fp64 scores held at once
+MAX_SCORES = 1 << 24  # fp64 scores held at once
 
 
 def exact_entries(rows: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     hidden = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu(
         length - queries + 1
     )
-    some = max(1, MOST_SCORES // (queries * length))  # heads at once
+    some = max(1, MAX_SCORES // (queries * length))  # heads at once
     out = []
     for group, own in enumerate(q.transpose(0, 1).split(heads // groups)):
         keys = k[:, group].double().T

@@ -23,7 +23,7 @@ log = logging.getLogger("rorqual.bench")
 
 TIMINGS = ("auto", "call", "graph")
 WARM_UPS = 2
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 SHORTEST = 2e-3  # seconds of replays that are worth a clock
 READ_BYTES = 4 << 30
 SQUARE = 8192  # of the product whose rate counts as the device's
@@ -59,7 +59,7 @@ def measure(
         run()
     platform.synchronize()
     times: list[float] = []
-    while len(times) < repeats or (sum(times) < min_seconds and len(times) < MOST_CALLS):
+    while len(times) < repeats or (sum(times) < min_seconds and len(times) < MAX_CALLS):
         start = time.perf_counter()
         run()
         platform.synchronize()
@@ -73,7 +73,7 @@ def measure_captured(
     """Seconds of a replay, one average for each row of replays."""
     replay = platform.capture(run)  # type: ignore[arg-type]  # the result is not used
     once = min(measure(replay, platform, 3, 0.0))
-    count = max(1, min(MOST_CALLS, round(SHORTEST / once)))
+    count = max(1, min(MAX_CALLS, round(SHORTEST / once)))
 
     def several() -> None:
         for _ in range(count):

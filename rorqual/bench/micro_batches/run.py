@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.bench.provenance import client_facts
-from rorqual.config.parallel import AUTO, MOST_AUTO_PARTS
+from rorqual.config.parallel import AUTO, MAX_AUTO_MICRO_BATCHES
 from rorqual.engine.engine import Engine
 from rorqual.engine.micro_batches.policy import (
     MARGIN,
@@ -105,7 +105,7 @@ def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[
     for line in lines(times):
         told(line)
     policies: dict[str, MicroBatchPolicy] = {
-        str(count): FixedParts(count) for count in range(1, MOST_AUTO_PARTS + 1)
+        str(count): FixedParts(count) for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)
     }
     policies[AUTO] = MeasuredParts(times)
     found = []
@@ -156,7 +156,7 @@ def foretold(
         return {}
     decoding = (sum(lengths) if decodes else 0,) * ranks
     found = {}
-    for count in range(1, MOST_AUTO_PARTS + 1):
+    for count in range(1, MAX_AUTO_MICRO_BATCHES + 1):
         totals = ((sum(lengths),) * ranks,)
         parts = split_lengths_of_ranks((lengths,) * ranks, count) if count > 1 else totals
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
@@ -269,7 +269,7 @@ def _draw(engine: Engine, count: int, seed: int) -> list[int]:
 
 
 def print_table(cells: Sequence[Cell]) -> None:
-    fixed = [str(count) for count in range(1, MOST_AUTO_PARTS + 1)]
+    fixed = [str(count) for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)]
     table = Table(
         title="tokens/s of all ranks, medians; x: median of the ratios to 1 part within a repeat, "
         "± half between its quartiles"

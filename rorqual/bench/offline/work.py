@@ -9,7 +9,7 @@ from rorqual.config.option import option
 from rorqual.errors import ConfigError
 from rorqual.request import SamplingParams
 
-MOST_STEPS = 200  # engine/step_trace.py's
+MAX_STEPS = 200  # engine/step_trace.py's
 TRACE_SUFFIX = ".json.gz"
 
 
@@ -44,9 +44,9 @@ class OfflineWork:
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.profile_steps <= MOST_STEPS:
+        if not 1 <= self.profile_steps <= MAX_STEPS:
             raise ConfigError(
-                f"profile_steps={self.profile_steps} is out of range; accepted: 1 to {MOST_STEPS}"
+                f"profile_steps={self.profile_steps} is out of range; accepted: 1 to {MAX_STEPS}"
             )
         if self.profile is not None and self.profile.name.isdecimal():
             raise ConfigError(

@@ -34,7 +34,7 @@ from rorqual.bench.serving.prompts import PromptLengths, Vocabulary
 from rorqual.errors import ConfigError, TargetError
 
 WARM_UPS = 256  # requests at most; 32 tokens out each
-LEAST_WARM_UPS = 4
+MIN_WARM_UPS = 4
 WARM_UP_TOKENS = 32
 OUR_START = 60.0  # seconds kept for starting ours while the peer's rows are measured
 OFFLINE_REPEATS = 1
@@ -210,7 +210,7 @@ class PeerCall:
         most = row.concurrency or 64
         long = row.input_len + (PREFIX_TOKENS if row.kind == "prefix" else 0)
         lengths = PromptLengths(long, min(WARM_UP_TOKENS, row.output_len))
-        data = Data(lengths=lengths, num_prompts=max(LEAST_WARM_UPS, min(most, WARM_UPS)))
+        data = Data(lengths=lengths, num_prompts=max(MIN_WARM_UPS, min(most, WARM_UPS)))
         method = Method(warm_ups=0, seed=row.seed + 1)
         figures = await ServingBench(client, self.vocabulary, data, method).measure(
             ArrivalLoad(most)

@@ -10,7 +10,7 @@ from rorqual.config.hf import read_config
 from rorqual.planner.costs.costs import decode_floor_seconds
 
 CARDS = ("h200", "h100", "h800", "b200", "a100")
-MOST_REQUESTS = 256  # of more it is not known how many decode together
+MAX_REQUESTS = 256  # of more it is not known how many decode together
 
 
 def card_of(text: str) -> DeviceSpec | None:
@@ -22,7 +22,7 @@ def below_floor(model: ServedModel, row: Row, figures: Figures, card: str) -> st
     bandwidth on paper; None where nothing speaks against it."""
     device = card_of(card)
     step = figures["median_tpot_ms"]
-    told = row.kind == "closed" and row.count <= MOST_REQUESTS
+    told = row.kind == "closed" and row.count <= MAX_REQUESTS
     if device is None or step is None or not told or figures["num_prompts"] < row.count:
         return None
     config = read_config(model.config)

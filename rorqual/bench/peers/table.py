@@ -21,10 +21,10 @@ COLUMNS = (
     ("ITL p99 ms", "p99_itl_ms", 2),
 )
 LATENCIES = COLUMNS[1:]
-MOST_MEAN = 1.0  # geometric mean of the latency cells, ours over the peer's
-MOST_CELL = 1.1
-MOST_API_US = 25.0
-MOST_STEP = 1.03  # served over offline
+MAX_MEAN = 1.0  # geometric mean of the latency cells, ours over the peer's
+MAX_CELL = 1.1
+MAX_API_US = 25.0
+MAX_STEP = 1.03  # served over offline
 MANY = 256  # requests at which the last two hold
 
 
@@ -130,23 +130,23 @@ def verdicts(pairs: Mapping[str, Pair], offline: Mapping[str, Measured]) -> Iter
 
 
 def _latencies(cells: Mapping[str, float]) -> Iterator[Verdict]:
-    mean = f"geometric mean of the latency cells at most {MOST_MEAN:.2f}"
-    each = f"no latency cell above {MOST_CELL:.2f}"
+    mean = f"geometric mean of the latency cells at most {MAX_MEAN:.2f}"
+    each = f"no latency cell above {MAX_CELL:.2f}"
     if not cells:
         yield Verdict(mean, None, "no pair counts")
         return
     found = math.exp(sum(map(math.log, cells.values())) / len(cells))
-    yield Verdict(mean, found <= MOST_MEAN, f"{found:.3f} of {len(cells)}")
+    yield Verdict(mean, found <= MAX_MEAN, f"{found:.3f} of {len(cells)}")
     worst = max(cells, key=lambda name: cells[name])
-    above = sum(ratio > MOST_CELL for ratio in cells.values())
+    above = sum(ratio > MAX_CELL for ratio in cells.values())
     yield Verdict(each, not above, f"{above} are, the worst {cells[worst]:.2f} ({worst})")
 
 
 def _served(ours: Mapping[str, Measured], offline: Mapping[str, Measured]) -> Iterator[Verdict]:
-    what = f"API processor time at {MANY} streams at most {MOST_API_US:.0f} us a token"
+    what = f"API processor time at {MANY} streams at most {MAX_API_US:.0f} us a token"
     many = [row for name, row in ours.items() if _many(name) and row.api_us is not None]
     found = ", ".join(f"{row.api_us:.1f} us ({row.row})" for row in many)
-    ok = all((row.api_us or 0.0) <= MOST_API_US for row in many) if many else None
+    ok = all((row.api_us or 0.0) <= MAX_API_US for row in many) if many else None
     yield Verdict(what, ok, found or "no such row")
     steps = {
         name: row.figures["median_itl_ms"] / offline[name].figures["step_ms"]
@@ -155,8 +155,8 @@ def _served(ours: Mapping[str, Measured], offline: Mapping[str, Measured]) -> It
     }
     for name, ratio in steps.items():
         step = offline[name].figures["step_ms"]
-        what = f"{name}, served steps at most {MOST_STEP:.2f}x of offline's {step:.2f} ms"
-        yield Verdict(what, ratio <= MOST_STEP, f"{ratio:.3f}x")
+        what = f"{name}, served steps at most {MAX_STEP:.2f}x of offline's {step:.2f} ms"
+        yield Verdict(what, ratio <= MAX_STEP, f"{ratio:.3f}x")
     if not steps:
         yield Verdict("served steps over offline's", None, f"ask with --offline {MANY}")
 

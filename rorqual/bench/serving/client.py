@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-LONGEST_CAUSE = 200
+MAX_CAUSE_LENGTH = 200
 
 
 @dataclass(frozen=True)
@@ -200,15 +200,15 @@ class Client:
                     )
             _check(record, self.target.stream)
         except Failure as error:
-            record.error = str(error)[:LONGEST_CAUSE]
+            record.error = str(error)[:MAX_CAUSE_LENGTH]
         except TimeoutError:
             record.error = f"timeout: no complete answer within {self.target.timeout:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            record.error = f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
+            record.error = f"{type(error).__name__}: {error}"[:MAX_CAUSE_LENGTH]
         except (LookupError, TypeError, AttributeError) as error:
             record.error = (
                 f"an answer of another shape than OpenAI's: {type(error).__name__} {error}"[
-                    :LONGEST_CAUSE
+                    :MAX_CAUSE_LENGTH
                 ]
             )
         record.end = record.end or time.perf_counter()

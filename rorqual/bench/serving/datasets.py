@@ -15,8 +15,8 @@ from rorqual.bench.serving.prompts import Ids, Prompt, Vocabulary
 from rorqual.errors import ConfigError
 
 LEAST = 4  # tokens of prompt and answer; the bounds are those of the field's common scripts
-MOST_INPUT = 1024
-MOST_TOTAL = 2048
+MAX_INPUT_TOKENS = 1024
+MAX_TOTAL_TOKENS = 2048
 
 
 def sharegpt_prompts(
@@ -37,7 +37,11 @@ def sharegpt_prompts(
         question, answer = pairs[index]
         length = vocabulary.count(question)
         out = output_len or vocabulary.count(answer) - vocabulary.specials
-        if min(length, out) >= LEAST and length <= MOST_INPUT and length + out <= MOST_TOTAL:
+        if (
+            min(length, out) >= LEAST
+            and length <= MAX_INPUT_TOKENS
+            and length + out <= MAX_TOTAL_TOKENS
+        ):
             found.append(Prompt(question, length, out))
     if not found:
         raise ConfigError(

@@ -29,7 +29,7 @@ from rorqual.parallel.remote.group.forming import FORM_SECONDS
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
     BACKENDS,
-    MOST_GROUP_BYTES,
+    MAX_GROUP_BYTES,
     TOKEN,
     GroupOffer,
     group_made,
@@ -37,7 +37,7 @@ from rorqual.parallel.remote.group.messages import (
 from rorqual.parallel.remote.group.rows import MISSED, OUT_OF_STEP, GroupRows, slots_of
 from rorqual.parallel.remote.group.store import LinkStore
 from rorqual.parallel.remote.link import LinkError, receive, send, shut
-from rorqual.parallel.remote.wire import MOST_STEP, ExpertMessage, SharedCall, Step, read_step
+from rorqual.parallel.remote.wire import MAX_STEP, ExpertMessage, SharedCall, Step, read_step
 
 log = logging.getLogger("rorqual.experts")
 WAIT_SECONDS = 1e6  # for a call's rows: the end of the caller's link ends the wait
@@ -141,7 +141,7 @@ class GroupLanes:
                 lane.thread.start()
         while True:
             self.steps.await_message(sock)
-            kind, data = receive(sock, MOST_STEP)
+            kind, data = receive(sock, MAX_STEP)
             if kind == ExpertMessage.GROUP_END:
                 return
             if kind != ExpertMessage.STEP:
@@ -281,7 +281,7 @@ class GroupLinks:
     def serve(self, sock: socket.socket, caller: str) -> None:
         """A link over which a group is formed, and steps are announced. If it ends without
         GROUP_END, the caller's control link ends as well, by which the caller knows."""
-        kind, data = receive(sock, MOST_GROUP_BYTES)
+        kind, data = receive(sock, MAX_GROUP_BYTES)
         if kind != ExpertMessage.GROUP:
             raise LinkError(f"a message of kind {kind} came where a group is offered")
         try:

@@ -28,8 +28,8 @@ from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
 from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import (
-    MOST_LANES_BYTES,
-    MOST_STEP,
+    MAX_LANES_BYTES,
+    MAX_STEP,
     BlockName,
     ExpertMessage,
     LanesOffer,
@@ -140,7 +140,7 @@ class CallerLanes:
         try:
             while True:
                 self.steps.await_message(sock)
-                kind, data = receive(sock, MOST_STEP)
+                kind, data = receive(sock, MAX_STEP)
                 if kind != ExpertMessage.STEP:
                     raise LinkError(f"a message of kind {kind} came where a step was to")
                 self.launch(read_step(data, self.offer.lanes, self.offer.rows))
@@ -222,7 +222,7 @@ class SharedMemoryLinks:
     def serve(self, sock: socket.socket, caller: str) -> None:
         """A link over which memory is shared, and steps are announced. Its end ends the caller's
         control link as well, by which the caller knows."""
-        kind, data = receive(sock, MOST_LANES_BYTES)
+        kind, data = receive(sock, MAX_LANES_BYTES)
         if kind != ExpertMessage.LANES:
             raise LinkError(f"a message of kind {kind} came where lanes are offered")
         offer = LanesOffer.unpack(data)

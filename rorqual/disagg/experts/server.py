@@ -39,8 +39,8 @@ from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
     GROUP,
     HANDLES,
-    MOST_ERROR,
-    MOST_ORDER,
+    MAX_ERROR,
+    MAX_ORDER,
     PING,
     PURPOSE,
     CallHead,
@@ -55,8 +55,8 @@ from rorqual.parallel.remote.wire import (
 from rorqual.platforms import make_platform
 
 log = logging.getLogger("rorqual.experts")
-MOST_LINKS = 1024
-MOST_JOIN = 256  # bytes
+MAX_LINKS = 1024
+MAX_JOIN_BYTES = 256
 SOCKET_BYTES = 4 * 2**20
 ALIVE = (30, 10, 3)  # seconds until a quiet link is probed, and between probes; probes
 
@@ -90,7 +90,7 @@ class ExpertServer:
         self.moves = SlotMoves(shard, self.computing, max_rows, gate)
         self.shared = SharedMemoryLinks(shard, gate, self.computing)
         self.groups = GroupLinks(shard, gate, self.computing)
-        self.server = LinkServer(*address, secret, fingerprint, PURPOSE, self._serve, MOST_LINKS)
+        self.server = LinkServer(*address, secret, fingerprint, PURPOSE, self._serve, MAX_LINKS)
         self.host = self.server.host
         self.port = self.server.port
 
@@ -103,7 +103,7 @@ class ExpertServer:
     # ---- one thread a link
 
     def _serve(self, sock: socket.socket) -> None:
-        kind, data = receive(sock, MOST_JOIN)
+        kind, data = receive(sock, MAX_JOIN_BYTES)
         if kind != ExpertMessage.JOIN:
             raise LinkError(f"a message of kind {kind} came where one joins")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -130,7 +130,7 @@ class ExpertServer:
         try:
             send(sock, ExpertMessage.HOLDINGS, holdings.pack())
             while True:
-                kind, data = receive(sock, MOST_ORDER)
+                kind, data = receive(sock, MAX_ORDER)
                 if kind == ExpertMessage.PING and len(data) == PING.size:
                     self._pong(sock, *PING.unpack(data))
                 elif kind == ExpertMessage.ORDER:
@@ -188,7 +188,7 @@ class ExpertServer:
         raise LinkError(reason)
 
     def _tell(self, sock: socket.socket, call: CallHead, outcome: CallOutcome, reason: str) -> None:
-        text = reason.encode()[:MOST_ERROR]
+        text = reason.encode()[:MAX_ERROR]
         sock.sendall(ReplyHead(call.sequence, len(text), 0, outcome).pack() + text)
 
     def _reply(self, sock: socket.socket, head: ReplyHead, result: Tensor) -> None:

@@ -25,7 +25,7 @@ from rorqual.parallel.remote.link import readable
 from rorqual.parallel.remote.wire import SharedCall, Step
 from rorqual.platforms.base import Platform
 
-MOST_GRAPHS = 256  # of a lane; the least recently used is dropped
+MAX_GRAPHS = 256  # of a lane; the least recently used is dropped
 POLL_SECONDS = 0.002  # between two queries of whether a step is done
 WITHOUT_GRAPHS = 1  # calls of a lane at a time that are launched without a graph
 Calls = tuple[SharedCall, ...]
@@ -87,7 +87,7 @@ class LaneQueue:
         kernels are compiled, and libraries make their workspaces. compute: is captured."""
         if calls not in self.graphs:
             self.graphs[calls] = self._capture(calls, warm_up, compute)
-            if len(self.graphs) > MOST_GRAPHS and self.stream.query():  # none of them runs
+            if len(self.graphs) > MAX_GRAPHS and self.stream.query():  # none of them runs
                 self.graphs.popitem(last=False)
         self.graphs.move_to_end(calls)
         return self.graphs[calls]

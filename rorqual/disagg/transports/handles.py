@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.written_layers import Mark
-from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, TransportError
+from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, TransportError
 from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.shared.handle_passing import (
     TOKEN,
@@ -33,8 +33,8 @@ from rorqual.parallel.shared.handle_passing import (
 from rorqual.parallel.shared.shared_block import SharedBlock
 from rorqual.platforms.base import Platform
 
-MOST_PEERS = 64  # mapped at once
-MOST_BYTES = 1 << 40  # of a peer's memory
+MAX_PEERS = 64  # mapped at once
+MAX_BYTES = 1 << 40  # of a peer's memory
 SPIN_SECONDS = 0.003  # of busy polling: a prompt's pages take about 1 ms
 PAUSE = 0.0002
 START_SECONDS = 2.0  # for a peer's descriptor
@@ -65,7 +65,7 @@ class HandleAddress:
     def unpack(data: bytes) -> HandleAddress:
         """Raises TransportError."""
         try:
-            if len(data) > MOST_DESCRIPTION:
+            if len(data) > MAX_DESCRIPTION:
                 raise ValueError("it is too long")
             fields = json.loads(data)
             found = HandleAddress(
@@ -73,7 +73,7 @@ class HandleAddress:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise TransportError(f"the peer's description is none: {error}") from None
-        if len(found.token) != TOKEN or not 0 < found.size <= MOST_BYTES:
+        if len(found.token) != TOKEN or not 0 < found.size <= MAX_BYTES:
             raise TransportError("the peer's description is out of range")
         return found
 
@@ -260,8 +260,8 @@ class HandleTransport:
         found = self.peers.get(description)
         if found is not None and not found.gone:
             return found
-        if len(self.peers) >= MOST_PEERS:
-            raise TransportError(f"{MOST_PEERS} peers are mapped already")
+        if len(self.peers) >= MAX_PEERS:
+            raise TransportError(f"{MAX_PEERS} peers are mapped already")
         address = HandleAddress.unpack(description)
         try:
             (fd,), link = fetch_and_hold(address.name, address.token, 1, START_SECONDS)

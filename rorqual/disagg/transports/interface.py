@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rorqual.errors import RorqualError
 
-MOST_DESCRIPTION = 16_384  # bytes
+MAX_DESCRIPTION = 16_384  # bytes
 
 
 class TransportError(RorqualError):
@@ -32,7 +32,7 @@ class Transport(Protocol):
     """Offsets and sizes are bytes in the staging memory of their side."""
 
     def describe(self) -> bytes:
-        """The address that a peer needs to read from here, at most MOST_DESCRIPTION bytes. Changes
+        """The address that a peer needs to read from here, at most MAX_DESCRIPTION bytes. Changes
         with `restart`."""
 
     def serve(self, windows: int) -> None:

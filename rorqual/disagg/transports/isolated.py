@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rorqual.config.model import environment_for_child
-from rorqual.disagg.transports.interface import MOST_DESCRIPTION, ReadState, TransportError
-from rorqual.disagg.transports.library_process import MOST_MESSAGE, send
+from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, TransportError
+from rorqual.disagg.transports.library_process import MAX_MESSAGE, send
 from rorqual.disagg.transports.staging import StagingMemory
 
 log = logging.getLogger("rorqual.engine")
@@ -29,7 +29,7 @@ SILENT_SECONDS = 10.0  # without a response: it is restarted on next use
 RESTART_PAUSE = 2.0  # seconds between a failed start and the next
 SIOCGIFADDR = 0x8915  # the address of a network interface
 LINE = 2048  # bytes of a line of the library's that are logged
-MOST_LINES = 200  # per run of the process
+MAX_LINES = 200  # per run of the process
 # Environment variables passed to the process: no keys, no tokens.
 PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 PASSED_OF_LIBRARIES = ("UCX_", "NIXL_", "MC_", "CUDA_", "NVIDIA_")
@@ -87,7 +87,7 @@ class IsolatedTransport:
         self._send(child, {"serve": self.serving})
 
     def read(self, peer: bytes, remote: int, local: int, size: int) -> int:
-        if len(peer) > MOST_DESCRIPTION:
+        if len(peer) > MAX_DESCRIPTION:
             raise TransportError(f"the peer's description has {len(peer)} bytes")
         text = peer.decode(errors="replace")
         where = {"peer": text, "remote": remote, "local": local, "size": size}
@@ -212,7 +212,7 @@ class IsolatedTransport:
     def _listen(self, child: Child) -> None:
         """On a thread for each child."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            while data := child.sock.recv(MOST_MESSAGE):
+            while data := child.sock.recv(MAX_MESSAGE):
                 self._handle(child, json.loads(data))
         child.process.kill()
         child.process.wait()
@@ -225,7 +225,7 @@ class IsolatedTransport:
         with child.changed:
             if "ready" in message:
                 child.description = str(message["ready"]).encode()
-                child.ready = len(child.description) <= MOST_DESCRIPTION
+                child.ready = len(child.description) <= MAX_DESCRIPTION
             elif "failed" in message:
                 child.failed = str(message["failed"])
             elif "serve" in message:
@@ -242,9 +242,9 @@ class IsolatedTransport:
             said = 0
             while line := out.readline(LINE):
                 said += 1
-                if said <= MOST_LINES:
+                if said <= MAX_LINES:
                     log.info("%s: %s", self.library, line.decode(errors="replace").rstrip())
-                if said == MOST_LINES:
+                if said == MAX_LINES:
                     log.info("%s says more, which is left out", self.library)
 
 

@@ -33,10 +33,10 @@ from rorqual.disagg.transports.interface import ReadState
 from rorqual.disagg.transports.mooncake import MooncakeLibrary
 from rorqual.disagg.transports.nixl import NixlLibrary
 
-MOST_MESSAGE = 65_536
+MAX_MESSAGE = 65_536
 POLL_SECONDS = 0.0001  # seconds between two polls while reads are running
 IDLE_POLL_SECONDS = 0.05  # and while none is
-MOST_ERROR = 500  # characters
+MAX_ERROR = 500  # characters
 
 
 class Library(Protocol):
@@ -68,7 +68,7 @@ class LibraryProcess:
         while True:
             busy = bool(self.running) or (self.serving > 0 and self.library.polls)
             if select.select([self.sock], [], [], POLL_SECONDS if busy else IDLE_POLL_SECONDS)[0]:
-                data = self.sock.recv(MOST_MESSAGE)
+                data = self.sock.recv(MAX_MESSAGE)
                 if not data:
                     return
                 self._handle(json.loads(data))
@@ -105,7 +105,7 @@ class LibraryProcess:
             self._report(ticket, state, problem)
 
     def _report(self, ticket: int, state: ReadState, error: Exception | None) -> None:
-        text = "" if error is None else f"{type(error).__name__}: {error}"[:MOST_ERROR]
+        text = "" if error is None else f"{type(error).__name__}: {error}"[:MAX_ERROR]
         send(self.sock, {"ticket": ticket, "state": state.value, "error": text})
 
 
@@ -134,7 +134,7 @@ def main() -> int:
         library = LIBRARIES[name](package, address, int(size), host)
         found = library.describe()
     except Exception as error:
-        send(sock, {"failed": str(error)[:MOST_ERROR] or type(error).__name__})
+        send(sock, {"failed": str(error)[:MAX_ERROR] or type(error).__name__})
         return 1
     send(sock, {"ready": found.decode()})
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

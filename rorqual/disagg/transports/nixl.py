@@ -18,7 +18,7 @@ from typing import Any
 from rorqual.disagg.transports.interface import ReadState, TransportError
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-MOST_PEERS = 64  # known at once; a restarted peer counts as a new one
+MAX_PEERS = 64  # known at once; a restarted peer counts as a new one
 
 
 class NixlLibrary:
@@ -65,7 +65,7 @@ class NixlLibrary:
             known = (name, int(found["address"]))
         self.peers[peer] = known
         self.peers.move_to_end(peer)
-        while len(self.peers) > MOST_PEERS:
+        while len(self.peers) > MAX_PEERS:
             _, (name, _) = self.peers.popitem(last=False)
             with suppress(Exception):
                 self.agent.remove_remote_agent(name)

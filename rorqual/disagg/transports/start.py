@@ -19,7 +19,7 @@ from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
 
 HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond to copy, three times the host's work
-LEAST_WINDOWS = 4  # where pages are small enough
+MIN_WINDOWS = 4  # where pages are small enough
 
 
 @dataclass
@@ -69,7 +69,7 @@ def start_handles(
             f"kv_transport={HANDLES!r} is between NVIDIA GPUs; the device is {platform.device.type}"
         )
     sides = sends + fetches
-    most = min(HANDLES_WINDOW, megabytes * 2**20 // sides // LEAST_WINDOWS)
+    most = min(HANDLES_WINDOW, megabytes * 2**20 // sides // MIN_WINDOWS)
     count = window_count(megabytes, page, sides, most)
     size = window_size(page, most)
     try:

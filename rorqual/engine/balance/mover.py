@@ -32,7 +32,7 @@ from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
 STAGING_BYTES = 256 * 2**20
-MOST_SLOTS = 16
+MAX_SLOTS = 16
 LEAVE_SECONDS = 5.0
 
 
@@ -48,7 +48,7 @@ def bytes_of(parts: Iterable[Tensor]) -> int:
 def slots_per_move(layers: Iterable[MoE]) -> int:
     """Slots of this rank that a move may change: the size of staging memory."""
     most = max((bytes_of(layer.slot_parts()) for layer in layers), default=0)
-    return max(2, min(MOST_SLOTS, STAGING_BYTES // most)) if most else MOST_SLOTS
+    return max(2, min(MAX_SLOTS, STAGING_BYTES // most)) if most else MAX_SLOTS
 
 
 @dataclass

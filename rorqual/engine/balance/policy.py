@@ -26,7 +26,7 @@ HORIZON = 2000  # steps for which the load is expected to stay the same
 EXPERT_SHARE = 0.4
 DISTURBANCE = 0.1
 SLOT_SECONDS = 0.05  # for one expert, before the first has been moved
-LONGEST_PAUSE = 16  # windows
+MAX_PAUSE = 16  # windows
 
 
 @dataclass
@@ -160,7 +160,7 @@ class RebalancePolicy:
     def _wait(self, step: int) -> None:
         """Pause, longer each time, until the load is balanced or a plan is carried out."""
         self.not_before = step + self.pause * self.window.steps
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.pause = min(2 * self.pause, MAX_PAUSE)
 
     def applied(self, move: Move, slots: int, slots_here: int, seconds: float) -> None:
         """A move was applied: `slots` changed in all, `slots_here` of the slowest rank, in

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rorqual.engine.balance.policy import LONGEST_PAUSE, MIN_GAIN, BalanceStats, noise_limit
+from rorqual.engine.balance.policy import MAX_PAUSE, MIN_GAIN, BalanceStats, noise_limit
 from rorqual.parallel.eplb.placement import Bools, Floats, Ints
 from rorqual.parallel.eplb.servers import (
     next_changes,
@@ -36,7 +36,7 @@ from rorqual.parallel.remote.wire import Holdings
 log = logging.getLogger("rorqual.engine")
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
-MOST_LOADS = 16  # of one order
+MAX_LOADS = 16  # of one order
 RETRY_SECONDS = 5.0  # after an order failed, or while another process gives orders
 UNHELD_SECONDS = 0.5  # for a server to reconnect, before others load its experts
 
@@ -224,7 +224,7 @@ class SlotBalancer:
                 self._warn_once("no server has room for experts that none holds")
                 self._back_off()
             self.windows = self.pause
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            self.pause = min(2 * self.pause, MAX_PAUSE)
             return None
         self.pause = 1
         log.info(
@@ -270,7 +270,7 @@ class SlotBalancer:
         for row, layer in enumerate(self.layers):
             loads, drops = next_changes(present.held[row], goal.wanted[row], present.room[row])
             more = loads.sum(1)
-            if (counts + more > MOST_LOADS)[counts > 0].any():
+            if (counts + more > MAX_LOADS)[counts > 0].any():
                 continue
             counts += more
             for number in np.flatnonzero((loads | drops).any(1)).tolist():

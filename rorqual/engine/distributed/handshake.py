@@ -28,7 +28,7 @@ FRAME = 1024
 SECONDS = 10.0
 NONCE = 32
 DIGEST = 32
-LONGEST_HOST = 255
+MAX_HOST_LENGTH = 255
 
 
 class HandshakeError(EngineError):
@@ -45,7 +45,7 @@ class PeerIdentity:
     host: str
 
     def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "host": self.host[:LONGEST_HOST]}).encode()
+        return json.dumps({**asdict(self), "host": self.host[:MAX_HOST_LENGTH]}).encode()
 
     @staticmethod
     def decode(data: bytes) -> PeerIdentity:

@@ -23,7 +23,7 @@ from rorqual.errors import ConfigError, EngineError
 log = logging.getLogger("rorqual.engine")
 
 # unauthenticated connections; further ones are closed at once
-MOST_PENDING = 64
+MAX_PENDING = 64
 MAX_LOGGED = 10  # refused connections that are logged
 JOIN_SECONDS = 300.0  # for all ranks to connect
 RETRY_SECONDS = 0.5
@@ -36,7 +36,7 @@ class Listener:
     def __init__(self, address: str, world: int, secret: bytes):
         self.world = world
         self.secret = secret
-        self.socket = listening(address, world + MOST_PENDING)
+        self.socket = listening(address, world + MAX_PENDING)
         self.address, self.port = self.socket.getsockname()
         self.joined: dict[int, tuple[Channel, PeerIdentity]] = {}
         self.lock = threading.Lock()
@@ -70,7 +70,7 @@ class Listener:
 
     def _accept(self, connection: socket.socket, peer: str) -> None:
         with self.lock:
-            if self.pending >= MOST_PENDING:
+            if self.pending >= MAX_PENDING:
                 connection.close()
                 return
             self.pending += 1

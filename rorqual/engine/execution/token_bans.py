@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rorqual.engine.scheduling.scheduler_output import NewRequest
 from rorqual.platforms.base import Platform
-from rorqual.request import LONGEST_BAD_WORD, SamplingParams
+from rorqual.request import MAX_BAD_WORD_TOKENS, SamplingParams
 
 NEVER = float("-inf")
-REMEMBERED = LONGEST_BAD_WORD - 1  # latest output tokens that decide what may follow
+REMEMBERED = MAX_BAD_WORD_TOKENS - 1  # latest output tokens that decide what may follow
 
 
 @dataclass

@@ -29,7 +29,7 @@ from rorqual.platforms.base import Platform
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 20  # of a file; one holds some dozen sizes of a few hundred bytes each
+MAX_BYTES = 1 << 20  # of a file; one holds some dozen sizes of a few hundred bytes each
 AGREES = 0.25  # allowed deviation of a pass from the kept time, relative
 
 
@@ -96,9 +96,9 @@ def digest(given: object) -> int:
 
 
 def read(path: Path) -> str:
-    """The file's text; empty where it is missing or longer than MOST_BYTES."""
+    """The file's text; empty where it is missing or longer than MAX_BYTES."""
     try:
-        text = path.read_text() if path.stat().st_size <= MOST_BYTES else ""
+        text = path.read_text() if path.stat().st_size <= MAX_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
     return text

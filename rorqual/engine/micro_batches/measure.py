@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rorqual.config.parallel import MOST_AUTO_PARTS, REMOTE
+from rorqual.config.parallel import MAX_AUTO_MICRO_BATCHES, REMOTE
 from rorqual.engine.micro_batches.step_times import (
     MeasuredSize,
     PhaseTimes,
@@ -284,7 +284,7 @@ class PartsTimer:
         """The numbers of parts that such a step can be split into."""
         return [
             count
-            for count in range(1, MOST_AUTO_PARTS + 1)
+            for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)
             if count == 1 or self._metadata(output, count).micro_batches
         ]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Protocol
 
-from rorqual.config.parallel import MOST_AUTO_PARTS, REMOTE
+from rorqual.config.parallel import MAX_AUTO_MICRO_BATCHES, REMOTE
 from rorqual.engine.micro_batches.step_times import (
     MeasuredSize,
     PhaseTimes,
@@ -90,7 +90,7 @@ def best_parts(times: StepTimes, lengths: Lengths, decoding: tuple[int, ...]) ->
         return 1
     found, fastest = 1, predicted(times, decodes, shapes((totals,), decoding))
     assert fastest is not None, "every size was measured whole"
-    for count in range(2, MOST_AUTO_PARTS + 1):
+    for count in range(2, MAX_AUTO_MICRO_BATCHES + 1):
         parts = split_lengths_of_ranks(lengths, count)
         seconds = predicted(times, decodes, shapes(parts, decoding)) if parts else None
         if seconds is None:

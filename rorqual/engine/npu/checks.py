@@ -19,7 +19,7 @@ from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
 
-MOST_DRAFTS = 3  # the most rows of latent attention verified by the vendor's recipes
+MAX_DRAFTS = 3  # rows of latent attention verified by the vendor's recipes
 
 
 def check_npu(config: EngineConfig, model: ModelConfig, platform: Platform) -> None:
@@ -64,10 +64,10 @@ def check_npu(config: EngineConfig, model: ModelConfig, platform: Platform) -> N
             "enable_multi_streams=True needs shared experts, which the second stream computes; "
             "this model has none"
         )
-    if model.is_mla and config.num_speculative_tokens > MOST_DRAFTS:
+    if model.is_mla and config.num_speculative_tokens > MAX_DRAFTS:
         raise ConfigError(
             f"num_speculative_tokens={config.num_speculative_tokens} is out of range for latent "
-            f"attention on an NPU; accepted: 0 to {MOST_DRAFTS}"
+            f"attention on an NPU; accepted: 0 to {MAX_DRAFTS}"
         )
     if compiles and config.exchange == "alltoall":
         raise ConfigError(

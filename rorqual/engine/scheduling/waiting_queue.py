@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from rorqual.engine.scheduling.sequence import Account, Sequence
 
-MOST_IDLE = 1_000  # idle accounts, or stale heap entries, before they are cleared
+MAX_IDLE = 1_000  # idle accounts, or stale heap entries, before they are cleared
 
 
 class Accounts:
@@ -48,7 +48,7 @@ class Accounts:
         self.entries += 1
         self.waiting += 1
         account.entry = self.entries
-        if len(self.heap) > 2 * self.waiting + MOST_IDLE:
+        if len(self.heap) > 2 * self.waiting + MAX_IDLE:
             self.heap = [place for place in self.heap if place[1] == place[2].entry]
             heapify(self.heap)
         heappush(self.heap, (account.served, account.entry, account))
@@ -57,7 +57,7 @@ class Accounts:
         """The name has no waiting request any more. Its account is kept while above the floor."""
         account.entry = 0
         self.waiting -= 1
-        if len(self.accounts) > 2 * self.waiting + MOST_IDLE:
+        if len(self.accounts) > 2 * self.waiting + MAX_IDLE:
             self.accounts = {
                 name: other
                 for name, other in self.accounts.items()

@@ -31,14 +31,14 @@ GQA_WIDEST = 512
 MATRIX_UNIT = 16  # rows and columns of a matrix in the NZ layout
 INT8_UNIT = 32
 INT8_INNER_UNIT = 64  # columns between an expert's two int8 products
-MOST_EXPERTS = 1024  # of dispatch and combine
+MAX_EXPERTS = 1024  # of dispatch and combine
 GATING_EXPERTS = 2048
-MOST_TOP_K = 16
+MAX_TOP_K = 16
 HIDDEN = (1024, 8192)
 HIDDEN_UNIT = 32
 DISPATCH_ROWS = {"A2": 256, "A3": 512}
 DISPATCH_RANKS = {"A2": (16, 32, 64), "A3": range(2, 769)}
-LEAST_BUFFER_MB = 200  # HCCL's own default
+MIN_BUFFER_MB = 200  # HCCL's own default
 
 
 def check_model(model: ModelConfig, sizes: ParallelConfig, page_size: int) -> None:
@@ -173,8 +173,8 @@ def check_dispatch(
     checks = (
         ("ranks that share experts", sizes.stage, sizes.stage in ranks, _span(ranks)),
         ("tokens of a rank and step", rows, 0 < rows <= most_rows, f"up to {most_rows}"),
-        ("experts", moe.num_experts, moe.num_experts <= MOST_EXPERTS, f"up to {MOST_EXPERTS}"),
-        ("experts of a token", moe.top_k, moe.top_k <= MOST_TOP_K, f"up to {MOST_TOP_K}"),
+        ("experts", moe.num_experts, moe.num_experts <= MAX_EXPERTS, f"up to {MAX_EXPERTS}"),
+        ("experts of a token", moe.top_k, moe.top_k <= MAX_TOP_K, f"up to {MAX_TOP_K}"),
         (
             "hidden columns",
             hidden,
@@ -209,7 +209,7 @@ def dispatch_buffer_mb(hidden: int, moe: MoEConfig, sizes: ParallelConfig, rows:
     local = moe.num_experts // sizes.ep
     sent = local * rows * sizes.stage * ceil(2 * hidden / 480) * 512
     back = moe.top_k * rows * ceil(2 * hidden / 512) * 512
-    return max(LEAST_BUFFER_MB, ceil(2 * (sent + back) / 2**20) + 11)
+    return max(MIN_BUFFER_MB, ceil(2 * (sent + back) / 2**20) + 11)
 
 
 def fuses_gating(moe: MoEConfig) -> bool:

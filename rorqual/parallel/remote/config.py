@@ -10,7 +10,7 @@ from rorqual.errors import ConfigError
 from rorqual.parallel.remote.link import SHORTEST_SECRET
 from rorqual.registry.expert_registry import ExpertRegistry
 
-MOST_SERVERS = 256
+MAX_SERVERS = 256
 TRANSPORTS = ("auto", "tcp", "handles", "group")
 
 

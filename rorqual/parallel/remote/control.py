@@ -19,8 +19,8 @@ from rorqual.parallel.remote.handle_link import HandleLink
 from rorqual.parallel.remote.link import HEAD, LinkError, send, shut
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
-    MOST_ERROR,
-    MOST_HOLDINGS,
+    MAX_ERROR,
+    MAX_HOLDINGS,
     PING,
     ExpertMessage,
     Holdings,
@@ -147,7 +147,7 @@ class ControlLink:
             raise LinkError("an invalid heartbeat came")
         if PING.unpack(found)[1] == version:
             return True
-        found = self._hear(ExpertMessage.HOLDINGS, MOST_HOLDINGS)
+        found = self._hear(ExpertMessage.HOLDINGS, MAX_HOLDINGS)
         if found is None:
             return not link.alive
         self.renew(link, Holdings.unpack(found, self.num_experts))
@@ -159,7 +159,7 @@ class ControlLink:
             posted = link.orders.get()
             try:
                 send(link.control, ExpertMessage.ORDER, posted.order.pack())
-                found = self._hear(ExpertMessage.ORDERED, MOST_ERROR)
+                found = self._hear(ExpertMessage.ORDERED, MAX_ERROR)
                 if found is None:
                     return not link.alive
                 posted.refused = found.decode(errors="replace")

@@ -14,7 +14,7 @@ import time
 import weakref
 
 from rorqual.errors import ConfigError
-from rorqual.parallel.remote.config import MOST_SERVERS, read_address
+from rorqual.parallel.remote.config import MAX_SERVERS, read_address
 from rorqual.parallel.remote.control import Address
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.registry.expert_registry import ExpertRegistry, FoundExperts
@@ -96,7 +96,7 @@ class ExpertDiscovery:
                 self.listed.discard(address)
 
     def _addresses(self, records: tuple[ExpertRecord, ...]) -> set[Address]:
-        """Those who can be called, MOST_SERVERS at most with those that were given: who is known
+        """Those who can be called, MAX_SERVERS at most with those that were given: who is known
         before others."""
         found: set[Address] = set()
         refused: dict[str, str] = {}
@@ -106,10 +106,10 @@ class ExpertDiscovery:
             except ConfigError as error:
                 refused[record.address] = str(error)
         found -= self.fixed
-        room = MOST_SERVERS - len(self.fixed)
+        room = MAX_SERVERS - len(self.fixed)
         inside = sorted(found, key=lambda one: (one not in self.listed, one))
         for host, port in inside[room:]:
-            refused[f"{host}:{port}"] = f"there are {MOST_SERVERS} servers already"
+            refused[f"{host}:{port}"] = f"there are {MAX_SERVERS} servers already"
         for name in sorted(refused.keys() - self.refused):
             log.warning("%s: %s is passed over: %s", self.registry.name, name, refused[name])
         self.refused = set(refused)

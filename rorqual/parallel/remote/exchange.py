@@ -32,7 +32,7 @@ from rorqual.parallel.remote.wire import CallHead, CallOutcome, ReplyHead, RowFo
 
 LOOK_MS = 20  # between two looks at whether a server still lives
 CALL_SECONDS = 120.0  # after which a server that lives, and does not answer a call, is left out
-MOST_MOVED = 16
+MAX_MOVED = 16
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ class RemoteExchange:
         if not call.moved:
             return
         ticket.moved += 1
-        if ticket.moved > MOST_MOVED:
+        if ticket.moved > MAX_MOVED:
             self.servers.drop(call.link, "it does not hold what it says")
         else:
             self.servers.ask_anew(call.link)

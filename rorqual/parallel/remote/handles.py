@@ -44,7 +44,7 @@ from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads
 from rorqual.parallel.remote.link import LinkError, receive, send
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
-    MOST_LANES_BYTES,
+    MAX_LANES_BYTES,
     BlockName,
     ExpertMessage,
     LanesOffer,
@@ -167,7 +167,7 @@ class HandleCalls(StepCalls):
             )
             sock.settimeout(LANES_SECONDS)
             send(sock, ExpertMessage.LANES, offer.pack())
-            kind, data = receive(sock, MOST_LANES_BYTES)
+            kind, data = receive(sock, MAX_LANES_BYTES)
             if kind != ExpertMessage.LANES_MADE:
                 raise LinkError(f"a message of kind {kind} came where lanes were to")
             block = read_lanes_made(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.wire import json_object, ranges, read_ranges
 
-MOST_NUMBER = 2**63
+MAX_NUMBER = 2**63
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SlotOrder:
         number = found.get("number")
         layers = found.get("layers")
         release = found.get("release")
-        if type(number) is not int or not 0 <= number < MOST_NUMBER:
+        if type(number) is not int or not 0 <= number < MAX_NUMBER:
             raise LinkError("an order came without its number")
         if not isinstance(layers, dict) or type(release) is not bool:
             raise LinkError("an invalid order came")

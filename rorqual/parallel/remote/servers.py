@@ -35,7 +35,7 @@ from rorqual.parallel.remote.link import (
 )
 from rorqual.parallel.remote.wire import (
     HANDLES,
-    MOST_HOLDINGS,
+    MAX_HOLDINGS,
     PURPOSE,
     ExpertMessage,
     Holdings,
@@ -48,7 +48,7 @@ RETRY = (0.05, 1.0)  # seconds between two tries to connect: the first, and the 
 CONNECT_SECONDS = 5.0
 SOCKET_BYTES = 4 * 2**20
 GOLDEN = (math.sqrt(5) - 1) / 2
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 DAMPING = 0.25  # of a correction of shares
 # of a share's way back to 1, at each correction: without it one that was slow once, and answers as
 # fast as the others since, would keep the share that it had fallen to
@@ -281,7 +281,7 @@ class ExpertServers:
         most = max(wanted)
         changed = False
         for link, share in zip(measured, wanted, strict=True):
-            new = max(LEAST_SHARE, share / most)
+            new = max(MIN_SHARE, share / most)
             changed = changed or abs(new - link.share) > RESHARE_CHANGE * link.share
             link.share = new
         if changed:
@@ -405,7 +405,7 @@ class ExpertServers:
             for lane in (None, *range(self.lanes)):
                 self._open(address, lane, opened)
             control, *data = opened
-            kind, found = receive(control, MOST_HOLDINGS)
+            kind, found = receive(control, MAX_HOLDINGS)
             if kind != ExpertMessage.HOLDINGS:
                 raise LinkError(f"a message of kind {kind} came where holdings were to")
             holdings = Holdings.unpack(found, self.num_experts)

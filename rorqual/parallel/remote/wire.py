@@ -51,17 +51,17 @@ from typing import Any
 from rorqual.parallel.remote.link import LinkError
 
 PURPOSE = "experts"
-MOST_LANES = 8
-MOST_TOP_K = 64
-MOST_ERROR = 1000  # bytes
-MOST_HOLDINGS = 2**20
-MOST_ORDER = 2**20
-MOST_FAILURE = 1000  # bytes
-MOST_LANES_BYTES = 4096
-MOST_REASON = 500  # characters
-MOST_STEP = 2**16  # bytes
-MOST_CALLS = 4096  # of a lane in a step
-MOST_SHARED_ROWS = 2**14  # of a call over shared memory
+MAX_LANES = 8
+MAX_TOP_K = 64
+MAX_ERROR = 1000  # bytes
+MAX_HOLDINGS = 2**20
+MAX_ORDER = 2**20
+MAX_FAILURE = 1000  # bytes
+MAX_LANES_BYTES = 4096
+MAX_REASON = 500  # characters
+MAX_STEP = 2**16  # bytes
+MAX_CALLS = 4096  # of a lane in a step
+MAX_SHARED_ROWS = 2**14  # of a call over shared memory
 HANDLES = "handles"
 GROUP = "group"
 PING = struct.Struct("!QQ")
@@ -133,8 +133,8 @@ class CallHead:
             raise LinkError("what came is no call")
         if not 0 < head.rows <= max_rows:
             raise LinkError(f"a call of {head.rows} rows came; accepted: 1 to {max_rows}")
-        if not 0 < head.top_k <= MOST_TOP_K:
-            raise LinkError(f"a call with top_k={head.top_k} came; accepted: 1 to {MOST_TOP_K}")
+        if not 0 < head.top_k <= MAX_TOP_K:
+            raise LinkError(f"a call with top_k={head.top_k} came; accepted: 1 to {MAX_TOP_K}")
         if head.form not in RowFormat.__members__.values():
             raise LinkError(f"rows of format {head.form} came")
         return head
@@ -172,8 +172,8 @@ class ReplyHead:
             raise LinkError("what came is no reply")
         if head.outcome not in CallOutcome.__members__.values():
             raise LinkError(f"a reply of outcome {head.outcome} came")
-        if head.outcome and head.rows > MOST_ERROR:
-            raise LinkError(f"an error of {head.rows} bytes came; accepted: at most {MOST_ERROR}")
+        if head.outcome and head.rows > MAX_ERROR:
+            raise LinkError(f"an error of {head.rows} bytes came; accepted: at most {MAX_ERROR}")
         return head
 
 
@@ -195,9 +195,9 @@ class Join:
         found = json_object(data)
         lane = found.get("lane", "")
         caller = found.get("caller", "")
-        numbered = type(lane) is int and 0 <= lane < MOST_LANES
+        numbered = type(lane) is int and 0 <= lane < MAX_LANES
         if not (lane is None or lane in (HANDLES, GROUP) or numbered):
-            raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MOST_LANES - 1}")
+            raise LinkError(f"lane {str(lane)[:20]!r} is none; accepted: 0 to {MAX_LANES - 1}")
         if not isinstance(caller, str) or not re.fullmatch("([0-9a-f]{32})?", caller):
             raise LinkError("a caller's name is not 32 hexadecimal digits")
         if lane in (HANDLES, GROUP) and not caller:
@@ -234,14 +234,14 @@ def lanes_made(block: BlockName) -> bytes:
 
 
 def lanes_refused(reason: str) -> bytes:
-    return json.dumps({"why": reason[:MOST_REASON]}).encode()
+    return json.dumps({"why": reason[:MAX_REASON]}).encode()
 
 
 def read_lanes_made(data: bytes) -> BlockName:
     """Raises LinkError, with the reason where there are none."""
     found = json_object(data)
     if found.get("why"):
-        raise LinkError(str(found["why"])[:MOST_REASON])
+        raise LinkError(str(found["why"])[:MAX_REASON])
     return BlockName.read(found)
 
 
@@ -268,10 +268,10 @@ class LanesOffer:
         """Raises LinkError."""
         found = json_object(data)
         most = {
-            "lanes": MOST_LANES,
-            "rows": MOST_SHARED_ROWS,
+            "lanes": MAX_LANES,
+            "rows": MAX_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_TOP_K,
+            "top_k": MAX_TOP_K,
             "host": 2**63,
         }
         values: dict[str, Any] = {}
@@ -316,7 +316,7 @@ def read_step(data: bytes, lanes: int, rows: int) -> Step:
         while place < len(data):
             lane, count = LANE_HEAD.unpack_from(data, place)
             place += LANE_HEAD.size
-            if lane >= lanes or lane in found or not 0 < count <= MOST_CALLS:
+            if lane >= lanes or lane in found or not 0 < count <= MAX_CALLS:
                 raise LinkError(f"a step of lane {lane} with {count} calls came")
             calls = [
                 SharedCall(*CALL_FORM.unpack_from(data, place + number * CALL_FORM.size))
@@ -349,7 +349,7 @@ class Holdings:
     def pack(self) -> bytes:
         layers = {str(layer): ranges(experts) for layer, experts in self.layers.items()}
         numbers = {name: getattr(self, name) for name in HOLDING_NUMBERS}
-        failure = self.failure.encode()[:MOST_FAILURE].decode(errors="ignore")
+        failure = self.failure.encode()[:MAX_FAILURE].decode(errors="ignore")
         return json.dumps({**numbers, "failure": failure, "layers": layers}).encode()
 
     @classmethod
@@ -369,7 +369,7 @@ class Holdings:
         except (ValueError, TypeError, AttributeError) as error:
             raise LinkError(f"invalid holdings came: {error}") from None
         values: dict[str, Any] = dict(zip(HOLDING_NUMBERS, numbers, strict=True))
-        return cls(layers=made, failure=failure[:MOST_FAILURE], **values)
+        return cls(layers=made, failure=failure[:MAX_FAILURE], **values)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 TOKEN = 16  # bytes
-MOST_HOLDERS = 256  # open connections; beyond, the oldest is closed
-MOST_DESCRIPTORS = 64  # per token; the kernel passes up to 253 at once
+MAX_HOLDERS = 256  # open connections; beyond, the oldest is closed
+MAX_DESCRIPTORS = 64  # per token; the kernel passes up to 253 at once
 SECONDS = 2.0  # timeout for a message from the other side
 PAUSE = 0.1  # seconds after a failed accept: descriptors may have run out
 REQUEST = struct.Struct("!16sB")  # token, how many descriptors are expected
@@ -58,8 +58,8 @@ class DescriptorServer:
     def offer(self, descriptors: Sequence[int]) -> bytes:
         """A new token for these descriptors, valid any number of times until `withdraw`. Duplicates
         them; the caller keeps its own."""
-        if not 0 < len(descriptors) <= MOST_DESCRIPTORS:
-            raise ValueError(f"{len(descriptors)} descriptors; accepted: 1 to {MOST_DESCRIPTORS}")
+        if not 0 < len(descriptors) <= MAX_DESCRIPTORS:
+            raise ValueError(f"{len(descriptors)} descriptors; accepted: 1 to {MAX_DESCRIPTORS}")
         token = secrets.token_bytes(TOKEN)
         kept: list[int] = []
         try:
@@ -135,7 +135,7 @@ class DescriptorServer:
                 peer.close()
             else:
                 there.append((token, peer))
-        if len(there) >= MOST_HOLDERS:
+        if len(there) >= MAX_HOLDERS:
             there.pop(0)[1].close()
         self.holding = there
 
@@ -154,10 +154,10 @@ def fetch_and_hold(
     close, and a connection without further data, which is closed when the server exits or withdraws
     the token. Raises HandleError, within about twice `seconds`, if the server refuses, does not
     exist, or belongs to another user."""
-    if len(token) != TOKEN or not 0 < count <= MOST_DESCRIPTORS:
+    if len(token) != TOKEN or not 0 < count <= MAX_DESCRIPTORS:
         raise HandleError(
             f"a token of {len(token)} bytes for {count} descriptors; accepted: {TOKEN} bytes, 1 to "
-            f"{MOST_DESCRIPTORS}"
+            f"{MAX_DESCRIPTORS}"
         )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -12,7 +12,7 @@ from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
 # most requests recorded between two snapshots; others are left out of the percentiles
-MOST_ENDED = 4096
+MAX_ENDED = 4096
 
 
 class EngineMetrics:
@@ -51,7 +51,7 @@ class EngineMetrics:
         self._observe("request_generation_tokens", outputs)
         if tpot is not None:
             self._observe("request_time_per_output_token_seconds", tpot)
-        if len(self.ended) < MOST_ENDED:
+        if len(self.ended) < MAX_ENDED:
             self.ended.append(times)
 
     def _host_cache(self, usage: Usage) -> list[int]:

@@ -51,7 +51,7 @@ from rorqual.serve.limits import ServerLimits
 from rorqual.serve.messages import Snapshot
 from rorqual.telemetry.spans import RequestTracer
 
-LONGEST_RETRY = 60  # seconds
+MAX_RETRY_SECONDS = 60
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request can never be served; `param` names the field."},
@@ -128,7 +128,7 @@ class Api:
     def _retry_after(self) -> int:
         """Roughly the current duration of a request."""
         recent = [one.e2e for client in self.pool.clients for one in list(client.ended)[-100:]]
-        return min(LONGEST_RETRY, max(1, math.ceil(statistics.median(recent)))) if recent else 1
+        return min(MAX_RETRY_SECONDS, max(1, math.ceil(statistics.median(recent)))) if recent else 1
 
 
 def create_app(

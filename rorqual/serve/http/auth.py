@@ -21,7 +21,7 @@ from rorqual.serve.http.clients import CLIENT, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.http.response import error_response
-from rorqual.serve.limits import LONGEST_REQUEST_ID, ServerLimits
+from rorqual.serve.limits import MAX_REQUEST_ID_LENGTH, ServerLimits
 
 OPEN = frozenset(("/live", "/health"))
 # dashboard.py asks for a session
@@ -132,7 +132,7 @@ class Authenticator:
 
 def _request_name(given: bytes) -> bytes:
     """The caller's request id, if valid; else a new one."""
-    fits = 0 < len(given) <= LONGEST_REQUEST_ID and NAME.fullmatch(given)
+    fits = 0 < len(given) <= MAX_REQUEST_ID_LENGTH and NAME.fullmatch(given)
     return given if fits else secrets.token_hex(16).encode()
 
 

@@ -15,7 +15,7 @@ from rorqual.serve.errors import over_share, queue_full
 CLIENT = "rorqual.client"  # scope entry: the client of a request
 RESERVE = 8  # 1 / RESERVE of the capacity is reserved for clients with less than that open
 SCHEME = b"bearer "
-LONGEST_USER = 64  # characters; longer names are replaced by a digest
+MAX_USER_LENGTH = 64  # characters; longer names are replaced by a digest
 
 
 class ApiKeys:
@@ -58,7 +58,7 @@ def network_of(address: str) -> str:
 
 def user_name(user: str | None) -> str:
     """A user's name, bounded in length."""
-    if user is None or len(user) <= LONGEST_USER:
+    if user is None or len(user) <= MAX_USER_LENGTH:
         return user or ""
     return hashlib.blake2b(user.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 

@@ -33,7 +33,7 @@ from rorqual.serve.http.sse import encode
 
 PAGE = Path(__file__).with_name("dashboard.html")
 SESSION_SECONDS = 12 * 3600
-LONGEST_LOGIN = 8192  # bytes of a login's body
+MAX_LOGIN_BYTES = 8192  # of a login's body
 
 
 class Sessions:
@@ -160,7 +160,7 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None, guard: KeyGuard) -> N
 
 def _form_key(body: bytes) -> str:
     """The field `key` of a form; empty if the body is not a form."""
-    if len(body) > LONGEST_LOGIN:
+    if len(body) > MAX_LOGIN_BYTES:
         return ""
     try:
         return parse_qs(body.decode(), max_num_fields=8).get("key", [""])[0]

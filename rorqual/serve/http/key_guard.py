@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.clients import ApiKeys, network_of
-from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS
+from rorqual.serve.limits import GUESS_SECONDS, MAX_GUESSERS
 
 
 class KeyGuard:
@@ -50,7 +50,7 @@ class KeyGuard:
     def _note(self, network: str, given: bytes, now: float) -> None:
         _, tried = self.guesses.setdefault(network, (now + GUESS_SECONDS, set()))
         tried.add(hashlib.blake2b(given, digest_size=16).digest())
-        while len(self.guesses) > MOST_GUESSERS:
+        while len(self.guesses) > MAX_GUESSERS:
             self.guesses.popitem(last=False)
 
 

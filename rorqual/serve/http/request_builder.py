@@ -52,7 +52,7 @@ from rorqual.text.reasoning import BEGIN, END, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
-MOST_DIGITS = 10  # of a token id
+MAX_DIGITS = 10  # of a token id
 LONG_TEXT = 20_000  # characters from which tokenizing is worth a thread
 PASSED_ON = (
     "temperature",
@@ -528,7 +528,7 @@ def _bias(body: Sampling, vocab_size: int) -> dict[int, float] | None:
     found = {}
     for token, bias in (body.logit_bias or {}).items():
         # int() would also take "1_0", " 5" and the digits of any script
-        if not (token.isascii() and token.isdigit() and len(token) <= MOST_DIGITS):
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
             raise bad_request(
                 f"logit_bias takes token ids as keys, in digits 0 to 9; given: {quoted(token)}",
                 "logit_bias",

@@ -109,7 +109,7 @@ def test_where_traces_go(tmp_path: Path) -> None:
         OfflineWork(profile=Path("20"))
     with pytest.raises(ConfigError, match="profile_steps=0 is out of range; accepted: 1 to 200"):
         OfflineWork(profile_steps=0)
-    assert work_limits.MOST_STEPS == step_trace.MOST_STEPS
+    assert work_limits.MAX_STEPS == step_trace.MAX_STEPS
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:

@@ -204,7 +204,7 @@ def test_nobody_may_take_long(door: Door, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_strangers_cannot_fill_the_house(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "SECONDS", 1.0)
-    monkeypatch.setattr(listener, "MOST_PENDING", 2)
+    monkeypatch.setattr(listener, "MAX_PENDING", 2)
     crowd = [door.stranger() for _ in range(2)]
     time.sleep(0.3)
     with door.stranger() as late:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rorqual.config.parallel import MOST_AUTO_PARTS, ParallelConfig
+from rorqual.config.parallel import MAX_AUTO_MICRO_BATCHES, ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.micro_batches.policy import (
     MARGIN,
@@ -50,7 +50,7 @@ def size(
         )
 
     passes = []
-    for parts in range(1, min(MOST_AUTO_PARTS, tokens) + 1):
+    for parts in range(1, min(MAX_AUTO_MICRO_BATCHES, tokens) + 1):
         each_part = [tokens // parts + (i < tokens % parts) for i in range(parts)]
         over = hand_over * 2 * parts * LAYERS if parts > 1 else 0.0
         passes.append(simulated_seconds([stages(count) for count in each_part], LAYERS) + over)
@@ -144,7 +144,7 @@ def random_times(draw: random.Random) -> StepTimes:
             StageSeconds(draw.uniform(0, 1e-2), draw.choice([0.0, draw.uniform(0, 1e-2)]))
             for _ in range(draw.choice([3, 4]))
         )
-        count = min(MOST_AUTO_PARTS, tokens)
+        count = min(MAX_AUTO_MICRO_BATCHES, tokens)
         passes = tuple(draw.uniform(1e-3, 0.2) for _ in range(count))
         name = "alltoall" if len(stages) == 4 else "allgather_ep"
         noise = tuple(draw.choice([0.0, draw.uniform(0, 0.3)]) for _ in passes)

@@ -9,7 +9,7 @@ import pytest
 
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.sequence import Sequence
-from rorqual.engine.scheduling.waiting_queue import MOST_IDLE, WaitingQueue, charge
+from rorqual.engine.scheduling.waiting_queue import MAX_IDLE, WaitingQueue, charge
 from rorqual.errors import RequestError
 from rorqual.request import Request, SamplingParams
 from tests.engine.fake_runner import FakeRunner, Loop, check_idle, check_pages, expected
@@ -142,18 +142,18 @@ def test_any_order_of_calls_loses_and_repeats_nobody(seed: int) -> None:
 
 def test_names_that_are_gone_are_forgotten() -> None:
     queue = WaitingQueue()
-    for index in range(5 * MOST_IDLE):
+    for index in range(5 * MAX_IDLE):
         queue.append(sequence(str(index), client=f"client {index}"))
         charge(queue.pop_head(), 1)
     (level,) = queue.levels.values()
-    assert len(level.clients.accounts) <= MOST_IDLE + 1
+    assert len(level.clients.accounts) <= MAX_IDLE + 1
     keep = sequence("keep", client="keep")
     queue.append(keep)
-    for index in range(5 * MOST_IDLE):
+    for index in range(5 * MAX_IDLE):
         found = sequence(str(index), client="comes and goes")
         queue.append(found)
         queue.remove(found)
-    assert len(level.clients.heap) <= MOST_IDLE + 4
+    assert len(level.clients.heap) <= MAX_IDLE + 4
     assert queue.head is keep
 
 

@@ -13,7 +13,7 @@ from rorqual.serve.http import key_guard
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.clients import ApiKeys, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
-from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS, ServerLimits
+from rorqual.serve.limits import GUESS_SECONDS, MAX_GUESSERS, ServerLimits
 
 KEY = "sesame"
 
@@ -119,9 +119,9 @@ def test_an_ipv6_network_is_one_address(clock: list[float]):
 
 def test_so_many_addresses_are_remembered(clock: list[float]):
     guard = KeyGuard(ApiKeys(KEY), 2)
-    for i in range(MOST_GUESSERS + 10):
+    for i in range(MAX_GUESSERS + 10):
         guard.refusal(b"guess", f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}")
-    assert len(guard.guesses) == MOST_GUESSERS
+    assert len(guard.guesses) == MAX_GUESSERS
 
 
 @pytest.mark.parametrize("path", ["/live", "/health"])

@@ -149,13 +149,13 @@ def test_the_number_of_steps_is_bounded(api: Any, tmp_path: Path, steps: Any) ->
     with client_of(api, tmp_path) as client:
         assert told(client.post("/start_profile", json={"num_steps": steps}))[0] == 400
     assert not api.pool.engines[0].client.asked
-    assert routes.MOST_STEPS == step_trace.MOST_STEPS
+    assert routes.MAX_STEPS == step_trace.MAX_STEPS
 
 
 def test_a_full_folder_takes_no_more(
     api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "MOST_PROFILES", 2)
+    monkeypatch.setattr(routes, "MAX_PROFILES", 2)
     for name in ("x", "y"):
         (tmp_path / f"{name}.json.gz").write_bytes(b"")
     with client_of(api, tmp_path) as client:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rorqual.errors import RequestError
 from rorqual.models.hub import BUNDLED
-from rorqual.request import LONGEST_BAD_WORD, SamplingParams
+from rorqual.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.calls import Call
@@ -165,7 +165,7 @@ def test_words_are_banned_with_and_without_a_space(builder: RequestBuilder):
     assert params.edits_logits
     with pytest.raises(RequestError, match="bad_words need a tokenizer"):
         with_bad_words(SamplingParams(bad_words=["a"]), None)
-    message, param = refusal(builder, bad_words=["\x01" * (LONGEST_BAD_WORD + 1)])
+    message, param = refusal(builder, bad_words=["\x01" * (MAX_BAD_WORD_TOKENS + 1)])
     assert "tokens; accepted: at most 64" in message
     assert param == "bad_words"
     assert refusal(builder, bad_words=["  "])[1] == "bad_words"

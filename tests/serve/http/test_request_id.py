@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from rorqual.config.log import LineFormatter
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.http.app import Api, create_app
-from rorqual.serve.limits import LONGEST_REQUEST_ID, ServerLimits
+from rorqual.serve.limits import MAX_REQUEST_ID_LENGTH, ServerLimits
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def named(api: Api, given: str | None, path: str = "/version", key: str | None =
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_the_callers_own_comes_back(api: Api, path: str, key: str | None):
     assert named(api, "abc-123", path, key) == "abc-123"
-    assert named(api, "x" * LONGEST_REQUEST_ID, path, key) == "x" * LONGEST_REQUEST_ID
+    assert named(api, "x" * MAX_REQUEST_ID_LENGTH, path, key) == "x" * MAX_REQUEST_ID_LENGTH
 
 
-@pytest.mark.parametrize("given", [None, "", "a b", "a\tb", "x" * (LONGEST_REQUEST_ID + 1)])
+@pytest.mark.parametrize("given", [None, "", "a b", "a\tb", "x" * (MAX_REQUEST_ID_LENGTH + 1)])
 def test_else_a_new_one(api: Api, given: str | None):
     first = named(api, given)
     assert len(first) == 32

@@ -37,7 +37,7 @@ from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import (
     GROUP,
-    MOST_CALLS,
+    MAX_CALLS,
     ExpertMessage,
     SharedCall,
     Step,
@@ -71,7 +71,7 @@ class CallingLane:
     replies: Tensor
     counts: Tensor
     announced: int = 0
-    recent: deque[SharedCall] = field(default_factory=lambda: deque(maxlen=2 * MOST_CALLS))
+    recent: deque[SharedCall] = field(default_factory=lambda: deque(maxlen=2 * MAX_CALLS))
     leaving: Flight | None = None
     coming: Flight | None = None
 

@@ -20,8 +20,8 @@ import torch
 from rorqual.parallel.remote.control import ServerLink, said
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
-    MOST_GROUP_BYTES,
-    MOST_MEMBERS,
+    MAX_GROUP_BYTES,
+    MAX_MEMBERS,
     TOKEN,
     GroupOffer,
     read_group_made,
@@ -85,8 +85,8 @@ class GroupForming:
         self, links: Sequence[ServerLink], join: Callable[[ServerLink], socket.socket]
     ) -> tuple[list[GroupMember], list[LaneGroup]]:
         """With the servers of these links. join: opens another link to one. Raises LinkError."""
-        if len(links) > MOST_MEMBERS:
-            raise LinkError(f"{len(links)} servers; accepted: at most {MOST_MEMBERS}")
+        if len(links) > MAX_MEMBERS:
+            raise LinkError(f"{len(links)} servers; accepted: at most {MAX_MEMBERS}")
         try:
             for number, link in enumerate(links):
                 _naming(link, partial(self._join, number, link, join))
@@ -176,7 +176,7 @@ def _naming(link: ServerLink, work: Callable[[], None]) -> None:
 
 
 def _read_made(member: GroupMember) -> None:
-    kind, data = receive(member.sock, MOST_GROUP_BYTES)
+    kind, data = receive(member.sock, MAX_GROUP_BYTES)
     if kind != ExpertMessage.GROUP_MADE:
         raise LinkError(f"a message of kind {kind} came where a group was to")
     read_group_made(data)

@@ -23,19 +23,19 @@ from typing import Any
 
 from rorqual.parallel.remote.link import LinkError
 from rorqual.parallel.remote.wire import (
-    MOST_LANES,
-    MOST_REASON,
-    MOST_SHARED_ROWS,
-    MOST_TOP_K,
+    MAX_LANES,
+    MAX_REASON,
+    MAX_SHARED_ROWS,
+    MAX_TOP_K,
     json_object,
 )
 
-MOST_MEMBERS = 64  # servers of a group
-MOST_GROUP_BYTES = 4096
+MAX_MEMBERS = 64  # servers of a group
+MAX_GROUP_BYTES = 4096
 TOKEN = 64  # bytes
-MOST_KEY = 500  # characters
-MOST_VALUE = 2**15  # bytes
-MOST_STORE_BYTES = 2**17
+MAX_KEY = 500  # characters
+MAX_VALUE = 2**15  # bytes
+MAX_STORE_BYTES = 2**17
 STORE_OPERATIONS = ("set", "get", "check", "add")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by kind of device
 
@@ -63,12 +63,12 @@ class GroupOffer:
         """Raises LinkError."""
         found = json_object(data)
         most = {
-            "rank": MOST_MEMBERS,
-            "size": MOST_MEMBERS + 1,
-            "lanes": MOST_LANES,
-            "rows": MOST_SHARED_ROWS,
+            "rank": MAX_MEMBERS,
+            "size": MAX_MEMBERS + 1,
+            "lanes": MAX_LANES,
+            "rows": MAX_SHARED_ROWS,
             "columns": 2**20,
-            "top_k": MOST_TOP_K,
+            "top_k": MAX_TOP_K,
         }
         values: dict[str, Any] = {}
         for name, limit in most.items():
@@ -88,14 +88,14 @@ class GroupOffer:
 
 def group_made(why: str = "") -> bytes:
     """why: the server takes no part, if anything."""
-    return json.dumps({"why": why[:MOST_REASON]} if why else {}).encode()
+    return json.dumps({"why": why[:MAX_REASON]} if why else {}).encode()
 
 
 def read_group_made(data: bytes) -> None:
     """Raises LinkError, with the reason where the server takes no part."""
     found = json_object(data)
     if found.get("why"):
-        raise LinkError(str(found["why"])[:MOST_REASON])
+        raise LinkError(str(found["why"])[:MAX_REASON])
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class StoreRequest:
         amount = found.get("amount")
         if operation not in STORE_OPERATIONS:
             raise LinkError(f"a store was asked to {str(operation)[:20]!r}")
-        if not isinstance(key, str) or len(key) > MOST_KEY:
-            raise LinkError(f"a store's key came that has no 0 to {MOST_KEY} characters")
+        if not isinstance(key, str) or len(key) > MAX_KEY:
+            raise LinkError(f"a store's key came that has no 0 to {MAX_KEY} characters")
         if type(amount) is not int or abs(amount) > 2**31:
             raise LinkError("a store was asked to add what is no number")
         return cls(str(operation), key, read_value(found.get("value")), amount)
@@ -128,8 +128,8 @@ class StoreRequest:
 
 def read_value(text: object) -> bytes:
     """Raises LinkError."""
-    if not isinstance(text, str) or len(text) > 2 * MOST_VALUE:
-        raise LinkError(f"a store's value came that has no 0 to {MOST_VALUE} bytes")
+    if not isinstance(text, str) or len(text) > 2 * MAX_VALUE:
+        raise LinkError(f"a store's value came that has no 0 to {MAX_VALUE} bytes")
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -137,12 +137,12 @@ def read_value(text: object) -> bytes:
 
 
 def stored(value: bytes = b"", why: str = "") -> bytes:
-    return json.dumps({"why": why[:MOST_REASON]} if why else {"value": value.hex()}).encode()
+    return json.dumps({"why": why[:MAX_REASON]} if why else {"value": value.hex()}).encode()
 
 
 def read_stored(data: bytes) -> bytes:
     """Raises LinkError, with the reason where there is no answer."""
     found = json_object(data)
     if found.get("why"):
-        raise LinkError(str(found["why"])[:MOST_REASON])
+        raise LinkError(str(found["why"])[:MAX_REASON])
     return read_value(found.get("value"))

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rorqual.parallel.remote.group.messages import (
-    MOST_STORE_BYTES,
+    MAX_STORE_BYTES,
     StoreRequest,
     read_stored,
     stored,
@@ -20,7 +20,7 @@ from rorqual.parallel.remote.group.messages import (
 from rorqual.parallel.remote.link import LinkError, receive, send
 from rorqual.parallel.remote.wire import ExpertMessage
 
-MOST_KEYS = 4096
+MAX_KEYS = 4096
 
 
 class CallerStore(dist.Store):
@@ -41,8 +41,8 @@ class CallerStore(dist.Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         with self.changed:
-            if len(self.values) >= MOST_KEYS:
-                raise LinkError(f"a store has {MOST_KEYS} keys, as many as can be")
+            if len(self.values) >= MAX_KEYS:
+                raise LinkError(f"a store has {MAX_KEYS} keys, as many as can be")
             self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
             self.changed.notify_all()
 
@@ -102,7 +102,7 @@ class LinkStore(dist.Store):
             if self.closed:
                 raise LinkError("the group is made: nothing is stored any more")
             send(self.sock, ExpertMessage.STORE, request.pack())
-            kind, data = receive(self.sock, MOST_STORE_BYTES)
+            kind, data = receive(self.sock, MAX_STORE_BYTES)
         if kind != ExpertMessage.STORED:
             raise LinkError(f"a message of kind {kind} came where a store answers")
         return read_stored(data)
@@ -129,7 +129,7 @@ class LinkStore(dist.Store):
 def serve_store(sock: socket.socket, store: CallerStore) -> None:
     """Answer a server until it is ready. Raises LinkError, OSError."""
     while True:
-        kind, data = receive(sock, MOST_STORE_BYTES)
+        kind, data = receive(sock, MAX_STORE_BYTES)
         if kind == ExpertMessage.GROUP_READY:
             return
         if kind != ExpertMessage.STORE:

@@ -16,7 +16,7 @@ from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.protocol import Model, TextPart
 from rorqual.serve.http.validation import wrong_value
 
-MOST_ITEMS = 4096
+MAX_ITEMS = 4096
 Where = tuple[str | int, ...]
 AnyModel = TypeVar("AnyModel", bound=Model)
 
@@ -64,8 +64,8 @@ def items_of(value: Any, where: Where, form: str, least: int = 1) -> list[Any]:
     name = name_of(where)
     if not isinstance(value, list):
         raise bad_request(f"{name}: should be {form}", name)
-    if not least <= len(value) <= MOST_ITEMS:
-        raise bad_request(f"{name} has {len(value)} items; accepted: {least} to {MOST_ITEMS}", name)
+    if not least <= len(value) <= MAX_ITEMS:
+        raise bad_request(f"{name} has {len(value)} items; accepted: {least} to {MAX_ITEMS}", name)
     return value
 
 

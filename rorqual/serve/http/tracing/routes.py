@@ -27,12 +27,12 @@ from rorqual.serve.messages import TraceDone
 
 log = logging.getLogger("rorqual.serve")
 
-MOST_STEPS = 200  # same as in engine/step_trace.py, which needs torch
+MAX_STEPS = 200  # same as in engine/step_trace.py, which needs torch
 DEFAULT_STEPS = 10
-LONGEST_NAME = 64
-MOST_PROFILES = 100  # files in the folder
+MAX_NAME_LENGTH = 64
+MAX_PROFILES = 100  # files in the folder
 WRITE_SECONDS = 120.0  # that /stop_profile waits for the files
-NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}}")
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
 PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 class StartProfile(Model):
-    num_steps: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = Field(
+    num_steps: Annotated[Whole, Field(ge=1, le=MAX_STEPS)] = Field(
         default=DEFAULT_STEPS, description="Steps of each engine to record."
     )
     output: str | None = Field(
@@ -67,13 +67,13 @@ class Profiles:
         name = wanted.output or time.strftime("%Y%m%d-%H%M%S")
         if not NAME.fullmatch(name):
             raise bad_request(
-                f"output must be a name of up to {LONGEST_NAME} letters, digits, '_', '.' and "
+                f"output must be a name of up to {MAX_NAME_LENGTH} letters, digits, '_', '.' and "
                 "'-', and begin with a letter or digit: no path",
                 "output",
             )
         found = [path.name for path in self.folder.glob("*.json.gz")]
-        if len(found) >= MOST_PROFILES:
-            raise conflict(f"the folder holds {len(found)} profiles; accepted: {MOST_PROFILES}")
+        if len(found) >= MAX_PROFILES:
+            raise conflict(f"the folder holds {len(found)} profiles; accepted: {MAX_PROFILES}")
         if any(there == f"{name}.json.gz" or there.startswith(f"{name}-") for there in found):
             raise conflict(f"there is a profile {name!r} already", "output")
         several = len(self.pool.engines) > 1
