@@ -67,18 +67,20 @@ class Results:
         if not path.exists():
             return Results(path, setup)
         found = json.loads(path.read_text(encoding="utf-8"))
-        told = found["setup"]
-        other = [name for name in {*told, *setup} if told.get(name) != setup.get(name)]
+        earlier = found["setup"]
+        other = [name for name in {*earlier, *setup} if earlier.get(name) != setup.get(name)]
         if other:
-            differ = "; ".join(f"{n}: {told.get(n)!r}, now {setup.get(n)!r}" for n in sorted(other))
+            differ = "; ".join(
+                f"{n}: {earlier.get(n)!r}, now {setup.get(n)!r}" for n in sorted(other)
+            )
             raise SystemExit(f"{path} is of another setup ({differ}); name another file")
         return Results(path, setup, found["starts"], found["answers"], found["cells"])
 
     def write(self) -> None:
         """In one step: an interrupted call leaves the file as it was."""
-        told = {name: value for name, value in vars(self).items() if name != "path"}
+        content = {name: value for name, value in vars(self).items() if name != "path"}
         new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(new, self.path)
 
     def found(self, cell: Cell) -> dict[str, Any] | None:

@@ -252,8 +252,8 @@ def measure(what: str, folder: Path, options: list[str], cache: str) -> Start:
             raise SystemExit(f"{what}: the server computes nothing")
         found.token = time.perf_counter() - began
         line = r'rorqual:startup_seconds\{engine="0",phase="(\w+)"\} (\S+)'
-        told = re.findall(line, ask(f"{url}/metrics") or "")
-        found.phases = {phase: float(seconds) for phase, seconds in told}
+        phases = re.findall(line, ask(f"{url}/metrics") or "")
+        found.phases = {phase: float(seconds) for phase, seconds in phases}
     return found
 
 

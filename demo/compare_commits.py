@@ -165,12 +165,12 @@ class Side:
         self.folder = folder.resolve()
         if not (self.folder / "rorqual" / "__init__.py").is_file():
             raise SystemExit(f"--{name} {folder}: no checkout of this project")
-        told = subprocess.run(
+        described = subprocess.run(
             ["git", "-C", str(self.folder), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
         )
-        self.commit = told.stdout.strip() or "unknown"
+        self.commit = described.stdout.strip() or "unknown"
         # -P: this script's folder is not on the path of imports
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).resolve()), "--child"],
@@ -232,13 +232,13 @@ class Comparison:
         return "as fast" if abs(self.ratio - 1) <= within else "within the spread"
 
     def line(self, unit: str, within: float, tokens: int) -> str:
-        def told(times: list[float]) -> str:
-            shown = [1e3 * found for found in (statistics.median(times), min(times), max(times))]
+        def shown(times: list[float]) -> str:
+            ms = [1e3 * found for found in (statistics.median(times), min(times), max(times))]
             rate = f", {tokens / statistics.median(times):,.0f} tok/s" if tokens else ""
-            return f"{shown[0]:.3f} {unit} ({shown[1]:.3f}..{shown[2]:.3f}){rate}"
+            return f"{ms[0]:.3f} {unit} ({ms[1]:.3f}..{ms[2]:.3f}){rate}"
 
         return (
-            f"batch {self.concurrency}: before {told(self.before)}; after {told(self.after)}; "
+            f"batch {self.concurrency}: before {shown(self.before)}; after {shown(self.after)}; "
             f"ratio {self.ratio:.3f}, of pairs {self.paired_ratio:.3f}: {self.verdict(within)}; "
             f"{self.different or 'same tokens'}"
         )

@@ -5,7 +5,7 @@ server that loads, and batches of requests without moves and with, in turns.
 
 Two expert servers hold three quarters of the experts of every layer each, so half have two holders.
 While experts move, the first server drops a third of its own and loads as many that the other holds
-alone, or the other way round, in every layer, again as soon as it has told that it is done and
+alone, or the other way round, in every layer, again as soon as it has reported that it is done and
 `--pause` seconds have passed. `--expert-rebalance` gives such orders only as the load asks."""
 
 from __future__ import annotations

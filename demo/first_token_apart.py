@@ -119,9 +119,11 @@ class Side:
 def keep() -> None:
     """The main of the process that computes prompts; they come as lines, and where their pages
     are, and how long it took, goes out as one."""
-    told = json.loads(sys.stdin.readline())
-    given = told["trial"]
-    side = Side(Trial(**{**given, "devices": tuple(given["devices"])}), "prefill", told["secret"])
+    settings = json.loads(sys.stdin.readline())
+    given = settings["trial"]
+    side = Side(
+        Trial(**{**given, "devices": tuple(given["devices"])}), "prefill", settings["secret"]
+    )
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         side.transfers.settle()
@@ -237,8 +239,8 @@ def main() -> None:
     found = measure(trial)
     show(found, trial)
     if file is not None:
-        told = {"trial": asdict(trial), "seconds": asdict(found)}
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        content = {"trial": asdict(trial), "seconds": asdict(found)}
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def sizes(rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Told:
+class PeerInfo:
     """What the other process says of itself. into, source: addresses of its memory."""
 
     agent: str
@@ -51,11 +51,11 @@ class Told:
         return json.dumps(vars(self)) + "\n"
 
     @staticmethod
-    def read(stream: IO[str]) -> Told:
+    def read(stream: IO[str]) -> PeerInfo:
         while not (line := stream.readline()).startswith("{"):
             if not line:
                 raise SystemExit("the other process has ended")
-        return Told(**json.loads(line))  # behind what NIXL writes there
+        return PeerInfo(**json.loads(line))  # behind what NIXL writes there
 
 
 class Side:
@@ -79,11 +79,11 @@ class Side:
         self.peer: Any = None
         self.there = 0
 
-    def told(self) -> Told:
+    def info(self) -> PeerInfo:
         agent = base64.b64encode(self.agent.get_agent_metadata()).decode()
-        return Told(agent, self.into, self.source)
+        return PeerInfo(agent, self.into, self.source)
 
-    def meet(self, other: Told) -> None:
+    def meet(self, other: PeerInfo) -> None:
         self.peer = self.agent.add_remote_agent(base64.b64decode(other.agent))
         self.there = other.into
 
@@ -112,8 +112,8 @@ class Side:
 def answer(rows: list[int], repeats: int) -> None:
     """The other process."""
     side = Side(max(max(sizes(count)) for count in rows))
-    print(side.told().line(), end="", flush=True)
-    side.meet(Told.read(sys.stdin))
+    print(side.info().line(), end="", flush=True)
+    side.meet(PeerInfo.read(sys.stdin))
     for count in rows:
         handle = side.writer(sizes(count)[1])
         for number in range(WARM + repeats):
@@ -136,8 +136,8 @@ def over_nixl(rows: list[int], repeats: int) -> list[tuple[float, float]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        side.meet(Told.read(process.stdout))
-        process.stdin.write(side.told().line())
+        side.meet(PeerInfo.read(process.stdout))
+        process.stdin.write(side.info().line())
         process.stdin.flush()
         found = []
         for count in rows:

@@ -56,15 +56,15 @@ def keep() -> None:
     """The main of the expert server: a line begins a profile, the next ends it."""
     from torch.profiler import ProfilerActivity, profile
 
-    told = json.loads(sys.stdin.readline())
-    trial = Trial(**{**told["trial"], "devices": tuple(told["trial"]["devices"])})
+    settings = json.loads(sys.stdin.readline())
+    trial = Trial(**{**settings["trial"], "devices": tuple(settings["trial"]["devices"])})
     server = serve_experts(
         trial.model,
         trial.options(trial.devices[1]),
         "all",
         "all",
         "127.0.0.1:0",
-        told["secret"],
+        settings["secret"],
         MAX_ROWS,
     )
     print(json.dumps(server.port), flush=True)

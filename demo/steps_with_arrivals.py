@@ -116,11 +116,11 @@ def engine_of(setting: Setting, pages: int) -> Engine:
 def keep() -> None:
     """The main of the other process: its setting and then prompts come as lines, and where the
     pages of each are goes out as one."""
-    told = json.loads(sys.stdin.readline())
-    setting = Setting(**told["setting"])
+    first = json.loads(sys.stdin.readline())
+    setting = Setting(**first["setting"])
     engine = engine_of(setting, setting.computing_pages)
     config = TransferConfig(
-        "prefill", told["secret"], lease_seconds=LEASE_SECONDS, transport=setting.transport
+        "prefill", first["secret"], lease_seconds=LEASE_SECONDS, transport=setting.transport
     )
     transfers = KVTransfers(engine, config, lambda: None)
     print(json.dumps("ready"), flush=True)
@@ -432,8 +432,8 @@ def main() -> None:
     found = measure(setting)
     found.print()
     if file is not None:
-        told = {"setting": asdict(setting), "figures": asdict(found)}
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        content = {"setting": asdict(setting), "figures": asdict(found)}
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

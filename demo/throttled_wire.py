@@ -82,8 +82,8 @@ def asked() -> tuple[argparse.Namespace, list[str]]:
     return found, found.bench
 
 
-def ip(*words: str, told: bool = True) -> None:
-    subprocess.run(["ip", *words], check=told, capture_output=not told)
+def ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=not check)
 
 
 @contextmanager

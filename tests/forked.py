@@ -86,7 +86,7 @@ class ForkedProcess:
         self, module: str, arguments: list[str], env: dict[str, str], stderr: int | None = None
     ):
         ours, theirs = os.pipe()
-        asked, told = os.pipe()
+        asked, commands = os.pipe()
         files = [asked, theirs, 2 if stderr is None else stderr]
         self.process = context().Process(
             target=_run,
@@ -98,7 +98,7 @@ class ForkedProcess:
         finally:
             os.close(asked)
             os.close(theirs)
-        self.stdin = os.fdopen(told, "w")
+        self.stdin = os.fdopen(commands, "w")
         self.stdout = os.fdopen(ours)
         self.pid: int = self.process.pid
 

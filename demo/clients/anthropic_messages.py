@@ -61,15 +61,15 @@ def main(address: str) -> None:
     answer = client.messages.create(model=model, messages=turns, tools=[TOOL], max_tokens=16)
     print(f"its result: {answer.stop_reason}: {len(answer.content)} blocks")
 
-    told = ""
+    refusal = ""
     try:
         source = {"type": "url", "url": "http://127.0.0.1/picture.png"}
         picture = {"role": "user", "content": [{"type": "image", "source": source}]}
         client.messages.create(model=model, messages=[picture], max_tokens=5)
     except BadRequestError as error:
-        told = error.body["error"]["message"]
-    assert "image" in told
-    print(f"refused: {told}")
+        refusal = error.body["error"]["message"]
+    assert "image" in refusal
+    print(f"refused: {refusal}")
     print(f"measured: {count.input_tokens} tokens counted, {final.usage.output_tokens} streamed")
 
 

@@ -101,12 +101,12 @@ def responses(model: str, **where: str) -> None:
 
 
 def errors(model: str, **where: str) -> None:
-    told = ""
+    refusal = ""
     try:
         litellm.completion(model=model, messages=HELLO, temperature=-1, **where)
     except litellm.BadRequestError as error:
-        told = str(error)
-    assert "temperature" in told, "a negative temperature was accepted"
+        refusal = str(error)
+    assert "temperature" in refusal, "a negative temperature was accepted"
 
 
 async def concurrent(model: str, count: int, **where: str) -> float:

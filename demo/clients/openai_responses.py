@@ -62,13 +62,13 @@ def main(address: str) -> None:
     assert answer.usage.input_tokens > called.usage.input_tokens, answer
     print(f"its result: {answer.output_text!r}")
 
-    told = ""
+    refusal = ""
     try:
         client.responses.create(model=model, input="Go on.", previous_response_id=made.id)
     except BadRequestError as error:
-        told = error.body["message"]
-    assert "previous_response_id" in told
-    print(f"refused: {told}")
+        refusal = error.body["message"]
+    assert "previous_response_id" in refusal
+    print(f"refused: {refusal}")
     print(f"measured: {len(kinds)} events of a stream")
 
 

@@ -5,7 +5,7 @@
     python demo/clients/run_all.py --url http://127.0.0.1:8000
 
 Each client is a script here; it fails by its exit status. The venvs lie in `--venvs`; a client
-without one is left out, and told. Without `--url` a server is started, in float32, for the
+without one is left out, and named. Without `--url` a server is started, in float32, for the
 comparison with transformers. Exit status 1 where a client failed, 2 where none ran.
 """
 
@@ -46,7 +46,7 @@ OF_SGLANG = """
 @dataclass(frozen=True)
 class Client:
     """module: by whose presence a Python can run the script. install: pip's arguments, run by
-    run. package: whose version is told. venv: another client's, where it has none of its own."""
+    run. package: whose version is printed. venv: another client's, where it has none of its own."""
 
     script: str
     package: str
@@ -106,7 +106,7 @@ class Outcome:
     version: str
     status: str
     seconds: float
-    told: list[str]
+    measured: list[str]
 
 
 def install(client: Client, venv: Path) -> None:
@@ -157,16 +157,16 @@ def run(name: str, python: Path, url: str) -> Outcome:
         print(f"---- {name}\n{done.stdout}{done.stderr}----", file=sys.stderr)
         return Outcome(name, version, "failed", seconds, [])
     lines = done.stdout.splitlines()
-    told = [line.partition(": ")[2] for line in lines if line.startswith("measured: ")]
-    status = "passed" if told else "failed"  # a client that measured nothing tried nothing
-    return Outcome(name, version, status, seconds, told)
+    measured = [line.partition(": ")[2] for line in lines if line.startswith("measured: ")]
+    status = "passed" if measured else "failed"  # a client that measured nothing tried nothing
+    return Outcome(name, version, status, seconds, measured)
 
 
 def show(outcomes: list[Outcome]) -> None:
     print("| client | version | result | s | measured |\n|---|---|---|---:|---|")
     for one in outcomes:
-        told = "<br>".join(one.told)
-        print(f"| {one.client} | {one.version} | {one.status} | {one.seconds:.0f} | {told} |")
+        measured = "<br>".join(one.measured)
+        print(f"| {one.client} | {one.version} | {one.status} | {one.seconds:.0f} | {measured} |")
 
 
 def main() -> int:

@@ -52,37 +52,37 @@ class CacheEvents:
     def __init__(self, root: bytes, page_size: int):
         self.root = root
         self.page_size = page_size
-        self.told: set[bytes] = set()
-        self.told_host: set[bytes] = set()
+        self.announced: set[bytes] = set()
+        self.announced_host: set[bytes] = set()
         self.found: list[CacheEvent] = []
 
     def stored(self, previous: bytes, key: bytes, tokens: Sequence[int]) -> None:
         """tokens: those the key covers; a prediction module's lookahead is not part of the page."""
         first = previous == self.root
-        if first or previous in self.told:
-            self.told.add(key)
+        if first or previous in self.announced:
+            self.announced.add(key)
             page = tuple(tokens[: self.page_size])
             self.found.append(PageStored(key, None if first else previous, page))
 
     def removed(self, key: bytes) -> None:
-        if key in self.told:
-            self.told.discard(key)
+        if key in self.announced:
+            self.announced.discard(key)
             self.found.append(PageRemoved(key))
 
     def host_stored(self, key: bytes) -> None:
         """Host memory holds a copy of a page that is also on the device."""
-        if key in self.told:
-            self.told_host.add(key)
+        if key in self.announced:
+            self.announced_host.add(key)
             self.found.append(HostPageStored(key, self.page_size))
 
     def host_removed(self, key: bytes) -> None:
-        if key in self.told_host:
-            self.told_host.discard(key)
+        if key in self.announced_host:
+            self.announced_host.discard(key)
             self.found.append(HostPageRemoved(key))
 
     def cleared(self) -> None:
-        self.told.clear()
-        self.told_host.clear()
+        self.announced.clear()
+        self.announced_host.clear()
         self.found = [CacheCleared()]
 
     def drain(self) -> list[CacheEvent]:

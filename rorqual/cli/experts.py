@@ -97,17 +97,19 @@ def experts(
     # callers' lanes wait for each other on separate streams, which must not share a hardware queue
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     named, options = engine_options(config, settings, engine)
-    told = (slots.replace(" ", ""), layers.replace(" ", ""))
+    announced = (slots.replace(" ", ""), layers.replace(" ", ""))
     registries = _registries(register or [], register_secret_file, secret_file)
     if registries:
-        ExpertRecord("127.0.0.1:1", *told)  # fail now, not after minutes of loading
+        ExpertRecord("127.0.0.1:1", *announced)  # fail now, not after minutes of loading
     server = serve_experts(
         model or named, options, layers, slots, listen, secret_file, max_rows, max_slots or 0
     )
-    _serve(server, registries, told)
+    _serve(server, registries, announced)
 
 
-def _serve(server: ExpertServer, registries: list[ExpertRegistry], told: tuple[str, str]) -> None:
+def _serve(
+    server: ExpertServer, registries: list[ExpertRegistry], announced: tuple[str, str]
+) -> None:
     """Serve until a signal."""
     stopped = threading.Event()
 
@@ -117,7 +119,7 @@ def _serve(server: ExpertServer, registries: list[ExpertRegistry], told: tuple[s
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     print(f"experts at {server.host}:{server.port}", flush=True)
-    record = ExpertRecord(f"{server.host}:{server.port}", *told)
+    record = ExpertRecord(f"{server.host}:{server.port}", *announced)
     members = [ExpertMembership(registry, record) for registry in registries]
     stopped.wait()
     for member in members:

@@ -28,8 +28,8 @@ def check_host_memory(
     if not mesh.is_single and not config.single_rank_bench:
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(found, mine)
-    told = [tuple(map(int, one.tolist())) for one in found]
-    ranks = Counter(host for host, _, _ in told)
-    most = max(more for _, _, more in told)
-    for host, free, _ in told:
+    gathered = [tuple(map(int, one.tolist())) for one in found]
+    ranks = Counter(host for host, _, _ in gathered)
+    most = max(more for _, _, more in gathered)
+    for host, free, _ in gathered:
         check_room(config.kv_host_memory, ranks[host], most, free)

@@ -126,8 +126,8 @@ class EtcdExperts:
         return f"{self.prefix}{hashlib.sha256(address.encode()).hexdigest()[:32]}"
 
     def _signed(self, record: ExpertRecord) -> dict[str, bytes]:
-        told = {**asdict(record), "expires": time.time() + SIGNED_SECONDS}
-        return {self._key(record.address): sealed(told, self.secret, PURPOSE)}
+        fields = {**asdict(record), "expires": time.time() + SIGNED_SECONDS}
+        return {self._key(record.address): sealed(fields, self.secret, PURPOSE)}
 
     def _read(self, key: str, value: bytes) -> ExpertRecord | None:
         try:
@@ -192,7 +192,7 @@ class ExpertMembership:
         self.registry = registry
         self.record = record
         self.leaving = threading.Event()
-        self.told = ""
+        self.reported = ""
         self.thread = threading.Thread(target=self._run, name="registry", daemon=True)
         self.thread.start()
 
@@ -213,8 +213,8 @@ class ExpertMembership:
             error = ""
         except RegistryError as found:
             error = str(found)
-        if error and not self.told:
+        if error and not self.reported:
             log.warning("%s does not take this server: %s", self.registry.name, error)
-        elif self.told and not error:
+        elif self.reported and not error:
             log.warning("%s takes this server again", self.registry.name)
-        self.told = error
+        self.reported = error

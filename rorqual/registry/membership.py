@@ -61,7 +61,7 @@ class LeasedRecords:
 
 
 class Membership(LeasedRecords):
-    """Of a server that answers requests. roles: under each of which the URL is told."""
+    """Of a server that answers requests. roles: under each of which the URL is registered."""
 
     def __init__(self, address: EtcdAddress, secret: str, url: str, roles: tuple[str, ...]):
         self.prefix = address.prefix

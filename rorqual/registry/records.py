@@ -40,13 +40,13 @@ class ServerRecord:
         return f"{prefix}{self.role}/{hashlib.sha256(self.url.encode()).hexdigest()[:32]}"
 
     def signed(self, secret: str) -> bytes:
-        told = {"url": self.url, "role": self.role, "expires": self.expires}
-        return sealed(told, secret, PURPOSE)
+        fields = {"url": self.url, "role": self.role, "expires": self.expires}
+        return sealed(fields, secret, PURPOSE)
 
 
-def sealed(told: dict[str, Any], secret: str | bytes, purpose: bytes) -> bytes:
+def sealed(fields: dict[str, Any], secret: str | bytes, purpose: bytes) -> bytes:
     """A record of `purpose`, signed."""
-    text = json.dumps(told)
+    text = json.dumps(fields)
     return json.dumps({"record": text, "mac": _mac(secret, text, purpose)}).encode()
 
 
@@ -56,14 +56,14 @@ def unsealed(value: bytes, secret: str | bytes, purpose: bytes) -> Any:
         raise BadRecord(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
         outer = json.loads(value)
-        told, mac = outer["record"], outer["mac"]
-        genuine = hmac.compare_digest(_mac(secret, told, purpose).encode(), mac.encode())
+        text, mac = outer["record"], outer["mac"]
+        genuine = hmac.compare_digest(_mac(secret, text, purpose).encode(), mac.encode())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadRecord("it is no signed record") from None
     if not genuine:
         raise BadRecord("its signature is of another secret")
     try:
-        return json.loads(told)
+        return json.loads(text)
     except ValueError:
         raise BadRecord("it is no signed record") from None
 
@@ -93,6 +93,6 @@ def read_record(value: bytes, secret: str, roles: tuple[str, ...]) -> ServerReco
     return record
 
 
-def _mac(secret: str | bytes, told: str, purpose: bytes = PURPOSE) -> str:
+def _mac(secret: str | bytes, text: str, purpose: bytes = PURPOSE) -> str:
     key = secret.encode() if isinstance(secret, str) else secret
-    return hmac.new(key, purpose + told.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, purpose + text.encode(), hashlib.sha256).hexdigest()

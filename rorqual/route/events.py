@@ -44,7 +44,7 @@ class StreamRecord:
         self.events = 0
         self.marked = True
         self.tokens = 0
-        self.told_usage = False
+        self.usage_sent = False
         if isinstance(given, dict):
             self._continue(given)
 
@@ -77,7 +77,7 @@ class StreamRecord:
     def finished(self, expected: int, usage: bool) -> bool:
         """Whether only the stream's last line is missing."""
         ended = sum(choice.ended for choice in self.choices.values())
-        return self.can_go_on and ended >= expected and (self.told_usage or not usage)
+        return self.can_go_on and ended >= expected and (self.usage_sent or not usage)
 
     def resume(self) -> dict[str, Any]:
         """The request field that makes another server continue."""
@@ -106,7 +106,7 @@ class StreamRecord:
             return
         # only the usage event has no tokens; it follows all choices
         if b'"choices":[]' in event:
-            self.told_usage = True
+            self.usage_sent = True
         else:
             self.marked = False
 

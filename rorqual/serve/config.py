@@ -126,11 +126,11 @@ class ServeConfig:
     )
     kv_events: str | None = _routers(
         None,
-        "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are told, in vLLM's "
-        "form. Replicas have the next ports.",
+        "tcp://ADDRESS:PORT where stored and removed pages of the prefix cache are published, in "
+        "vLLM's form. Replicas have the next ports.",
     )
     kv_events_replay: str | None = _routers(
-        None, "tcp://ADDRESS:PORT where the last of these are told again; needs --kv-events."
+        None, "tcp://ADDRESS:PORT where the last of these are published again; needs --kv-events."
     )
     kv_events_topic: str = _routers("", "Their topic.")
     register: tuple[str, ...] = _routers(

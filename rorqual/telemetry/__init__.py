@@ -1,2 +1,2 @@
-"""Spans of requests, told to an OpenTelemetry collector: one trace over router and servers. Not the
-profiles of steps (serve/http/tracing)."""
+"""Spans of requests, exported to an OpenTelemetry collector: one trace over router and servers. Not
+the profiles of steps (serve/http/tracing)."""

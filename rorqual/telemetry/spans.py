@@ -22,7 +22,7 @@ class RequestSpan:
     """Something that takes time on a request's way; this one tells nobody. Times are seconds on
     the monotonic clock, which all processes of a machine share; None is now.
 
-    recording: whether anything of it will be told, so that attributes are worth making."""
+    recording: whether anything of it will be exported, so that attributes are worth making."""
 
     recording = False
 

@@ -25,7 +25,7 @@ def start_tracer(given: str | None, service: str, version: str) -> RequestTracer
         missing = f"spans need the package {error.name!r}; install rorqual[otel]"
         if given is not None:
             raise ConfigError(missing) from None
-        log.warning("no spans are told: %s", missing)
+        log.warning("no spans are exported: %s", missing)
         return RequestTracer()
     log.info("spans of requests are sent to %s", url)
     return OtlpTracer(url, service, version)

@@ -61,7 +61,7 @@ class HermesParser:
         self.space = ""  # before the opening tag, returned if no call follows
         self.call: CallObject | None = None
         self.ending = False  # the object is complete, its closing tag is pending
-        self.told_name = False
+        self.name_sent = False
         self.count = 0
 
     def push(self, text: str) -> ToolParserOutput:
@@ -84,7 +84,7 @@ class HermesParser:
             self.space = before[len(before.rstrip()) :]
             self.held = self.held[start + len(self.BEGIN) :]
             self.call = CallObject()
-            self.told_name = False
+            self.name_sent = False
             return True
         shown = self.held[: len(self.held) - overlap(self.held, self.BEGIN)].rstrip()
         output.content += shown
@@ -94,10 +94,10 @@ class HermesParser:
     def _inside(self, output: ToolParserOutput) -> bool:
         assert self.call is not None
         self.held = self.call.push(self.held)
-        if self.call.name is not None and self.call.arguments_begun and not self.told_name:
+        if self.call.name is not None and self.call.arguments_begun and not self.name_sent:
             output.start(self.count, self.call.name)
-            self.told_name = True
-        if self.told_name:
+            self.name_sent = True
+        if self.name_sent:
             output.arguments(self.count, self.call.take_arguments())
         if self.call.state == "open":
             return False
@@ -107,11 +107,11 @@ class HermesParser:
     def _close(self, output: ToolParserOutput) -> None:
         """The object has ended, validly or not."""
         assert self.call is not None
-        if not self.told_name and self.call.state == "done" and self.call.name is not None:
+        if not self.name_sent and self.call.state == "done" and self.call.name is not None:
             output.start(self.count, self.call.name)
             output.arguments(self.count, self.call.take_arguments() or "{}")
-            self.told_name = True
-        if self.told_name:
+            self.name_sent = True
+        if self.name_sent:
             self.count += 1
             self.ending = True
         else:
@@ -134,10 +134,10 @@ class HermesParser:
     def flush(self, cut: bool = False) -> ToolParserOutput:
         output = ToolParserOutput()
         if self.call is not None:
-            if cut and self.call.name is not None and not self.told_name:
+            if cut and self.call.name is not None and not self.name_sent:
                 output.start(self.count, self.call.name)
-                self.told_name = True
-            if self.told_name:
+                self.name_sent = True
+            if self.name_sent:
                 self.count += 1
             elif not cut:
                 output.content = self.space + self.BEGIN + self.call.raw

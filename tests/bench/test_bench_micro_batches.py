@@ -92,8 +92,8 @@ def test_ratios_are_predicted_from_the_measured_times() -> None:
 def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM(**ENGINE, micro_batches="auto", keep_step_times=False)
     sizes = BenchSizes(prompts=(24,), batches=(4,), requests=4, repeats=2)
-    told: list[str] = []
-    cells = bench.run(llm.engine, sizes, told.append)
+    lines: list[str] = []
+    cells = bench.run(llm.engine, sizes, lines.append)
     assert [(cell.phase, cell.tokens) for cell in cells] == [("prompts", 24), ("decode", 4)]
     for cell in cells:
         assert set(cell.rates) == {"1", "2", "3", "4", "auto"}
@@ -106,5 +106,5 @@ def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert times is not None
     assert json.loads(bench.as_json(cells, times))["measured"] == json.loads(times.as_json())
     with pytest.raises(ConfigError, match="batch 5 exceeds max_num_seqs=4"):
-        bench.run(llm.engine, BenchSizes((24,), (5,), 4, 1), told.append)
+        bench.run(llm.engine, BenchSizes((24,), (5,), 4, 1), lines.append)
     llm.engine.close()

@@ -36,8 +36,8 @@ def test_experts_are_read_here_for_comparison(capsys: pytest.CaptureFixture[str]
     assert 0 < reads.one < reads.us
     hops = bench(setup)
     print_reads(reads, hops, setup)
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"through one each on 2 servers: {hops[0].us + reads.one:.0f} us" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"through one each on 2 servers: {hops[0].us + reads.one:.0f} us" in printed
     assert json.loads(as_json(hops, setup, reads))["reads"]["picks"] == 2
 
 

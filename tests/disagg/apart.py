@@ -85,7 +85,7 @@ class Engine:
     def answer(self, prompt: list[int], given: Any = None, count: int = 1, **more: Any) -> Any:
         """(tokens, cached tokens, why not all pages came) of each of `count` requests."""
         return [
-            self._told(request, error)
+            self._answer_of(request, error)
             for request, error in self._arrive(prompt, given, count, more)
         ]
 
@@ -103,7 +103,7 @@ class Engine:
         ended = self._run([found[0] for found in arrived], [found[2] for found in arrived])
         return [(sequence, found[1]) for sequence, found in zip(ended, arrived, strict=True)]
 
-    def _told(self, sequence: Any, error: str) -> Any:
+    def _answer_of(self, sequence: Any, error: str) -> Any:
         return sequence.outputs, sequence.num_cached_prompt, error
 
     def abandon(self, prompt: list[int], given: Any) -> Any:

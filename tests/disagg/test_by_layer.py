@@ -83,7 +83,7 @@ class Step:
 @pytest.fixture
 def step() -> Iterator[Step]:
     keeper = Keeper()
-    keeper.reading = lambda lease, pages, size: keeper.told.append((lease, pages))  # type: ignore[method-assign]
+    keeper.reading = lambda lease, pages, size: keeper.announced.append((lease, pages))  # type: ignore[method-assign]
     yield Step(keeper)
     keeper.server.close()
 
@@ -113,7 +113,7 @@ def test_a_layer_leaves_before_the_next_is_computed(step: Step) -> None:
     assert (fetch.error, fetch.found) == ("", 4)
     assert step.right(fetch)
     assert len(step.mark_reached) == 8, "each copy came behind its layer's mark"
-    until(lambda: sum(pages for _, pages in step.keeper.told) == 4)
+    until(lambda: sum(pages for _, pages in step.keeper.announced) == 4)
 
 
 def test_chunks_one_after_the_other(step: Step) -> None:

@@ -264,9 +264,9 @@ def test_a_step_is_told_whole_before_it_is_replayed(
         assert llm.engine.worker.runner.graphs is not None
         assert tokens(llm) == expected
         layers = list(llm.engine.worker.expert_layers)
-        told = [[call.layer for call in calls] for step in steps for calls in step.values()]
-        assert told
-        assert all(found == layers for found in told)
+        announced = [[call.layer for call in calls] for step in steps for calls in step.values()]
+        assert announced
+        assert all(found == layers for found in announced)
         assert max(map(len, steps)) == 2
         servers[1].kill()
         assert tokens(llm) == expected
@@ -277,7 +277,7 @@ def test_a_step_is_told_whole_before_it_is_replayed(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("place", ["told", "sent", "waiting", "waited"])
+@pytest.mark.parametrize("place", ["announced", "sent", "waiting", "waited"])
 def test_an_interrupt_leaves_no_call_behind(
     place: str, secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_no_call_behind(
     ):
         with monkeypatch.context() as patch:
             where, name = {
-                "told": (GroupCalls, "_send"),
+                "announced": (GroupCalls, "_send"),
                 "sent": (GroupCalls, "receive"),
                 "waiting": (Flight, "wait"),
                 "waited": (Flight, "wait"),
@@ -370,12 +370,12 @@ def test_tokens_stay_while_experts_move(
 
 def test_all_servers_must_be_there_at_the_start(start: Start, secret_file: str) -> None:
     server = start("all")
-    told = {**COMMON, "expert_secret_file": secret_file, "expert_transport": "group"}
+    options = {**COMMON, "expert_secret_file": secret_file, "expert_transport": "group"}
     ports = (f"127.0.0.1:{server.port}", "127.0.0.1:1")
     with pytest.raises(
         ConfigError, match=r"not all servers answer.*127.0.0.1:1 Connection refused"
     ):
-        LLM(**told, experts=ports, expert_wait=0.2)
+        LLM(**options, experts=ports, expert_wait=0.2)
 
 
 def test_another_checkpoint_s_server_is_refused(start: Start, secret_file: str) -> None:

@@ -122,8 +122,8 @@ def test_a_server_says_why_it_takes_no_part_and_lives_on(start: Start) -> None:
         kind, found = receive(link.sock, MAX_GROUP_BYTES)
         assert kind == ExpertMessage.GROUP_MADE
         assert link.ended()
-        told: dict[str, str] = json.loads(found)
-        return told["why"]
+        reply: dict[str, str] = json.loads(found)
+        return reply["why"]
 
     assert answer(offer(**shape, backend="nccl")) == (
         "messages by nccl are called for; accepted: gloo"
@@ -348,31 +348,31 @@ class FakeNccl:
     made: list[FakeNccl] = []  # noqa: RUF012
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options):
-        self.told: list[Any] = [("made", rank, size, options._timeout)]
+        self.calls: list[Any] = [("made", rank, size, options._timeout)]
         self.environment = {name: os.environ.get(name) for name in WATCHDOG}
         self.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        self.told.append("connect")
+        self.calls.append("connect")
 
     def _start_coalescing(self) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     def _end_coalescing(self) -> FakeNccl:
-        self.told.append("end")
+        self.calls.append("end")
         return self
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self.told.append(("send", rank, tensors[0].numel()))
+        self.calls.append(("send", rank, tensors[0].numel()))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self.told.append(("recv", rank, tensors[0].numel()))
+        self.calls.append(("recv", rank, tensors[0].numel()))
 
     def wait(self) -> None:
-        self.told.append("wait")
+        self.calls.append("wait")
 
     def abort(self) -> None:
-        self.told.append("abort")
+        self.calls.append("abort")
 
 
 def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[LaneGroup, FakeNccl]:
@@ -400,7 +400,7 @@ def test_nccl_sends_to_all_in_one_group_call_and_never_with_what_comes_back(
     assert not group.early
     group.abort()
     group.abort()
-    assert fake.told == [
+    assert fake.calls == [
         ("made", 0, 3, timedelta(days=1)),
         "connect",
         "start",
@@ -467,11 +467,11 @@ def test_nccl_s_abort_waits_for_a_launch_and_none_begins_after_it(
     while not group.aborted:
         time.sleep(0.001)
     aborting.join(0.05)
-    assert "abort" not in fake.told
+    assert "abort" not in fake.calls
     ends.set()
     sender.join(30)
     aborting.join(30)
-    assert fake.told[-2:] == ["end", "abort"]
+    assert fake.calls[-2:] == ["end", "abort"]
     with pytest.raises(LinkError, match="has ended"):
         group.send([(1, data)])
 

@@ -104,9 +104,9 @@ def test_tokens_are_one_process_s(
         assert tokens(llm) == expected
         calls = llm.engine.worker.remote.handles
         assert calls is not None
-        told = [link.handles.announced for link in calls.active if link.handles is not None]
-        assert len(told) == count
-        assert all(sum(rows) for rows in told)
+        announced = [link.handles.announced for link in calls.active if link.handles is not None]
+        assert len(announced) == count
+        assert all(sum(rows) for rows in announced)
 
 
 @pytest.mark.exhaustive
@@ -318,12 +318,12 @@ def test_servers_that_share_nothing_are_called_over_sockets(start: Start, secret
     """Where the caller asks for nothing else."""
     server: ExpertServer = start("all", weights="random", num_layers=4)
     address = f"127.0.0.1:{server.port}"
-    told = {**FEW, "experts": (address,), "expert_secret_file": secret_file}
+    options = {**FEW, "experts": (address,), "expert_secret_file": secret_file}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_ipc, "driver", lambda: MemfdDriver("cuMemCreate"))
         with pytest.raises(ConfigError, match=r"handles.*no shared memory: cuMemCreate"):
-            LLM(**told, expert_transport="handles")
-    llm = LLM(**told)
+            LLM(**options, expert_transport="handles")
+    llm = LLM(**options)
     try:
         assert llm.engine.stats.all2all_backend == (
             "expert servers over tcp (memory of cpu is not shared so)"

@@ -262,7 +262,7 @@ def in_a_step(llm: LLM, act: Any) -> Iterator[None]:
         thread.join()
 
 
-def told(llm: LLM) -> list[str]:
+def reasons_of(llm: LLM) -> list[str]:
     """Why steps are given up from now on."""
     found: list[str] = []
     wait = llm.engine._wait_for_experts
@@ -315,7 +315,7 @@ def test_what_one_rank_loses_in_a_step_all_give_up(
         calls = llm.engine.worker.remote.handles
         assert calls is not None
         caller = proxy.other_than(calls.caller) if rank else calls.caller
-        reasons = told(llm)
+        reasons = reasons_of(llm)
 
         def lose() -> None:
             servers[0].signal(signal.SIGSTOP)

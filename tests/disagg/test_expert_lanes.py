@@ -114,8 +114,8 @@ def test_a_server_says_why_it_shares_nothing_and_lives_on(start: Start) -> None:
         kind, found = receive(caller.sock, MAX_LANES_BYTES)
         assert kind == ExpertMessage.LANES_MADE
         assert caller.ended()
-        told: dict[str, str] = json.loads(found)
-        return told
+        reply: dict[str, str] = json.loads(found)
+        return reply
 
     assert "another host" in answer(offer(host=host_number() ^ 1, **shape(server)))["why"]
     assert "accepted: float32" in answer(offer(dtype="int8", **shape(server)))["why"]

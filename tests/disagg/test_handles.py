@@ -151,7 +151,7 @@ def test_pages_come_to_where_they_stay(keeper: HandingKeeper, reader: HandedRead
     found.release()
     assert not reader.ranges.held
     wait_for(lambda: all_free(keeper))
-    wait_for(lambda: sum(pages for _, pages in keeper.told) == 4)
+    wait_for(lambda: sum(pages for _, pages in keeper.announced) == 4)
 
 
 def placing(keeper: HandingKeeper, reader: HandedReader) -> PageFetch:
@@ -470,8 +470,8 @@ def test_descriptions_that_are_none(driver: MemfdDriver, description: bytes) -> 
 
 def test_more_than_the_peer_has(driver: MemfdDriver) -> None:
     there, here = transport(True), transport(False)
-    told = HandleAddress.unpack(there.describe())
-    more = HandleAddress(told.name, told.token, 2 * SIZE).pack()
+    address = HandleAddress.unpack(there.describe())
+    more = HandleAddress(address.name, address.token, 2 * SIZE).pack()
     with pytest.raises(TransportError, match="cannot be mapped: cuMemMap"):
         here.read(more, 0, 0, 1)
     here.close()

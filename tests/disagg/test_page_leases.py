@@ -78,11 +78,11 @@ class Keeper:
         self.memory = memory()
         config = TransferConfig("prefill", SECRET)
         self.server = PageServer(config, LINKS, self.table, self.memory, MINE, self)
-        self.told: list[tuple[bytes, int]] = []
+        self.announced: list[tuple[bytes, int]] = []
 
     def reading(self, lease: bytes, pages: int, size: int) -> None:
         assert size <= pages * self.memory.size, "of parts less"
-        self.told.append((lease, pages))
+        self.announced.append((lease, pages))
         self.leases.extend(lease)
 
     def done(self, lease: bytes) -> None:
@@ -178,8 +178,8 @@ def test_reading_extends_a_lease(keeper: Keeper) -> None:
     before = lease.deadline
     assert keeper.fetch(name).found == 4
     assert lease.deadline > before
-    assert {told for told, _ in keeper.told} == {name}
-    assert sum(pages for _, pages in keeper.told) == 4
+    assert {lease for lease, _ in keeper.announced} == {name}
+    assert sum(pages for _, pages in keeper.announced) == 4
 
 
 def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:

@@ -115,8 +115,12 @@ def test_page_sizes() -> None:
 def test_what_an_answer_says_of_an_engine() -> None:
     cache = CacheShape(LAYERS, MODULES, 2)
     assert read_layout({}, HERE, 16) == SenderLayout(1, 1, 16, (HERE,))
-    told = {"tp_size": 2, "remote_page_size": 8, "remote_ranks": [["10.0.0.1", 1], ["10.0.0.1", 2]]}
-    assert read_layout(told, HERE, 16) == layout(2, 1)
+    params = {
+        "tp_size": 2,
+        "remote_page_size": 8,
+        "remote_ranks": [["10.0.0.1", 1], ["10.0.0.1", 2]],
+    }
+    assert read_layout(params, HERE, 16) == layout(2, 1)
     for wrong, message in (
         ({"tp_size": True}, "whole numbers"),
         ({"remote_page_size": 8.0}, "whole numbers"),
@@ -126,7 +130,7 @@ def test_what_an_answer_says_of_an_engine() -> None:
         ({"remote_ranks": [["10.0.0.1", True]]}, "no [host, port]"),
         ({"remote_ranks": [["10.0.0.1", 1, 2]]}, "no [host, port]"),
     ):
-        found = read_layout({**told, **wrong}, HERE, 16)
+        found = read_layout({**params, **wrong}, HERE, 16)
         assert isinstance(found, str)
         assert message in found
     for sender, message in (

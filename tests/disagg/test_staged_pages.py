@@ -72,7 +72,7 @@ def test_pages_come_window_by_window(keeper: StagedKeeper, reader: StagedReader)
     assert reader.transport.reads == 2, "three pages a window"
     wait_for(lambda: all_free(keeper) and not keeper.transport.serving)
     assert all_free(reader)
-    wait_for(lambda: sum(pages for _, pages in keeper.told) == 4)
+    wait_for(lambda: sum(pages for _, pages in keeper.announced) == 4)
     wait_for(lambda: keeper.leases.done)
     keeper.settle()
     assert keeper.held() == []

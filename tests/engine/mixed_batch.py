@@ -47,7 +47,7 @@ MIXED = [
 ]
 
 
-def told(out: RequestOutput) -> Any:
+def comparable(out: RequestOutput) -> Any:
     completion = out.outputs[0]
     entries = [*(completion.logprobs or ()), *(out.prompt_logprobs or ())[1:]]
     logprobs = [{t: round(entry.logprob, 3) for t, entry in step.items()} for step in entries]
@@ -59,9 +59,11 @@ def everything(llm: LLM, prompts: list[Any]) -> list[Any]:
     data-parallel ranks idle."""
     try:
         found = [
-            told(out) for _ in range(2) for out in llm.generate(prompts, MIXED[: len(prompts)])
+            comparable(out)
+            for _ in range(2)
+            for out in llm.generate(prompts, MIXED[: len(prompts)])
         ]
-        found += [told(out) for out in llm.generate(prompts[:1], params(max_tokens=12))]
+        found += [comparable(out) for out in llm.generate(prompts[:1], params(max_tokens=12))]
         usage = llm.engine.scheduler.usage()
         assert usage.running == usage.waiting == 0
         assert usage.pages_used == 0

@@ -390,7 +390,7 @@ def step_of(slot: int) -> DataParallelOutput:
     return DataParallelOutput(parts, SamplingVariant.GREEDY, host=False)
 
 
-def told(results: list[StepResult]) -> list[int]:
+def first_tokens(results: list[StepResult]) -> list[int]:
     return [result.tokens[0][0] for result in results]
 
 
@@ -412,7 +412,7 @@ def test_an_error_while_others_may_have_the_step_ends_the_group(
     error: type[BaseException],
 ) -> None:
     """Some may be in a collective that rank 0 will not enter."""
-    assert told(group.collect(group.launch(step_of(0)))) == [10, 1010, 2010, 3010]
+    assert first_tokens(group.collect(group.launch(step_of(0)))) == [10, 1010, 2010, 3010]
     raised = KeyboardInterrupt if error is KeyboardInterrupt else EngineError
     with struck(group, spot, error), pytest.raises(raised):
         group.launch(step_of(1))
@@ -442,7 +442,7 @@ def test_a_step_that_cannot_be_sent_has_not_been(group: Any) -> None:
     output.parts[2].chunks[0] = PrefillChunk(0, 0, [object()], True)  # type: ignore[list-item]
     with pytest.raises(TypeError):
         group.launch(output)
-    assert told(group.collect(group.launch(step_of(3)))) == [13, 1013, 2013, 3013]
+    assert first_tokens(group.collect(group.launch(step_of(3)))) == [13, 1013, 2013, 3013]
     assert group.others.steps == [[1]] * 3
 
 
@@ -455,13 +455,13 @@ def test_results_of_abandoned_steps_are_thrown_away(group: Any) -> None:
         with struck(group, spot, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             group.collect(pending)
         assert pending.number == number
-    assert told(group.collect(group.launch(step_of(3)))) == [53, 1053, 2053, 3053]
+    assert first_tokens(group.collect(group.launch(step_of(3)))) == [53, 1053, 2053, 3053]
 
 
 def test_ctrl_c_while_a_step_is_launched_leaves_all_ranks_in_step(group: Any) -> None:
     with ctrl_c(group.worker.runner, "launch"), pytest.raises(KeyboardInterrupt):
         group.launch(step_of(0))
-    assert told(group.collect(group.launch(step_of(1)))) == [21, 1021, 2021, 3021]
+    assert first_tokens(group.collect(group.launch(step_of(1)))) == [21, 1021, 2021, 3021]
 
 
 GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [

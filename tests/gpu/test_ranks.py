@@ -177,10 +177,10 @@ def test_a_rank_that_dies_or_freezes_ends_the_engine(blow: str, named: str, shar
         command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert "rank 1 (pp 0, dp 0, tp 1)" in told["message"]
-    assert named in told["message"]
-    assert told["seconds"] < (5 if blow == "SIGKILL" else WATCHDOG + 6), told
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert "rank 1 (pp 0, dp 0, tp 1)" in reported["message"]
+    assert named in reported["message"]
+    assert reported["seconds"] < (5 if blow == "SIGKILL" else WATCHDOG + 6), reported
 
 
 def struck(blow: str, shared: bool) -> None:

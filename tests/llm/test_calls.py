@@ -213,9 +213,9 @@ def test_a_failed_step_reaches_every_open_call(llm: LLM, steps: Steps, error: Ex
     assert raised.value is error
     assert not llm.engine.has_work
     assert read([next(idle), next(idle)]) == expected[0][:2]
-    with pytest.raises(EngineError, match=str(error)) as told:
+    with pytest.raises(EngineError, match=str(error)) as caught:
         next(idle)
-    assert told.value.__cause__ is error
+    assert caught.value.__cause__ is error
     assert list(idle) == list(stepping) == []
     assert alone(llm, PROMPTS[:1]) == expected
 

@@ -62,5 +62,5 @@ def main(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        told = main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
-    print(json.dumps(told))
+        result = main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
+    print(json.dumps(result))

@@ -237,5 +237,5 @@ def main(mode: str, cache: str, calls: list[list[int]], kind: str = "dynamic") -
 if __name__ == "__main__":
     libraries = install() if sys.argv[4:] != ["device"] else None
     with contextlib.redirect_stdout(sys.stderr):
-        told = main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:])
-    print(json.dumps(told))
+        result = main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:])
+    print(json.dumps(result))

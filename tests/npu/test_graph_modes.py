@@ -43,7 +43,7 @@ def start(
     )
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err[-3000:]
     return json.loads(out.splitlines()[-1])
@@ -54,8 +54,8 @@ def starts(mode: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Two processes with empty caches of their own, then one more over the first one's."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         both = [start(mode, one, CALLS), start(mode, other, CALLS)]
-        first, beside = map(told, both)
-        return first, beside, told(start(mode, one, CALLS))
+        first, beside = map(result_of, both)
+        return first, beside, result_of(start(mode, one, CALLS))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -91,7 +91,7 @@ def test_each_call_has_its_own_lengths(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_tensors_of_the_device(mode: str, tmp_path: Path) -> None:
     """The whole step is captured, in the capturing modes: torch_npu's host code raised nothing."""
-    first = told(start(mode, tmp_path, CALLS[:2], "device"))
+    first = result_of(start(mode, tmp_path, CALLS[:2], "device"))
     assert first["traced"] == 1
     assert first["nodes"] == [[NODES[0], "aten.matmul.default", *NODES[2:]]]
 
@@ -106,14 +106,14 @@ def test_the_engine_graph() -> None:
 def test_lengths_of_a_static_trace_stay_in_the_cache(tmp_path: Path) -> None:
     """torchair drops Dynamo's guards from what it caches: lengths traced as constants would be used
     for every later batch, without a word. Lists of lengths need a dynamic trace."""
-    told(start("acl_graph", tmp_path, CALLS[:1], "static"))
-    second = told(start("acl_graph", tmp_path, CALLS[1:2], "static"))
+    result_of(start("acl_graph", tmp_path, CALLS[:1], "static"))
+    second = result_of(start("acl_graph", tmp_path, CALLS[1:2], "static"))
     assert second["traced"] == 0
     assert second["lengths"] == CALLS[:1]
 
 
 def test_scopes_mark_the_nodes_of_the_engine_graph(tmp_path: Path) -> None:
-    first = told(start("ge_graph", tmp_path, CALLS[:1], "scopes"))
+    first = result_of(start("ge_graph", tmp_path, CALLS[:1], "scopes"))
     assert first["nodes"][0].count("air.scope_enter.default") == 2
     assert first["nodes"][0].count("air.scope_exit.default") == 2
     assert "air.wait_tensor.default" in first["nodes"][0]
@@ -134,6 +134,6 @@ def test_waiting_for_a_tensor_is_the_engine_mode_s_alone(tmp_path: Path) -> None
 
 
 def test_a_plain_capture_updates_lengths_at_each_replay(tmp_path: Path) -> None:
-    done = told(start("captured", tmp_path, CALLS))
+    done = result_of(start("captured", tmp_path, CALLS))
     assert done["recorded"] == ["npu_fused_infer_attention_score.out"]
     assert done["lengths"] == CALLS

@@ -42,17 +42,17 @@ def start(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_an_engine_starts_and_runs(tmp_path, name, options):
-    told = start(name, tmp_path, options)
-    assert told["tokens"] == [TOKENS] * 3
-    assert told["device"].startswith("Ascend910_93")
-    assert told["captured"] == ("exe_mode" not in options and "num_spec" not in str(options))
+    result = start(name, tmp_path, options)
+    assert result["tokens"] == [TOKENS] * 3
+    assert result["device"].startswith("Ascend910_93")
+    assert result["captured"] == ("exe_mode" not in options and "num_spec" not in str(options))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "v2"])
 def test_each_replay_of_a_captured_step_is_given_its_lengths(tmp_path, name):
     """Of prompts of 3 and 20 tokens: what is cached with the step's own token, and 1 for
     padding."""
-    told = start(name, tmp_path, {"exe_mode": "acl_graph"})
-    assert told["captured"]
+    result = start(name, tmp_path, {"exe_mode": "acl_graph"})
+    assert result["captured"]
     steps = [[4 + i, 21 + i, 6 + i, 1] for i in range(TOKENS - 1)]
-    assert told["lengths"] == steps
+    assert result["lengths"] == steps

@@ -350,7 +350,7 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
     total = torch.arange(2.0 * sum(counts)).view(-1, 2)
     start = sum(counts[:rank])
     send = [r + 1 for r in range(world)]
-    told = axis.all_to_all(torch.full((sum(send), 1), float(rank)), send, [rank + 1] * world)
+    uneven = axis.all_to_all(torch.full((sum(send), 1), float(rank)), send, [rank + 1] * world)
     blocks = axis.all_to_all_fixed(torch.arange(world).view(world, 1) * 10 + rank)
     columns = axis.all_gather_columns(
         torch.full((2, 1 + rank % 2), float(rank)), [1 + r % 2 for r in range(world)]
@@ -378,7 +378,7 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
         ),
         "gather": axis.all_gather(mine, counts)[:, 0].tolist()
         == [float(r) for r, count in enumerate(counts) for _ in range(count)],
-        "to all": told.flatten().tolist()
+        "to all": uneven.flatten().tolist()
         == [float(r) for r in range(world) for _ in range(rank + 1)],
         "to all fixed": blocks.flatten().tolist() == [10 * rank + r for r in range(world)],
         "add norm": plain[1].tolist() == [[world + 1.0] * 2]

@@ -91,10 +91,10 @@ class Reluctant(GroupAxis):
     def __init__(self, recorded: threading.Event):
         self.group = Mock()
         self.recorded = recorded
-        self.told = threading.Event()
+        self.aborting = threading.Event()
 
     def abort(self) -> None:
-        self.told.set()
+        self.aborting.set()
         self.recorded.wait(30)
 
 
@@ -109,8 +109,8 @@ def test_no_group_that_is_given_up_waits_for_another() -> None:
         dict(zip(AXES, itertools.chain(axes, itertools.repeat(twin)), strict=False)),
     )
     mesh.abort()
-    assert all(axis.told.wait(60) for axis in [*axes[1:], twin])
-    assert not axes[0].told.is_set(), "one group is given up once"
+    assert all(axis.aborting.wait(60) for axis in [*axes[1:], twin])
+    assert not axes[0].aborting.is_set(), "one group is given up once"
     assert not mesh.wait_aborted(0.05)
     recorded.set()
     assert mesh.wait_aborted(5)

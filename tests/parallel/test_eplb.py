@@ -199,23 +199,23 @@ def test_the_command(tmp_path: Path) -> None:
     one.write_text(json.dumps({"logical_count": [[0] * 32, *load.tolist()]}))
     other.write_text(json.dumps({"logical_count": [[0] * 32, *drifted(load, 9).tolist()]}))
 
-    def told(*options: str) -> dict[str, float]:
+    def figures(*options: str) -> dict[str, float]:
         result = CliRunner().invoke(app, ["eplb", *options, "--json"])
         assert result.exit_code == 0, result.output
         found: dict[str, float] = json.loads(result.stdout)
         return found
 
     sizes = ["--ep", "4", "--redundant", "8"]
-    same = told(str(one), *sizes)
-    judged = told(str(one), *sizes, "--evaluate", str(other))
-    both = told(str(one), str(other), *sizes, "--evaluate", str(other))
-    few = told(str(other), *sizes, "--present", str(one), "--write", str(tmp_path / "map.json"))
+    same = figures(str(one), *sizes)
+    judged = figures(str(one), *sizes, "--evaluate", str(other))
+    both = figures(str(one), str(other), *sizes, "--evaluate", str(other))
+    few = figures(str(other), *sizes, "--present", str(one), "--write", str(tmp_path / "map.json"))
     assert same["before"] < judged["after"] < both["after"] < same["after"]
     assert few["before"] == pytest.approx(judged["after"])
     assert few["after"] > 0.98
     assert 0 < few["moved"] < 40
     assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 4
-    slow = told(str(one), "--ep", "2", "--speed", "1,0.8")
+    slow = figures(str(one), "--ep", "2", "--speed", "1,0.8")
     assert slow["after"] > 0.97 > slow["before"]
     refused = CliRunner().invoke(app, ["eplb", str(one), "--redundant", "-8"])
     assert "redundant=-8 is out of range" in str(refused.exception)

@@ -158,9 +158,9 @@ def test_names_and_too_many_are_passed_over(
     setting.registry.say(1, 4, 5)
     assert setting.look(100) == [9, 4, 5], "who is known goes before others"
     setting.look()
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("experts-1:9400 is passed over" in one for one in told) == 1
-    assert sum("127.0.0.1:1 is passed over: there are 3 servers" in one for one in told) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("experts-1:9400 is passed over" in one for one in messages) == 1
+    assert sum("127.0.0.1:1 is passed over: there are 3 servers" in one for one in messages) == 1
 
 
 # ---- who may leave

@@ -157,10 +157,10 @@ def test_alone_a_step_is_given_up_by_its_epoch() -> None:
 def test_what_another_rank_cannot_this_one_does_not(must: bool) -> None:
     calls = made()
     links = (link(1), link(2))
-    told: list[str] = []
+    reasons: list[str] = []
 
     def agree(why: str) -> str:
-        told.append(why)
+        reasons.append(why)
         return f"rank 1: {why or 'none is near'}"
 
     known = Known(calls, *links)
@@ -170,7 +170,7 @@ def test_what_another_rank_cannot_this_one_does_not(must: bool) -> None:
     else:
         calls.decide(known, False, agree)
         assert known.links == ()  # linked anew they have no memory
-    assert told == [""]
+    assert reasons == [""]
     assert not calls.on
     assert calls.decided
     assert not calls.takes(1)
@@ -178,10 +178,12 @@ def test_what_another_rank_cannot_this_one_does_not(must: bool) -> None:
 
 def test_all_ranks_hear_why_one_cannot() -> None:
     calls = made()
-    told: list[str] = []
-    calls.decide(Known(calls, link(1), link(2, False)), False, lambda why: told.append(why) or why)
-    assert told == ["127.0.0.1:2: it is on another host"]
-    assert calls.why == told[0]
+    reasons: list[str] = []
+    calls.decide(
+        Known(calls, link(1), link(2, False)), False, lambda why: reasons.append(why) or why
+    )
+    assert reasons == ["127.0.0.1:2: it is on another host"]
+    assert calls.why == reasons[0]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -152,8 +152,8 @@ def test_another_user_gets_nothing_and_gives_nothing(
     fd = file_of(tmp_path / "file", "file")
     token = server.offer([fd])
     os.close(fd)
-    told = SimpleNamespace(size=12, unpack=lambda data: (1, theirs, 1))
-    monkeypatch.setattr(handle_passing, "CREDENTIALS", told)
+    credentials = SimpleNamespace(size=12, unpack=lambda data: (1, theirs, 1))
+    monkeypatch.setattr(handle_passing, "CREDENTIALS", credentials)
     monkeypatch.setattr(os, "geteuid", lambda: ours)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(60)

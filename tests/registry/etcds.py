@@ -221,8 +221,8 @@ class FakeEtcd:
                     ]
                     seen = max(seen, self.revision)
                 if found:
-                    told = {"result": {"events": found}}
-                    handler.wfile.write(json.dumps(told).encode() + b"\n")
+                    response = {"result": {"events": found}}
+                    handler.wfile.write(json.dumps(response).encode() + b"\n")
         handler.close_connection = True
 
 

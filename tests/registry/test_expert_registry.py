@@ -77,7 +77,7 @@ def test_an_epoch_ends_where_etcd_forgets(store: FakeEtcd) -> None:
     assert reader.find().records == (ONE,)
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def record_fields(**changes: Any) -> dict[str, Any]:
     found = {"address": "10.0.0.9:9400", "slots": "all", "layers": "all"}
     return {**found, "expires": time.time() + 100, **changes}
 
@@ -85,14 +85,14 @@ def told(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (sealed(told(), b"another secret, as long", PURPOSE), "another secret"),
-        (sealed(told(), SECRET, b"rorqual server record 1\0"), "another secret"),
-        (sealed(told(expires=time.time() - 1), SECRET, PURPOSE), "ended"),
-        (sealed(told(expires=time.time() + 9999), SECRET, PURPOSE), "too far"),
-        (sealed(told(expires="soon"), SECRET, PURPOSE), "no address, slots"),
-        (sealed(told(address="8.8.8.8:9400"), SECRET, PURPOSE), "not accepted"),
-        (sealed(told(address=7), SECRET, PURPOSE), "not accepted"),
-        (sealed(told(slots="x"), SECRET, PURPOSE), "no range"),
+        (sealed(record_fields(), b"another secret, as long", PURPOSE), "another secret"),
+        (sealed(record_fields(), SECRET, b"rorqual server record 1\0"), "another secret"),
+        (sealed(record_fields(expires=time.time() - 1), SECRET, PURPOSE), "ended"),
+        (sealed(record_fields(expires=time.time() + 9999), SECRET, PURPOSE), "too far"),
+        (sealed(record_fields(expires="soon"), SECRET, PURPOSE), "no address, slots"),
+        (sealed(record_fields(address="8.8.8.8:9400"), SECRET, PURPOSE), "not accepted"),
+        (sealed(record_fields(address=7), SECRET, PURPOSE), "not accepted"),
+        (sealed(record_fields(slots="x"), SECRET, PURPOSE), "no range"),
         (sealed({}, SECRET, PURPOSE), "no address, slots"),
         (b"x" * 5000, "more than"),
         (b"[]", "no signed record"),
@@ -113,7 +113,7 @@ def test_records_that_do_not_count(
 
 def test_a_record_under_another_s_key(store: FakeEtcd) -> None:
     reader = at(store)
-    put(store, reader._key("10.0.0.1:1"), sealed(told(), SECRET, PURPOSE))
+    put(store, reader._key("10.0.0.1:1"), sealed(record_fields(), SECRET, PURPOSE))
     assert reader.find().records == ()
 
 

@@ -38,8 +38,8 @@ def changed(**fields: object) -> bytes:
     return json.dumps(outer).encode()
 
 
-def signed(told: str) -> bytes:
-    return json.dumps({"record": told, "mac": records._mac(SECRET, told)}).encode()
+def signed(text: str) -> bytes:
+    return json.dumps({"record": text, "mac": records._mac(SECRET, text)}).encode()
 
 
 @pytest.mark.parametrize(

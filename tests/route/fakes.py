@@ -199,8 +199,8 @@ class FakeServer:
                     del places[choice]
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {"completion_tokens": count * body.get("n", 1)}
-            told = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
-            found.append(b"data: " + told.encode() + b"\n\n")
+            event = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
+            found.append(b"data: " + event.encode() + b"\n\n")
         return [*found, b"data: [DONE]\n\n"]
 
     def _event(
@@ -213,12 +213,12 @@ class FakeServer:
         marked: bool,
     ) -> bytes:
         line = f": rorqual {choice} {','.join(map(str, tokens))}{' end' if finish else ''}\n"
-        told = {**head, "choices": [{"index": choice, "text": text, "finish_reason": finish}]}
-        return (line if marked else "").encode() + b"data: " + json.dumps(told).encode() + b"\n\n"
+        event = {**head, "choices": [{"index": choice, "text": text, "finish_reason": finish}]}
+        return (line if marked else "").encode() + b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 @dataclass
-class Told:
+class StreamedAnswer:
     """What a client read of a stream."""
 
     status: int
@@ -231,29 +231,29 @@ class Told:
     done: int = 0
 
     @staticmethod
-    def of(status: int, raw: str) -> Told:
-        told = Told(status, raw)
+    def of(status: int, raw: str) -> StreamedAnswer:
+        answer = StreamedAnswer(status, raw)
         if status != 200:
-            told.errors.append(json.loads(raw)["error"])
-            return told
+            answer.errors.append(json.loads(raw)["error"])
+            return answer
         for block in raw.split("\n\n"):
             if not block or block == "data: [DONE]":
-                told.done += block != ""
+                answer.done += block != ""
                 continue
             assert block.startswith("data: "), block
             event = json.loads(block.removeprefix("data: "))
             if "error" in event:
-                told.errors.append(event["error"])
+                answer.errors.append(event["error"])
                 continue
-            told.ids.add(f"{event['id']}@{event['created']}")
-            told.usages += "usage" in event
+            answer.ids.add(f"{event['id']}@{event['created']}")
+            answer.usages += "usage" in event
             for choice in event["choices"]:
                 index = choice["index"]
-                assert index not in told.ends, "nothing follows the end"
-                told.texts[index] = told.texts.get(index, "") + choice["text"]
+                assert index not in answer.ends, "nothing follows the end"
+                answer.texts[index] = answer.texts.get(index, "") + choice["text"]
                 if choice["finish_reason"]:
-                    told.ends[index] = choice["finish_reason"]
-        return told
+                    answer.ends[index] = choice["finish_reason"]
+        return answer
 
     def assert_whole(self, prompt: str, count: int, choices: int = 1, usage: bool = False) -> None:
         """No token missing or repeated, one end each, one id, one last line."""
@@ -270,10 +270,12 @@ class RouterUnderTest:
         self.url = url
         self.session = session
 
-    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> Told:
+    async def post(
+        self, body: Any, path: str = "/v1/completions", **headers: str
+    ) -> StreamedAnswer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(self.url + path, data=data, headers=headers) as answer:
-            return Told.of(answer.status, await answer.text())
+            return StreamedAnswer.of(answer.status, await answer.text())
 
     async def ask(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body) as answer:

@@ -345,9 +345,9 @@ def test_a_router_without_files_blames_no_server(
 
             with monkeypatch.context() as patch:
                 patch.setattr(connector, "connect", full)
-                status, told = await router.ask({**ASK, "stream": stream})
+                status, body = await router.ask({**ASK, "stream": stream})
                 assert status == 503
-                assert "router_full" in str(told)
+                assert "router_full" in str(body)
                 seen = looks
                 await router.until(lambda: looks > seen + 3)
             server = router.server(fake)

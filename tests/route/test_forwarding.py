@@ -57,8 +57,8 @@ def test_other_errors_are_the_clients(body: Any, status: int) -> None:
         bad = FakeServer("bad", Faults(refuse=status))
         good = FakeServer("good")
         async with routed(good, bad) as router:
-            found, told = await router.ask(body)
-            assert (found, told["error"]["message"]) == (status, "bad refuses")
+            found, response = await router.ask(body)
+            assert (found, response["error"]["message"]) == (status, "bad refuses")
             assert good.bodies == []
 
     run(test())
@@ -84,8 +84,8 @@ def test_no_server_at_all() -> None:
         fake.healthy = 503
         async with routed(fake) as router:
             for body in (ASK, STREAM):
-                status, told = await router.ask(body)
-                assert (status, told["error"]["code"]) == (503, "no_server")
+                status, response = await router.ask(body)
+                assert (status, response["error"]["code"]) == (503, "no_server")
             assert (await router.get("/health"))[0] == 503
             assert (await router.get("/live"))[0] == 200
             fake.healthy = 200
@@ -104,9 +104,9 @@ def test_a_breaker_opens_and_one_request_tries_it() -> None:
             for _ in range(6):
                 await router.ask(ASK)
             assert not router.server(bad).usable(3)
-            told = (await router.get("/metrics"))[1]
-            assert f'breaker_open{{server="{bad.url}"}} 1.0' in told
-            assert f'breaker_open{{server="{good.url}"}} 0.0' in told
+            response = (await router.get("/metrics"))[1]
+            assert f'breaker_open{{server="{bad.url}"}} 1.0' in response
+            assert f'breaker_open{{server="{good.url}"}} 0.0' in response
             before = len(bad.bodies)
             for _ in range(4):
                 assert (await router.ask(ASK))[1]["server"] == "good"
@@ -193,14 +193,14 @@ def test_limits() -> None:
     async def test() -> None:
         fake = FakeServer("slow", Faults(slow=0.05))
         async with routed(fake, max_body_bytes=1000, max_in_flight=2) as router:
-            status, told = await router.ask({"prompt": "x" * 2000})
-            assert (status, told["error"]["code"]) == (413, "body_too_long")
+            status, response = await router.ask({"prompt": "x" * 2000})
+            assert (status, response["error"]["code"]) == (413, "body_too_long")
             streams = [
                 asyncio.create_task(router.post({**STREAM, "max_tokens": 20})) for _ in range(2)
             ]
             await router.until(lambda: router.router.open == 2)
-            status, told = await router.ask(ASK)
-            assert (status, told["error"]["code"]) == (503, "router_full")
+            status, response = await router.ask(ASK)
+            assert (status, response["error"]["code"]) == (503, "router_full")
             for stream in streams:
                 (await stream).assert_whole("abc", 20)
             assert (await router.ask(ASK))[0] == 200
@@ -348,8 +348,8 @@ def test_servers_join_drain_and_leave(tmp_path: Any) -> None:
                 {},
             ):
                 assert (await admin("register", **bad))[0] == 400
-            status, told = await admin("register", url=second.url, lease_seconds=1)
-            assert (status, told["roles"]) == (200, ["replica"])
+            status, response = await admin("register", url=second.url, lease_seconds=1)
+            assert (status, response["roles"]) == (200, ["replica"])
             await router.until(lambda: router.server(second).state == "ready")
             assert {(await router.ask(ASK))[1]["server"] for _ in range(4)} == {"first", "second"}
             assert (await admin(f"drain?server={first.url}"))[0] == 200

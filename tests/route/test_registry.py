@@ -269,8 +269,8 @@ def test_records_that_do_not_count(store: Etcd, caplog: pytest.LogCaptureFixture
         await member.die()
 
     run(test())
-    told = [record.message for record in caplog.records if "passed over" in record.message]
-    assert len(told) == 5
+    messages = [record.message for record in caplog.records if "passed over" in record.message]
+    assert len(messages) == 5
 
 
 def test_a_registry_needs_the_secret() -> None:

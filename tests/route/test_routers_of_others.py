@@ -66,9 +66,9 @@ def other_router(tmp_path: Path, *words: str) -> Iterator[str]:
                 post(url, "/v1/completions", {**COMPLETE, "prompt": "Hello", "max_tokens": 1})
                 break
             except OSError:
-                told = (tmp_path / "log").read_text(errors="replace")
-                assert process.poll() is None, told
-                assert time.monotonic() < deadline, told
+                text = (tmp_path / "log").read_text(errors="replace")
+                assert process.poll() is None, text
+                assert time.monotonic() < deadline, text
                 time.sleep(0.3)
         yield url
     finally:
@@ -147,8 +147,8 @@ def test_vllm_router_with_prompts_apart(tmp_path: Path) -> None:
     ):
         found = post(url, "/v1/completions", COMPLETE)
         # the usage that this router tells has the prefill server's cached_tokens
-        told = decode.get("/metrics")
-        came = re.search(r"^rorqual:kv_transfer_pages_received_total\S* (\S+)", told, flags=re.M)
+        text = decode.get("/metrics")
+        came = re.search(r"^rorqual:kv_transfer_pages_received_total\S* (\S+)", text, flags=re.M)
         assert came is not None
         assert float(came[1]) >= 1
         want = post(prefill.url, "/v1/completions", COMPLETE)["choices"][0]["text"]

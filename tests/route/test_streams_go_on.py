@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from tests.route.fakes import FakeServer, Faults, Told, routed, run
+from tests.route.fakes import FakeServer, Faults, StreamedAnswer, routed, run
 
 BODY = {"prompt": "abc", "max_tokens": 8, "stream": True}
 
@@ -22,10 +22,10 @@ def stream_of(faults: Faults, elsewhere: int = 1, **more: Any) -> None:
         good = FakeServer("good")
         async with routed(good, bad) as router:  # turns begin with the second
             body = {**BODY, **more}
-            told = await router.post(body)
+            received = await router.post(body)
             usage = "stream_options" in more
-            told.assert_whole("abc", body["max_tokens"], body.get("n", 1), usage)
-            assert ": rorqual" not in told.raw, "the router's own"
+            received.assert_whole("abc", body["max_tokens"], body.get("n", 1), usage)
+            assert ": rorqual" not in received.raw, "the router's own"
             assert len(bad.bodies) == 1
             assert len(good.bodies) == elsewhere
 
@@ -119,10 +119,10 @@ def test_a_stream_that_nobody_goes_on_with_ends_with_an_error() -> None:
     async def test() -> None:
         only = FakeServer("only", Faults(die_after=3))
         async with routed(only, resumes=0) as router:
-            told = await router.post(BODY)
-            assert told.status == 200
-            assert [error["code"] for error in told.errors] == ["stream_lost"]
-            assert told.done == 1
+            received = await router.post(BODY)
+            assert received.status == 200
+            assert [error["code"] for error in received.errors] == ["stream_lost"]
+            assert received.done == 1
             assert "rorqual_router_streams_lost_total 1.0" in (await router.get("/metrics"))[1]
 
     run(test())
@@ -135,8 +135,8 @@ def test_a_poisoned_request_kills_no_more_than_the_limits_say(again: int, asked:
     async def test() -> None:
         fakes = [FakeServer(str(i), Faults(die_after=1, again=again)) for i in range(3)]
         async with routed(*fakes, breaker_failures=100) as router:
-            told = await router.post({**BODY, "max_tokens": 100})
-            assert [error["code"] for error in told.errors] == ["stream_lost"]
+            received = await router.post({**BODY, "max_tokens": 100})
+            assert [error["code"] for error in received.errors] == ["stream_lost"]
             assert sum(len(fake.bodies) for fake in fakes) == asked
 
     run(test())
@@ -149,9 +149,9 @@ def test_a_server_of_another_make_is_not_gone_on_with(faults: Faults) -> None:
     async def test() -> None:
         bad = FakeServer("bad", faults)
         async with routed(FakeServer(), bad) as router:
-            told = await router.post(BODY)
-            assert told.texts == {0: "<1291><1298>"} or told.texts[0].startswith("<")
-            assert [error["code"] for error in told.errors] == ["stream_lost"]
+            received = await router.post(BODY)
+            assert received.texts == {0: "<1291><1298>"} or received.texts[0].startswith("<")
+            assert [error["code"] for error in received.errors] == ["stream_lost"]
 
     run(test())
 
@@ -180,7 +180,7 @@ def test_a_router_before_a_router() -> None:
             named = [line for line in raw.splitlines() if line.startswith(": rorqual 0")]
             assert len(named) == raw.count('"choices"')
             plain = "\n".join(line for line in raw.split("\n") if not line.startswith(":"))
-            Told.of(200, plain).assert_whole("abc", 8)
+            StreamedAnswer.of(200, plain).assert_whole("abc", 8)
             blocks = raw.split("\n\n")[:3]
             ids = [int(t) for b in blocks for t in b.split("\n")[0].split(" ")[3].split(",") if t]
             given = {"id": "x", "created": 9}
@@ -192,9 +192,12 @@ def test_a_router_before_a_router() -> None:
                 },
             }
             bad.faults.die_after = 1
-            told = await router.post(body)
-            assert len(told.ids) == 1
-            assert "".join(f"<{i}>" for i in ids) + told.texts[0] == Told.of(200, plain).texts[0]
+            received = await router.post(body)
+            assert len(received.ids) == 1
+            assert (
+                "".join(f"<{i}>" for i in ids) + received.texts[0]
+                == StreamedAnswer.of(200, plain).texts[0]
+            )
 
     run(test())
 
@@ -249,14 +252,14 @@ def test_many_streams_with_deaths_and_cancels() -> None:
                     await asyncio.sleep(random.random() / 20)
                     asking.cancel()
                 try:
-                    told = await asking
+                    received = await asking
                 except asyncio.CancelledError:
                     outcomes["cancelled"] += 1
                     return
-                if told.errors:
+                if received.errors:
                     outcomes["error"] += 1
                 else:
-                    told.assert_whole(prompt, count, choices)
+                    received.assert_whole(prompt, count, choices)
                     outcomes["whole"] += 1
 
             for _ in range(10):

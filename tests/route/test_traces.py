@@ -20,10 +20,10 @@ from tests.telemetry.recorded import (
     TRACE,
     TRACEPARENT,
     Recorded,
+    attributes,
     failed,
     id_of,
     parent_of,
-    told,
     trace_of,
 )
 
@@ -71,16 +71,16 @@ def test_a_stream_that_moves() -> None:
     root, attempts = traced(ask, *servers)
     assert (trace_of(root), parent_of(root)) == (TRACE, PARENT)
     assert not failed(root)
-    assert told(root)["gen_ai.request.model"] == "m"
-    assert told(root)["http.response.status_code"] == 200
-    why = [told(span)["rorqual.attempt.why"] for span in attempts]
+    assert attributes(root)["gen_ai.request.model"] == "m"
+    assert attributes(root)["http.response.status_code"] == 200
+    why = [attributes(span)["rorqual.attempt.why"] for span in attempts]
     assert why == ["first", "resume", "resume"]
     assert [failed(span) for span in attempts] == [True, True, False]
-    assert [told(span)["rorqual.attempt.number"] for span in attempts] == [1, 2, 3]
+    assert [attributes(span)["rorqual.attempt.number"] for span in attempts] == [1, 2, 3]
     for before, after in itertools.pairwise(attempts):
-        assert told(before)["error.type"] == "lost"
-        assert told(after)["rorqual.attempt.after"] == before.status.description
-    urls = [told(span)["url.full"] for span in attempts]
+        assert attributes(before)["error.type"] == "lost"
+        assert attributes(after)["rorqual.attempt.after"] == before.status.description
+    urls = [attributes(span)["url.full"] for span in attempts]
     by_url = {server.url + "/v1/completions": carried(server) for server in servers}
     there = [name for names in by_url.values() for name in names]
     assert sorted(there) == sorted(id_of(span) for span in attempts)
@@ -102,9 +102,9 @@ def test_a_prompt_computed_elsewhere_and_a_refusal() -> None:
         assert status == 200
 
     root, attempts = traced(ask, prefill=(prompts,), decode=(answers[0], answers[1]))
-    why = [told(span)["rorqual.attempt.why"] for span in attempts]
+    why = [attributes(span)["rorqual.attempt.why"] for span in attempts]
     assert why == ["prefill", "first", "retry"]
-    assert told(attempts[2])["rorqual.attempt.after"] == "it answers 503"
+    assert attributes(attempts[2])["rorqual.attempt.after"] == "it answers 503"
     assert [failed(span) for span in attempts] == [False, True, False]
     assert carried(prompts) == [id_of(attempts[0])]
     assert not failed(root)
@@ -120,7 +120,7 @@ def test_a_stream_that_nobody_goes_on_with() -> None:
 
     root, (attempt,) = traced(ask, server)
     assert failed(root)
-    assert told(root)["error.type"] == "stream_lost"
+    assert attributes(root)["error.type"] == "stream_lost"
     assert failed(attempt)
 
 

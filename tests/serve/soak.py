@@ -150,7 +150,7 @@ class Watch:
                 found.append(f"{name} gains {files:.1f} open files over the run's second half")
         return found
 
-    def told(self) -> list[str]:
+    def report(self) -> list[str]:
         lines = []
         for name in self.rests[0].memory:
             sizes = [rest.memory[name] // MIB for rest in self.rests]
@@ -175,7 +175,7 @@ def soak(server: Running, minutes: float, concurrency: int = CONCURRENCY) -> lis
         watch.note(time.monotonic() - start, Footprint.of(server))
         counts = sum(count for name, count in here.items() if name.isdigit() or name == "left")
         print(f"round {turn + 1} of {ROUNDS}: {counts} requests, {len(found)} faults", flush=True)
-    print(f"{time.monotonic() - start:.0f} s:", dict(seen), *watch.told(), sep="\n")
+    print(f"{time.monotonic() - start:.0f} s:", dict(seen), *watch.report(), sep="\n")
     missing = {"greedy", "regex", "choice", "json", "tools", "chat", "completion"} - {*seen}
     found += [f"no {kind} was answered" for kind in sorted(missing)]
     return found + watch.leaks()

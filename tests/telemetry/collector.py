@@ -98,8 +98,8 @@ class Collector:
     def wait_until(self, condition: Callable[[list[Collected]], bool], seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not condition(list(self.spans)):
-            told = [(span.service, span.name) for span in self.spans]
-            assert time.monotonic() < deadline, f"still waiting; there are {told}"
+            present = [(span.service, span.name) for span in self.spans]
+            assert time.monotonic() < deadline, f"still waiting; there are {present}"
             time.sleep(0.02)
 
     def of_trace(self, trace: str) -> list[Collected]:

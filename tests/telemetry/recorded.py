@@ -54,5 +54,5 @@ def failed(span: ReadableSpan) -> bool:
     return not span.status.is_ok and span.status.status_code.name == "ERROR"
 
 
-def told(span: ReadableSpan) -> dict[str, Any]:
+def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})

@@ -48,16 +48,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     secret.write_text("of all who exchange pages")
     with ExitStack() as stack:
         collector = stack.enter_context(Collector())
-        told = ("--otlp-endpoint", collector.url)
+        endpoint = ("--otlp-endpoint", collector.url)
 
         def serve(*options: str) -> Running:
-            every = (*ENGINE, "--kv-secret-file", str(secret), *told, *options)
+            every = (*ENGINE, "--kv-secret-file", str(secret), *endpoint, *options)
             return stack.enter_context(start_server(*every, environment=ENVIRONMENT))
 
         prefill = serve("--role", "prefill")
         decode = [serve("--role", "decode", "--restart") for _ in range(2)]
         urls = [word for server in decode for word in ("--decode", server.url)]
-        options = ("--prefill-from", "20", "--health-interval", "0.1", *told)
+        options = ("--prefill-from", "20", "--health-interval", "0.1", *endpoint)
         router = stack.enter_context(
             start_router("--prefill", prefill.url, *urls, *options, environment=ENVIRONMENT)
         )
@@ -192,14 +192,16 @@ def test_a_collector_that_never_answers() -> None:
     with socket.socket() as silent, ExitStack() as stack:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        told = ("--otlp-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        endpoint = ("--otlp-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
         many = {
             **ENVIRONMENT,
             "OTEL_BSP_MAX_QUEUE_SIZE": "16",
             "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8",
         }
-        server = stack.enter_context(start_server(*ENGINE, *told, environment=many))
-        router = stack.enter_context(start_router("--replica", server.url, *told, environment=many))
+        server = stack.enter_context(start_server(*ENGINE, *endpoint, environment=many))
+        router = stack.enter_context(
+            start_router("--replica", server.url, *endpoint, environment=many)
+        )
         router.wait_until(router.healthy)
         before = time.monotonic()
         for _ in range(30):

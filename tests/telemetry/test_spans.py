@@ -90,7 +90,7 @@ def test_without_the_package_a_flag_is_a_mistake_and_the_environment_is_not(
         start_tracer("http://127.0.0.1:4318", "x", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     assert not start_tracer(None, "x", "1").active
-    assert "no spans are told" in caplog.text
+    assert "no spans are exported" in caplog.text
 
 
 class TestWithTheSdk:

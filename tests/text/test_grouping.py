@@ -34,9 +34,9 @@ def tools(form: str) -> Machine:
     calls: list[list[str]] = []
 
     def push(piece: str) -> Total:
-        told = parser.push(piece)
-        content.append(told.content)
-        for delta in told.calls:
+        pushed = parser.push(piece)
+        content.append(pushed.content)
+        for delta in pushed.calls:
             if "id" in delta:
                 calls.append([delta["function"]["name"], ""])
             calls[delta["index"]][1] += delta["function"]["arguments"]

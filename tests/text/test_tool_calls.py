@@ -37,10 +37,10 @@ KB, KEND, KC, KA, KE = FORMATS["kimi_k2"].marks
 
 def parse(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, as a client would put them together."""
-    told = [parser.push(piece) for piece in pieces]
-    told.append(parser.flush())
-    calls = _joined([delta for one in told for delta in one.calls])
-    return "".join(one.content for one in told), [
+    pushed = [parser.push(piece) for piece in pieces]
+    pushed.append(parser.flush())
+    calls = _joined([delta for one in pushed for delta in one.calls])
+    return "".join(one.content for one in pushed), [
         (call["function"]["name"], call["function"]["arguments"]) for call in calls
     ]
 
@@ -133,7 +133,7 @@ def test_any_text_cut_anywhere(text: str, chance: random.Random):
 
 def test_arguments_come_before_the_call_ends():
     parser = HermesParser()
-    told = [
+    pushed = [
         parser.push(piece)
         for piece in (
             '<tool_call>{"name": "f", "argu',
@@ -142,15 +142,17 @@ def test_arguments_come_before_the_call_ends():
             ' three"}}</tool_call>',
         )
     ]
-    assert [delta.get("function", {}).get("arguments") for one in told for delta in one.calls] == [
+    assert [
+        delta.get("function", {}).get("arguments") for one in pushed for delta in one.calls
+    ] == [
         "",
         '{"text": "one',
         " two",
         ' three"}',
     ]
     deep = DeepSeekParser()
-    told = [deep.push(piece) for piece in (f"{B}{CB}f{SEP}{{", '"a": 1, ', f'"b": 2}}{CE}{E}')]
-    assert [len(one.calls) > 0 for one in told] == [True, True, True]
+    pushed = [deep.push(piece) for piece in (f"{B}{CB}f{SEP}{{", '"a": 1, ', f'"b": 2}}{CE}{E}')]
+    assert [len(one.calls) > 0 for one in pushed] == [True, True, True]
 
 
 def test_long_arguments_take_linear_time():
@@ -233,7 +235,9 @@ def test_a_forced_call_cut_anywhere_shows_none_of_its_marks(name: str, inside: b
         builder.finish = "length"
         fields += builder.fields(text[cut // 2 : cut])
         assert {kind for kind, _ in fields} <= {"tool_calls"}, text[:cut]
-        told = "".join(delta["function"]["arguments"] for _, deltas in fields for delta in deltas)
-        assert ('{"a": 1}' * 2).startswith(told), text[:cut]
-        assert (told == '{"a": 1}' * 2) >= (cut == len(text))
+        arguments = "".join(
+            delta["function"]["arguments"] for _, deltas in fields for delta in deltas
+        )
+        assert ('{"a": 1}' * 2).startswith(arguments), text[:cut]
+        assert (arguments == '{"a": 1}' * 2) >= (cut == len(text))
         assert builder.finish_reason == "length"

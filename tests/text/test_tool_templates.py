@@ -87,16 +87,16 @@ def answer(name: str, pieces: list[str], finish: str, reasoning: Reasoning | Non
         reasoning,
         FORMATS[name].parser(),
     )
-    told: dict[str, list[Any]] = {"content": [], "reasoning_content": [], "tool_calls": []}
+    fields: dict[str, list[Any]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for i, piece in enumerate(pieces):
         if i == len(pieces) - 1:
             choice.finish = finish
         for field, value in choice.fields(piece):
-            told[field].append(value)
-    calls = _joined([delta for deltas in told["tool_calls"] for delta in deltas])
+            fields[field].append(value)
+    calls = _joined([delta for deltas in fields["tool_calls"] for delta in deltas])
     return {
-        "content": "".join(told["content"]),
-        "reasoning_content": "".join(told["reasoning_content"]),
+        "content": "".join(fields["content"]),
+        "reasoning_content": "".join(fields["reasoning_content"]),
         "calls": [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls],
     }, choice
 

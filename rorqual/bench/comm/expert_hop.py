@@ -89,17 +89,17 @@ class NoExperts:
 def serve_nothing() -> None:
     """Main of a server: reads its settings from stdin, prints its port and runs until stdin
     closes."""
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
-    shard: Any = NoExperts(told["hidden"], told["experts"])
-    secret = told["secret"].encode()
-    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, told["max_rows"])
+    shard: Any = NoExperts(settings["hidden"], settings["experts"])
+    secret = settings["secret"].encode()
+    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, settings["max_rows"])
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
 
 
-def _told(setup: HopSetup, secret: str) -> list[dict[str, Any]]:
+def _server_settings(setup: HopSetup, secret: str) -> list[dict[str, Any]]:
     """To each server."""
     return [
         {
@@ -115,7 +115,7 @@ def _told(setup: HopSetup, secret: str) -> list[dict[str, Any]]:
 def bench(setup: HopSetup) -> list[Hop]:
     secret = secrets.token_hex(16)
     device = device_of(setup.device)
-    with server_processes(__name__, _told(setup, secret)) as ports:
+    with server_processes(__name__, _server_settings(setup, secret)) as ports:
         config = RemoteConfig(tuple(("127.0.0.1", port) for port in ports), secret.encode())
         servers = ExpertServers(config, FINGERPRINT, [0], setup.experts, 1, max(setup.rows))
         try:
@@ -226,8 +226,8 @@ def print_reads(reads: Reads, hops: list[Hop], setup: HopSetup) -> None:
 
 
 def as_json(found: list[Hop], setup: HopSetup, reads: Reads | None = None) -> str:
-    told = {"setup": asdict(setup), "hops": [asdict(hop) for hop in found]}
-    return json.dumps({**told, "reads": asdict(reads) if reads else None}, indent=1)
+    content = {"setup": asdict(setup), "hops": [asdict(hop) for hop in found]}
+    return json.dumps({**content, "reads": asdict(reads) if reads else None}, indent=1)
 
 
 if __name__ == "__main__":

@@ -171,21 +171,26 @@ def share(weights: Tensor, here: Tensor) -> Tensor:
 def serve_echo() -> None:
     """Main of a server: reads its settings from stdin, prints its port and runs until stdin
     closes."""
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
-    platform = make_platform(told["device"])
+    platform = make_platform(settings["device"])
     shard: Any = EchoExperts(
-        platform, told["hidden"], told["experts"], told["held"], told["top_k"], told["busy"]
+        platform,
+        settings["hidden"],
+        settings["experts"],
+        settings["held"],
+        settings["top_k"],
+        settings["busy"],
     )
-    shard.room(told["max_rows"])
-    secret = told["secret"].encode()
-    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, told["max_rows"])
+    shard.room(settings["max_rows"])
+    secret = settings["secret"].encode()
+    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, settings["max_rows"])
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
 
 
-def _told(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
+def _server_settings(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:
     """To each server."""
     return [
         {
@@ -213,7 +218,7 @@ def bench(
     make = exchanges or _exchanges
     secret = secrets.token_hex(16)
     platform = make_platform(setup.device)
-    servers = server_processes(module, _told(setup, secret))
+    servers = server_processes(module, _server_settings(setup, secret))
     with servers as ports, torch.inference_mode(), platform.stream():
         found = []
         for fp8 in forms:

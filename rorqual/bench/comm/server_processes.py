@@ -11,13 +11,13 @@ from typing import Any
 
 
 @contextmanager
-def server_processes(module: str, told: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """Starts server processes and yields their ports. Each runs `module`, which reads one of `told`
-    as a line of JSON, prints its port and serves until its stdin closes. Raises RuntimeError if one
-    exits instead."""
+def server_processes(module: str, settings: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """Starts server processes and yields their ports. Each runs `module`, which reads one of
+    `settings` as a line of JSON, prints its port and serves until its stdin closes. Raises
+    RuntimeError if one exits instead."""
     processes = []
     try:
-        for one in told:
+        for one in settings:
             process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,

@@ -122,12 +122,12 @@ def say(what: Any) -> None:
 
 def keep() -> None:
     """Main of a keeper, which reads its settings from stdin."""
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
-    given = told["setup"]
+    given = settings["setup"]
     tuples = {name: tuple(given[name]) for name in ("transports", "devices")}
     setup = TransferSetup(**{**given, **tuples})
-    KeeperSide(told["transport"], setup, told["secret"]).run()
+    KeeperSide(settings["transport"], setup, settings["secret"]).run()
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ class ReaderSide:
         self.secret = bytes.fromhex(secret)
         self.part = memory.held
         self.page_size = setup.page_size
-        told = {"transport": transport, "setup": asdict(setup), "secret": secret}
-        found = self.ask(json.dumps(told))
+        settings = {"transport": transport, "setup": asdict(setup), "secret": secret}
+        found = self.ask(json.dumps(settings))
         self.port, self.crc = found["port"], found["crc"]
 
     def ask(self, line: str) -> Any:

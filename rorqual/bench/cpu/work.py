@@ -45,7 +45,7 @@ class CpuWork:
         least = {"shapes": 1, "prompt": 1, "context": 1, "steps": 1, "turns": 1, "largest": 20}
         for name, number in least.items():
             if getattr(self, name) < number:
-                told = f"{name}={getattr(self, name)} is out of range"
-                raise ConfigError(f"{told}; accepted: at least {number}")
+                problem = f"{name}={getattr(self, name)} is out of range"
+                raise ConfigError(f"{problem}; accepted: at least {number}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads} is out of range; accepted: at least 1")

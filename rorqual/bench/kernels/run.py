@@ -89,7 +89,7 @@ def line(row: dict[str, Any]) -> str:
         f"\n{'':42}{trial:9.1f}  {attention.short(config)}"
         for trial, config in row.get("trials", [])[1:]
     ]
-    beside = [f"\n{'':42}{told(us)}  {name}" for name, us in row.get("peers", {}).items()]
+    beside = [f"\n{'':42}{format_us(us)}  {name}" for name, us in row.get("peers", {}).items()]
     return (
         text
         + "".join(beside)
@@ -100,7 +100,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def told(us: float | str) -> str:
+def format_us(us: float | str) -> str:
     return f"{us:9.1f}" if isinstance(us, float) else us
 
 

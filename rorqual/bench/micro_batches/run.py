@@ -93,7 +93,7 @@ class Cell:
         return max(fixed, key=lambda name: self.ratio(name, "1"))
 
 
-def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[Cell]:
+def run(engine: Engine, sizes: BenchSizes, report: Callable[[str], None]) -> list[Cell]:
     """The engine was made with micro_batches="auto"; its measurement decides."""
     times = engine.worker.step_times
     if times is None:
@@ -103,7 +103,7 @@ def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[
             "captured steps keep their parts; accepted for this benchmark: exe_mode eager"
         )
     for line in lines(times):
-        told(line)
+        report(line)
     policies: dict[str, MicroBatchPolicy] = {
         str(count): FixedParts(count) for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)
     }
@@ -111,11 +111,11 @@ def run(engine: Engine, sizes: BenchSizes, told: Callable[[str], None]) -> list[
     found = []
     for cell in _cells(engine, sizes, times):
         ratios = ", ".join(f"{name}: x{ratio:.2f}" for name, ratio in cell.predicted.items())
-        told(f"{cell.phase} {cell.tokens}: predicted {ratios}")
+        report(f"{cell.phase} {cell.tokens}: predicted {ratios}")
         measure = _prompts if cell.phase == PROMPTS else _decode
         measure(engine, cell, policies, sizes.repeats)
         found.append(cell)
-        told(f"{cell.phase} {cell.tokens}: auto took {cell.decided}")
+        report(f"{cell.phase} {cell.tokens}: auto took {cell.decided}")
     return found
 
 
@@ -265,7 +265,7 @@ def _draw(engine: Engine, count: int, seed: int) -> list[int]:
     return found
 
 
-# ---- what is told
+# ---- report
 
 
 def print_table(cells: Sequence[Cell]) -> None:

@@ -393,8 +393,10 @@ def steady_steps(llm: LLM, groups: list[list[list[int]]], work: OfflineWork) -> 
         if llm.engine.config.num_speculative_tokens:
             raise
         return None
-    told = llm.engine.config.num_speculative_tokens or min(steps for _, steps in found) >= SHORTEST
-    return statistics.median(seconds / steps for seconds, steps in found) if told else None
+    long_enough = (
+        llm.engine.config.num_speculative_tokens or min(steps for _, steps in found) >= SHORTEST
+    )
+    return statistics.median(seconds / steps for seconds, steps in found) if long_enough else None
 
 
 def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple[float, int]:

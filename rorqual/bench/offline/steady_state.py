@@ -32,8 +32,10 @@ def steady_state_steps(
         engine.add(Request(name, tuple(prompt), params))
     while len(engine.scheduler.decoding) < len(names) or engine.scheduler.prefilling:
         if not engine.has_work:
-            told = f"{len(names)} requests never decode together within {params.max_tokens} tokens"
-            raise ConfigError(f"{told}; accepted: a longer --output-len")
+            problem = (
+                f"{len(names)} requests never decode together within {params.max_tokens} tokens"
+            )
+            raise ConfigError(f"{problem}; accepted: a longer --output-len")
         engine.step()
     yield len(names)
     for name in names:

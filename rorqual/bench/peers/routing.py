@@ -22,8 +22,8 @@ def below_floor(model: ServedModel, row: Row, figures: Figures, card: str) -> st
     bandwidth on paper; None where nothing speaks against it."""
     device = card_of(card)
     step = figures["median_tpot_ms"]
-    told = row.kind == "closed" and row.count <= MAX_REQUESTS
-    if device is None or step is None or not told or figures["num_prompts"] < row.count:
+    known_batch = row.kind == "closed" and row.count <= MAX_REQUESTS
+    if device is None or step is None or not known_batch or figures["num_prompts"] < row.count:
         return None
     config = read_config(model.config)
     floor = 1e3 * decode_floor_seconds(config, row.count, row.input_len, device.bandwidth)

@@ -198,13 +198,13 @@ def chart_series(
     found = {OURS: [kept[name] for name in names]}
     if peer:
         found[peer] = [theirs[name] for name in names]
-    told = [*_sources(row for group in found.values() for row in group)]
+    sources = [*_sources(row for group in found.values() for row in group)]
     series = {
         f"{engine} {group[0].version}": [row.figures | {"model_id": model} for row in group]
         for engine, group in found.items()
         if group
     }
-    return series, [line.removeprefix("- ") for line in told]
+    return series, [line.removeprefix("- ") for line in sources]
 
 
 # ---- provenance

@@ -34,10 +34,11 @@ def time_steps(
     make: MakeTimer,
     until: float,
     known: dict[TimedStep, StepMeasurement],
-    told: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> dict[str, str]:
     """Adds to `known` what it lacks, engine by engine, until time.monotonic() is past `until`;
-    calls `told` after each engine. Returns what does not fit on this GPU, or failed, by name."""
+    calls `on_progress` after each engine. Returns what does not fit on this GPU, or failed, by
+    name."""
     left: dict[str, str] = {}
     missing = [row for row in wanted if row not in known]
     for engine, rows in by_engine(missing):
@@ -62,7 +63,7 @@ def time_steps(
                 print(f"{row.name:60}{known[row].ms:10.3f} ms", flush=True)
         finally:
             timer.close()
-        told()
+        on_progress()
     return left
 
 

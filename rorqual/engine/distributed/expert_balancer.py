@@ -130,9 +130,9 @@ class ExpertBalancer:
     def _begin(self, move: Move, send: Callable[[bytes], None]) -> None:
         self.moving = move
         self.own = None
-        told = self.policy.numbered(move)
-        send(told.encode())
-        self.mover.begin(told, self._on_result)
+        numbered = self.policy.numbered(move)
+        send(numbered.encode())
+        self.mover.begin(numbered, self._on_result)
 
     def _on_result(self, result: MoveResult) -> None:
         self.own = result

@@ -61,7 +61,7 @@ class GrammarSender:
     def __init__(self, send: Callable[[bytes], None]):
         self.send = send
         self.sent = LRUGrammars()
-        self.told_vocabulary = False
+        self.vocabulary_sent = False
 
     def send_missing(
         self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]
@@ -70,13 +70,13 @@ class GrammarSender:
         for structure in structures:
             if structure not in self.sent:
                 packed = grammars.packed(structure)
-                vocabulary = None if self.told_vocabulary else grammars.vocabulary()
+                vocabulary = None if self.vocabulary_sent else grammars.vocabulary()
                 self.send(
                     json.dumps(
                         [structure.kind, structure.value, packed, vocabulary], separators=(",", ":")
                     ).encode()
                 )
-                self.told_vocabulary = True
+                self.vocabulary_sent = True
                 self.sent[structure] = None
         self.sent.used(structures)
 

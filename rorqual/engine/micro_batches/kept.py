@@ -51,8 +51,8 @@ class KeptTimes:
         if found is not None:
             wrong = deviation(found)
             agree = wrong <= AGREES
-            told = "used: they agree" if agree else "measured again: they differ"
-            self._log(f"{told} by up to {wrong:.0%} with what is timed now")
+            outcome = "used: they agree" if agree else "measured again: they differ"
+            self._log(f"{outcome} by up to {wrong:.0%} with what is timed now")
             if agree:
                 return found
         found = measure()
@@ -60,9 +60,9 @@ class KeptTimes:
             self._log("not kept: the file cannot be written")
         return found
 
-    def _log(self, told: str) -> None:
+    def _log(self, outcome: str) -> None:
         if self.mesh.rank == 0:
-            log.info("micro-batches: times of an earlier start (%s) %s", self.path, told)
+            log.info("micro-batches: times of an earlier start (%s) %s", self.path, outcome)
 
     def _found(self) -> StepTimes | None:
         """The times that rank 0 read and parsed, on every rank."""

@@ -384,8 +384,8 @@ class RequestBuilder:
             "stop": body.stop or (),
         }
         try:
-            told = {"logprobs": top, "prompt_logprobs": prompt_top, "structured": structure}
-            params = SamplingParams(**{**values, **told})
+            derived = {"logprobs": top, "prompt_logprobs": prompt_top, "structured": structure}
+            params = SamplingParams(**{**values, **derived})
             return with_bad_words(params, self.served.tokenizer)
         except RequestError as error:
             raise bad_request(str(error), parameter_of(str(error))) from None

@@ -144,15 +144,15 @@ def test_the_fastest_setting_is_taken(stand_in: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(LlamaSide, "_probe", probe)
     config = read_config(config_of("deepseek-v2-lite"))
-    told: list[str] = []
+    messages: list[str] = []
     prompts = [[1, 2, 3, 4]] * 3
     with LlamaCpp(stand_in) as process:
         work = LlamaCppWork(prompt=40, output=5)
         peer = LlamaSide(process, Path("good.gguf"), [], config, work, threads=2)
-        peer.prepare(prompts, told.append)
+        peer.prepare(prompts, messages.append)
         assert peer.setting("decode", 3) == PeerSetting(threads=2, flash=False)
         assert peer.setting("prompt", 3) == PeerSetting(threads=2, ubatch=128)
-        assert len(told) == 6  # the default, no flash, a thread, ubatch, as in the file twice
+        assert len(messages) == 6  # the default, no flash, a thread, ubatch, as in the file twice
         with peer.decoding(prompts):
             assert process.open_as is not None
             assert process.open_as[0] == peer.setting("decode", 3)

@@ -153,11 +153,11 @@ def test_an_interrupted_call_leaves_what_it_had_and_no_process(
     tmp_path: Path, ours: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     asked = settings(tmp_path, rows="6/4@2,3")
-    told = call.PeerCall._tell
+    tell = call.PeerCall._tell
     seen: list[str] = []
 
     def interrupted(*arguments: Any) -> None:
-        told(*arguments)
+        tell(*arguments)
         seen.extend(running(str(FAKE)))
         os.kill(os.getpid(), signal.SIGTERM)
 

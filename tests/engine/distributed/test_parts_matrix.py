@@ -14,7 +14,7 @@ from rorqual.config.parallel import EXCHANGES
 from rorqual.engine.balance import policy
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.micro_batches.policy import FixedParts
-from tests.engine.mixed_batch import COMMON, MIXED, TEXTS, told
+from tests.engine.mixed_batch import COMMON, MIXED, TEXTS, comparable
 
 OPTIONS: dict[str, Any] = {
     **COMMON,
@@ -67,7 +67,7 @@ def cases() -> Iterator[Any]:
 def expected() -> list[Any]:
     """One process, no drafts."""
     llm = LLM(**{**COMMON, "enable_prefix_caching": False})
-    return [told(out) for out in llm.generate(TEXTS, MIXED)]
+    return [comparable(out) for out in llm.generate(TEXTS, MIXED)]
 
 
 def test_every_exchange_has_sizes() -> None:
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_one_process(
             llm.engine.scheduler.micro_batches = FixedParts(parts)
             before = llm.engine.stats.steps_by_parts.copy()
             found = llm.generate(TEXTS * count, MIXED * count)
-            assert [told(out) for out in found] == expected * count, parts
+            assert [comparable(out) for out in found] == expected * count, parts
             steps = llm.engine.stats.steps_by_parts - before
             assert set(steps) <= {1, parts}
             assert steps[parts] > 3, steps

@@ -80,7 +80,7 @@ def expected() -> Tokens:
     return alone(**BUNDLED)
 
 
-def told(ended: list[LLM], **options: Any) -> tuple[LLM, Tokens]:
+def started_with_tokens(ended: list[LLM], **options: Any) -> tuple[LLM, Tokens]:
     llm = LLM(**{**OPTIONS, **({} if "model" in options else BUNDLED), **options})
     ended.append(llm)
     return llm, tokens_of(llm)
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_a_run_without(
     ended: list[LLM], expected: Tokens, sizes: dict[str, Any]
 ) -> None:
     """Whatever the number of ranks, copies and ways; and the counts are those of all tokens."""
-    llm, found = told(ended, **sizes, **EPLB)
+    llm, found = started_with_tokens(ended, **sizes, **EPLB)
     stats = balancer_of(llm).stats
     assert stats.rebalances > 1, stats
     assert stats.slots > 5, stats
@@ -115,7 +115,9 @@ def test_tokens_are_those_of_a_run_without(
 def test_fp8_experts_move_with_their_scales(ended: list[LLM], tmp_path: Path) -> None:
     save_fp8("fp8", tmp_path)
     expected = alone(model=str(tmp_path))
-    llm, found = told(ended, model=str(tmp_path), dp=2, ep=2, redundant_experts=4, **EPLB)
+    llm, found = started_with_tokens(
+        ended, model=str(tmp_path), dp=2, ep=2, redundant_experts=4, **EPLB
+    )
     assert balancer_of(llm).stats.slots > 5
     assert found == expected
 
@@ -125,7 +127,7 @@ def test_experts_of_a_prediction_module_move_too(ended: list[LLM], tmp_path: Pat
     save_with_mtp(tmp_path, agreement=0.5)
     drafts = {"num_speculative_tokens": 2}
     expected = alone(model=str(tmp_path), **drafts)
-    llm, found = told(ended, model=str(tmp_path), dp=2, ep=2, **drafts, **EPLB)
+    llm, found = started_with_tokens(ended, model=str(tmp_path), dp=2, ep=2, **drafts, **EPLB)
     balancer = balancer_of(llm)
     assert balancer.policy.layers == [1, 2, 3], "the module stands behind three layers"
     assert balancer.policy.placement[2].tolist() != list(range(16))

@@ -191,7 +191,7 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
     for each in (eager, llm):
         each.engine.grammars = Automata(GRAMMARS)
         outs = [out.outputs[0] for _ in range(2) for out in each.generate(prompts, params)]
-        found.append([(out.token_ids, told(out.logprobs), out.finish_reason) for out in outs])
+        found.append([(out.token_ids, comparable(out.logprobs), out.finish_reason) for out in outs])
     assert found[0] == found[1]
     assert platform.replays == sum(not output.chunks for output in launches) > 20
     if "num_speculative_tokens" in options and "speculative_policy" not in options:
@@ -200,7 +200,7 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
         assert sum(llm.engine.stats.accepted) > 0
 
 
-def told(logprobs: list[dict[int, Logprob]] | None) -> Any:
+def comparable(logprobs: list[dict[int, Logprob]] | None) -> Any:
     """Of each token, the ids and ranks of the best, and rounded values."""
     steps = [step.items() for step in logprobs or ()]
     return [[(token, one.rank, round(one.logprob, 3)) for token, one in step] for step in steps]

@@ -69,7 +69,7 @@ def check_idle_pages(llm: LLM) -> None:
     assert scheduler.prefix.available == scheduler.allocator.capacity
 
 
-def told(llm: LLM) -> tuple[int, int]:
+def draft_counts(llm: LLM) -> tuple[int, int]:
     return sum(llm.engine.stats.drafted), sum(llm.engine.stats.accepted)
 
 
@@ -138,7 +138,7 @@ def test_no_setting_changes_a_token(
 ):
     llm = engine(folder, **{"num_speculative_tokens": 3, "drafter": drafter, **settings})
     assert tokens_of(llm, texts) == expected
-    assert told(llm)[1] > 0
+    assert draft_counts(llm)[1] > 0
     assert "num_pages" not in settings or llm.engine.scheduler.schedulers[0].num_preemptions > 0
 
 
@@ -158,7 +158,7 @@ def test_every_step_may_ask_for_another_next_n(
             lambda batch, g=generator: int(torch.randint(4, (1,), generator=g)),
         )
         assert tokens_of(llm, texts) == expected
-        assert told(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
 
 
 def test_requests_may_opt_out(
@@ -181,10 +181,10 @@ def test_requests_may_opt_out(
             sum(sequence.drafted) > 0
         ) == sequence.request.params.speculate or drafter == "ngram"
         assert sequence.request.params.speculate or not sequence.drafted
-    assert sum(sum(s.drafted) for s in watched.values()) == told(llm)[0] > 0
-    before = told(llm)
+    assert sum(sum(s.drafted) for s in watched.values()) == draft_counts(llm)[0] > 0
+    before = draft_counts(llm)
     assert tokens_of(llm, texts[1::2], params[1::2]) == expected[1::2]
-    assert told(llm) == before, "nobody wanted drafts"
+    assert draft_counts(llm) == before, "nobody wanted drafts"
 
 
 def test_max_tokens_in_the_middle_of_an_accepted_run(
@@ -270,7 +270,7 @@ def test_the_bundled_checkpoint_over_real_text(
 ):
     llm = LLM(dtype="float32", max_num_seqs=16, max_model_len=512, **options)
     assert bundled_tokens(llm) == plain_text
-    drafted, accepted = told(llm)
+    drafted, accepted = draft_counts(llm)
     rates = [
         a / d for d, a in zip(llm.engine.stats.drafted, llm.engine.stats.accepted, strict=True)
     ]

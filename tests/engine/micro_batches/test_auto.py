@@ -119,19 +119,19 @@ def test_steps_stay_whole_on_a_fast_wire(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "reason"),
     [
         ({"dp": 1, "ep": 1, "tp": 2}, "nothing travels"),
         pytest.param({"pp": 2}, "pipeline", marks=pytest.mark.longest),
     ],
 )
 def test_where_nothing_can_overlap_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], told: str
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], reason: str
 ) -> None:
     with engine(monkeypatch, **sizes) as llm:
         times = measured(llm)
-        assert told in times.decode.reason
-        assert told in times.prompts.reason
+        assert reason in times.decode.reason
+        assert reason in times.prompts.reason
         llm.generate([[5, 6, 7]] * 8, params(max_tokens=3))
         assert set(llm.engine.stats.steps_by_parts) == {1}
 

@@ -249,8 +249,8 @@ def test_the_option() -> None:
     assert ParallelConfig(dp=2, micro_batches="auto").most_micro_batches == 4
     assert EngineConfig("", dp=2, micro_batches="3").parallel.micro_batches == 3
     assert EngineConfig("", dp=2, micro_batches="auto").micro_batches == "auto"
-    for wrong, told in (("automatic", "or 'auto'"), (0, "at least 1"), (9, "1 to 8, auto")):
-        with pytest.raises(ConfigError, match=told):
+    for wrong, message in (("automatic", "or 'auto'"), (0, "at least 1"), (9, "1 to 8, auto")):
+        with pytest.raises(ConfigError, match=message):
             ParallelConfig(dp=2, micro_batches=wrong)
     with pytest.raises(ConfigError, match="micro_batches=auto needs several ranks"):
         ParallelConfig(micro_batches="auto")

@@ -322,9 +322,9 @@ def test_abort_frees_everything_at_any_point(stage: str, in_flight: int) -> None
     assert name not in scheduler.sequences
     check_pages(scheduler)
     assert scheduler.abort(name) is None, "a second abort finds nothing"
-    told = len(loop.outputs.get(name, []))
+    num_outputs = len(loop.outputs.get(name, []))
     loop.drain(3000)
-    assert len(loop.outputs.get(name, [])) == told, "tokens came after the abort"
+    assert len(loop.outputs.get(name, [])) == num_outputs, "tokens came after the abort"
     assert_expected(loop, [request for request in requests if request.id != name])
     check_idle(scheduler)
 

@@ -134,9 +134,9 @@ def test_stale_groups_are_named_with_what_renews_them(monkeypatch: pytest.Monkey
     groups = {group.name: group for group in validate()}
     stale = {name for name, group in groups.items() if group.stale}
     assert stale == {name for name in groups if name.startswith(OWN)}
-    told = "\n".join(stale_groups(list(groups.values())))
-    assert "rorqual bench calibrate --full" in told
-    assert all(name in told for name in stale)
+    report = "\n".join(stale_groups(list(groups.values())))
+    assert "rorqual bench calibrate --full" in report
+    assert all(name in report for name in stale)
     assert stale_groups([groups["inferencex-1k"], groups["a3-decode"]]) == []
 
 

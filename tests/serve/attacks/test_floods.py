@@ -103,9 +103,9 @@ def test_senders_that_dawdle_over_bodies(victim: Victim) -> None:
     def part(place: int) -> bytes:
         return data[:start] if place == 0 else data[start + place : start + place + 1]
 
-    told = [said[:12] for said in drip(victim, part)]
-    assert {*told} <= {b"HTTP/1.1 408", b""}
-    assert told.count(b"") < 10, "those who sent at the very moment it was said"
+    starts = [said[:12] for said in drip(victim, part)]
+    assert {*starts} <= {b"HTTP/1.1 408", b""}
+    assert starts.count(b"") < 10, "those who sent at the very moment it was said"
 
 
 def test_connections_that_say_nothing(victim: Victim) -> None:

@@ -29,7 +29,7 @@ class Load:
     end."""
 
     def __init__(self, server: Running, count: int, tokens: int):
-        self.told: list[bytes] = []
+        self.answers: list[bytes] = []
         self.server = server
         self.threads = [
             threading.Thread(target=self._ask, args=({**LONG, "max_tokens": tokens}, i % 2 == 0))
@@ -53,7 +53,7 @@ class Load:
             sock.sendall(head.encode() + data)
             while part := sock.recv(1 << 16):
                 said += part
-        self.told.append(said)
+        self.answers.append(said)
 
     def end(self, seconds: float) -> list[bytes]:
         """What everybody was told; all must have been within so many seconds."""
@@ -61,7 +61,7 @@ class Load:
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), "a client still waits"
-        return self.told
+        return self.answers
 
 
 def all_gone(pids: list[int], seconds: float = 10.0) -> None:
@@ -90,9 +90,9 @@ def test_an_engine_killed_again_and_again_leaves_nothing_open() -> None:
             below = children(engine)
             load = Load(server, 40, 4000)
             os.kill(engine, signal.SIGKILL)
-            told = load.end(5)
-            assert len(told) == 40
-            assert all(b"engine_dead" in said for said in told), life
+            answers = load.end(5)
+            assert len(answers) == 40
+            assert all(b"engine_dead" in said for said in answers), life
             server.wait_until(server.healthy, 90)
             all_gone([engine, *below])
         status, found = server.request("POST", "/v1/completions", small)
@@ -128,13 +128,13 @@ def test_a_drain_under_load_ends_every_answer() -> None:
         refused = server.request("POST", "/v1/completions", {"prompt": "a"})
         assert refused[0] == 503
         assert refused[1]["error"]["code"] == "not_ready"
-        told = load.end(120)
-        assert len(told) == 40
-        for said in told:
+        answers = load.end(120)
+        assert len(answers) == 40
+        for said in answers:
             assert said.startswith(b"HTTP/1.1 200")
             assert b'"finish_reason":"length"' in said
             assert b'"error"' not in said
-        assert sum(b"data: [DONE]" in said for said in told) == 20
+        assert sum(b"data: [DONE]" in said for said in answers) == 20
         assert server.process.wait(60) == 0
         all_gone(below)
 
@@ -144,8 +144,8 @@ def test_a_drain_that_takes_too_long_tells_everybody() -> None:
         below = children(server.pid)
         load = Load(server, 40, 4000)
         server.process.send_signal(signal.SIGTERM)
-        told = load.end(10)
-        assert len(told) == 40
-        assert all(b"shutting_down" in said for said in told)
+        answers = load.end(10)
+        assert len(answers) == 40
+        assert all(b"shutting_down" in said for said in answers)
         assert server.process.wait(60) == 0
         all_gone(below)

@@ -87,13 +87,13 @@ def test_events_tell_what_the_cache_holds(lookahead: int) -> None:
             cache.clear()
         follower.follow(to_vllm_events(events.drain()))
         # what is held and begins at the root without a salt, found by asking for every prompt
-        held = {block_hash(key) for key in cache.pages if key in events.told}
+        held = {block_hash(key) for key in cache.pages if key in events.announced}
         assert set(follower.texts) == held
         for number, text in follower.texts.items():
             assert len(text) % 4 == 0
             assert text[:4] == (7,) * 4
             assert number in held
-    assert any(key not in events.told for key in cache.pages) or not cache.pages
+    assert any(key not in events.announced for key in cache.pages) or not cache.pages
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -131,10 +131,12 @@ def test_events_tell_what_each_tier_holds(lookahead: int) -> None:
             assert (event.block_size, event.lora_id, event.lora_name) == (4, None, None)
             if event.medium == "CPU":
                 assert (event.token_ids, event.parent_block_hash) == ([], None)
-        salted = (set(cache.pages) | set(tier.slots)) - events.told - events.told_host
-        assert held["GPU"] == {block_hash(key) for key in cache.pages if key in events.told}
-        assert held["CPU"] == {block_hash(key) for key in tier.slots if key in events.told_host}
-        assert not salted & events.told_host
+        salted = (set(cache.pages) | set(tier.slots)) - events.announced - events.announced_host
+        assert held["GPU"] == {block_hash(key) for key in cache.pages if key in events.announced}
+        assert held["CPU"] == {
+            block_hash(key) for key in tier.slots if key in events.announced_host
+        }
+        assert not salted & events.announced_host
     assert seen == {"GPU removed", "CPU removed"}
 
 

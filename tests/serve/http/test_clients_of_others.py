@@ -57,7 +57,7 @@ def test_a_client_that_fails_or_measures_nothing_is_told(
         monkeypatch.setitem(RUNNER.CLIENTS, name, client)
     outcomes = [RUNNER.run(name, Path(sys.executable), "http://nowhere") for name in kinds]
     assert [one.status for one in outcomes] == ["passed", "failed", "failed"]
-    assert outcomes[0].told == ["7"]
+    assert outcomes[0].measured == ["7"]
     assert outcomes[0].version == pytest.__version__
     absent = RUNNER.run("good", tmp_path / "python", "http://nowhere")
     assert absent.status == "not installed"

@@ -48,12 +48,12 @@ def test_off_by_default(server: Scripted) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize(("origin", "told"), [("*", "*"), (HERE, HERE)])
-def test_a_preflight_needs_no_key(server: Scripted, origin: str, told: str) -> None:
+@pytest.mark.parametrize(("origin", "allowed"), [("*", "*"), (HERE, HERE)])
+def test_a_preflight_needs_no_key(server: Scripted, origin: str, allowed: str) -> None:
     client = browse(server, allowed_origins=(origin,))
     answer = client.options(CHAT, headers=PREFLIGHT)
     assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == told
+    assert answer.headers["access-control-allow-origin"] == allowed
     assert "authorization" in answer.headers["access-control-allow-headers"].lower()
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert client.options(CHAT).status_code == 401, "what is no preflight is a request"

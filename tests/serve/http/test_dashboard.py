@@ -301,8 +301,8 @@ def test_balance_of_ranks_in_metrics(api: Api):
         (sample.labels["layer"], sample.value)
         for sample in families["rorqual:expert_balancedness"].samples
     ] == [("0", 0.5), ("1", 0.75)]
-    told = ("expert_rebalances", "expert_moves", "expert_slots_moved", "expert_moves_failed")
-    assert [families[f"rorqual:{name}"].samples[0].value for name in told] == [1, 4, 30, 2]
+    names = ("expert_rebalances", "expert_moves", "expert_slots_moved", "expert_moves_failed")
+    assert [families[f"rorqual:{name}"].samples[0].value for name in names] == [1, 4, 30, 2]
 
 
 def test_what_is_off_is_said_to_be(api: Api):

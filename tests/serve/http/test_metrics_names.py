@@ -65,7 +65,7 @@ def scraped(server: Running) -> Samples:
     return samples(text)
 
 
-def told(names: str | None = None, speculates: int = 0, **figures: Any) -> Samples:
+def metrics_of(names: str | None = None, speculates: int = 0, **figures: Any) -> Samples:
     """/metrics of a server whose engine has counted `figures`."""
     pool = EnginePool([{}], ServerLimits())
     histograms = {name: Histogram(bounds).state() for name, bounds in BOUNDS.items()}
@@ -96,7 +96,7 @@ def test_host_memory_is_told_where_there_is_some() -> None:
     device's cache."""
     figures = {"host_cache": [900, 30, 640, 512, 4096, 2048]}
     label = (("engine", "0"),)
-    found = told(**figures)
+    found = metrics_of(**figures)
     for name, value in (
         ("host_cache_pages", 900),
         ("host_cache_pages_held", 30),
@@ -106,11 +106,13 @@ def test_host_memory_is_told_where_there_is_some() -> None:
         ("host_cache_bytes_in_total", 2048),
     ):
         assert found[f"rorqual:{name}"] == {label: value}
-    theirs = {name: list(values.values()) for name, values in told("vllm", **figures).items()}
+    theirs = {name: list(values.values()) for name, values in metrics_of("vllm", **figures).items()}
     assert theirs["vllm:external_prefix_cache_queries_total"] == [640]
     assert theirs["vllm:external_prefix_cache_hits_total"] == [512]
     for names in (None, "vllm"):
-        assert not [name for name in told(names) if "host_cache" in name or "external" in name]
+        assert not [
+            name for name in metrics_of(names) if "host_cache" in name or "external" in name
+        ]
 
 
 def prefixes(found: Samples) -> set[str]:
@@ -118,15 +120,17 @@ def prefixes(found: Samples) -> set[str]:
 
 
 def test_each_set_of_names_comes_where_asked_for() -> None:
-    assert prefixes(told()) == {"rorqual"}
-    assert prefixes(told("vllm")) == {"vllm"}
-    assert prefixes(told("both")) == {"rorqual", "vllm"}
+    assert prefixes(metrics_of()) == {"rorqual"}
+    assert prefixes(metrics_of("vllm")) == {"vllm"}
+    assert prefixes(metrics_of("both")) == {"rorqual", "vllm"}
     with pytest.raises(ConfigError, match="accepted: rorqual, vllm, both"):
         ServeConfig(metrics_names="sglang")
 
 
 def test_vllm_names_have_its_labels_and_meanings() -> None:
-    found = told("vllm", prompt_tokens=70, prompts=100, cached_prompts=30, finished={"stop": 2})
+    found = metrics_of(
+        "vllm", prompt_tokens=70, prompts=100, cached_prompts=30, finished={"stop": 2}
+    )
     labels = (("engine", "0"), ("model_name", "first"))
     assert {f"vllm:{name}" for name in ASKED} <= {*found}
     assert found["vllm:prompt_tokens_total"] == {labels: 100}, "cached ones count"
@@ -140,7 +144,7 @@ def test_vllm_names_have_its_labels_and_meanings() -> None:
 
 
 def test_drafts_are_told_where_there_are_any() -> None:
-    found = told("vllm", 2, drafted=[10, 8], accepted=[6, 3])
+    found = metrics_of("vllm", 2, drafted=[10, 8], accepted=[6, 3])
     for name, value in SPECULATION.items():
         assert [*found[f"vllm:{name}"].values()] == [value], name
     places = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
@@ -244,7 +248,7 @@ def test_every_figure_of_the_board_is_told(board: dict[str, Any], server: Runnin
     status, _ = server.request("POST", "/v1/completions", PROMPT)
     assert status == 200
     server.wait_until(lambda: "rorqual:request_success_total" in scraped(server))
-    drafts = told("rorqual", 2, drafted=[10, 8], accepted=[6, 3])
+    drafts = metrics_of("rorqual", 2, drafted=[10, 8], accepted=[6, 3])
     found = scraped(server) | {name: it for name, it in drafts.items() if "spec_decode" in name}
     asked = 0
     for where, text in expressions(board):

@@ -66,7 +66,7 @@ def api() -> Iterator[Any]:
     pool.kill()
 
 
-def told(answer: Any) -> tuple[int, str]:
+def status_and_message(answer: Any) -> tuple[int, str]:
     return answer.status_code, answer.json().get("error", {}).get("message", "")
 
 
@@ -80,7 +80,7 @@ def test_only_where_a_folder_was_given(api: Any) -> None:
 def test_only_from_this_machine(api: Any, tmp_path: Path, host: str) -> None:
     client = client_of(api, tmp_path, host=(host, 1))
     for path in ("/start_profile", "/stop_profile"):
-        status, message = told(client.post(path))
+        status, message = status_and_message(client.post(path))
         assert status == 403
         assert "from another address" in message
     assert not api.pool.engines[0].client.asked
@@ -90,7 +90,7 @@ def test_only_from_this_machine(api: Any, tmp_path: Path, host: str) -> None:
 def test_nobody_passes_it_on(api: Any, tmp_path: Path, header: str) -> None:
     """A proxy on this machine has its address, and so has a browser with a stranger's page."""
     answer = client_of(api, tmp_path).post("/start_profile", headers={header: "127.0.0.1"})
-    assert told(answer)[0] == 403
+    assert status_and_message(answer)[0] == 403
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
@@ -103,16 +103,16 @@ def test_the_key_is_asked_for_as_well(api: Any, tmp_path: Path, host: str) -> No
 
 def test_one_at_a_time(api: Any, tmp_path: Path) -> None:
     with client_of(api, tmp_path) as client:
-        assert told(client.post("/stop_profile")) == (409, "no profile is under way")
+        assert status_and_message(client.post("/stop_profile")) == (409, "no profile is under way")
         started = client.post("/start_profile", json={"num_steps": 7, "output": "a"})
         assert started.json() == {"status": "started", "output": "a", "num_steps": 7}
         assert api.pool.engines[0].client.asked == [(str(tmp_path / "a"), 7)]
-        status, message = told(client.post("/start_profile", json={"output": "b"}))
+        status, message = status_and_message(client.post("/start_profile", json={"output": "b"}))
         assert (status, message) == (409, "a profile is under way; /stop_profile ends it")
         stopped = client.post("/stop_profile")
         assert stopped.json() == {"status": "written", "files": ["a.json.gz"]}
-        assert told(client.post("/stop_profile"))[0] == 409
-        status, message = told(client.post("/start_profile", json={"output": "a"}))
+        assert status_and_message(client.post("/stop_profile"))[0] == 409
+        status, message = status_and_message(client.post("/start_profile", json={"output": "a"}))
         assert (status, message) == (409, "there is a profile 'a' already")
         assert client.post("/start_profile").status_code == 200  # as vLLM's clients ask
         assert api.pool.engines[0].client.asked[-1][1] == routes.DEFAULT_STEPS
@@ -122,7 +122,7 @@ def test_what_was_not_written_is_told(api: Any, tmp_path: Path) -> None:
     api.pool.engines[0].client.error = "a: no room"
     with client_of(api, tmp_path) as client:
         client.post("/start_profile", json={"output": "a"})
-        assert told(client.post("/stop_profile")) == (
+        assert status_and_message(client.post("/stop_profile")) == (
             500,
             "the profile was not written: a: no room",
         )
@@ -137,7 +137,7 @@ def test_no_name_leads_out_of_the_folder(api: Any, tmp_path: Path, name: str) ->
     with client_of(api, tmp_path) as client:
         answer = client.post("/start_profile", json={"output": name})
     if name:
-        assert told(answer)[0] == 400
+        assert status_and_message(answer)[0] == 400
         assert answer.json()["error"]["param"] == "output"
         assert not api.pool.engines[0].client.asked
     else:
@@ -147,7 +147,9 @@ def test_no_name_leads_out_of_the_folder(api: Any, tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("steps", [0, -1, 201, 2.5, "3", True])
 def test_the_number_of_steps_is_bounded(api: Any, tmp_path: Path, steps: Any) -> None:
     with client_of(api, tmp_path) as client:
-        assert told(client.post("/start_profile", json={"num_steps": steps}))[0] == 400
+        assert (
+            status_and_message(client.post("/start_profile", json={"num_steps": steps}))[0] == 400
+        )
     assert not api.pool.engines[0].client.asked
     assert routes.MAX_STEPS == step_trace.MAX_STEPS
 
@@ -159,7 +161,7 @@ def test_a_full_folder_takes_no_more(
     for name in ("x", "y"):
         (tmp_path / f"{name}.json.gz").write_bytes(b"")
     with client_of(api, tmp_path) as client:
-        assert told(client.post("/start_profile", json={})) == (
+        assert status_and_message(client.post("/start_profile", json={})) == (
             409,
             "the folder holds 2 profiles; accepted: 2",
         )

@@ -84,9 +84,11 @@ def test_prompt_logprobs_in_both_apis(client: openai.OpenAI, said: Any) -> None:
     found = choice.model_extra["prompt_logprobs"]
     assert found[0] is None
     assert [list(entry) for entry in found[1:]] == [[str(token)] for token in ids[1:]]
-    told = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], found[1:], strict=True)]
-    assert told[-12:] == pytest.approx(wanted.token_logprobs, abs=1e-3)
-    assert told == pytest.approx(choice.logprobs.token_logprobs[1:-1], abs=1e-6)
+    logprobs = [
+        entry[str(token)]["logprob"] for token, entry in zip(ids[1:], found[1:], strict=True)
+    ]
+    assert logprobs[-12:] == pytest.approx(wanted.token_logprobs, abs=1e-3)
+    assert logprobs == pytest.approx(choice.logprobs.token_logprobs[1:-1], abs=1e-6)
     assert all(entry.keys() == {"logprob", "rank", "decoded_token"} for entry in found[1].values())
     messages: Any = [{"role": "user", "content": "Who is there?"}]
     chat = client.chat.completions.create(

@@ -23,10 +23,10 @@ from tests.telemetry.recorded import (
     TRACE,
     TRACEPARENT,
     Recorded,
+    attributes,
     failed,
     id_of,
     parent_of,
-    told,
     trace_of,
 )
 
@@ -62,7 +62,7 @@ def test_a_completion_is_one_span(one: Scripted, recorded: Recorded, path: str) 
     (span,) = recorded.spans
     assert (span.name, trace_of(span), parent_of(span)) == (f"POST {path}", TRACE, PARENT)
     assert not failed(span)
-    said = told(span)
+    said = attributes(span)
     assert said["gen_ai.request.id"] == "mine"
     assert said["gen_ai.response.model"] == "scripted"
     assert said["http.response.status_code"] == 200
@@ -86,9 +86,9 @@ def test_a_callers_mistake_is_no_failure_and_a_dead_engine_is(
     for stream in (False, True):
         one.client.post("/v1/completions", json={"prompt": "A", "stream": stream})
     wrong, whole, stream = recorded.spans
-    assert told(wrong)["http.response.status_code"] == 400
+    assert attributes(wrong)["http.response.status_code"] == 400
     assert [failed(span) for span in (wrong, whole, stream)] == [False, True, True]
-    assert told(stream)["error.type"] == "engine_dead"
+    assert attributes(stream)["error.type"] == "engine_dead"
     assert one.client.get("/health").status_code in (200, 503)
     assert len(recorded.spans) == 3  # probes have none
 
@@ -109,8 +109,8 @@ def test_phases_are_its_children(recorded: Recorded) -> None:
     ]
     assert {parent_of(phase) for phase in phases} == {id_of(whole)}
     assert [failed(phase) for phase in phases] == [True, False, False, False, False]
-    assert told(phases[0])["rorqual.kv.bytes"] == 96
-    said = told(whole)
+    assert attributes(phases[0])["rorqual.kv.bytes"] == 96
+    said = attributes(whole)
     assert said["gen_ai.latency.time_in_queue"] == 0.25
     assert said["gen_ai.latency.time_in_model_prefill"] == 0.75
     assert said["gen_ai.latency.time_to_first_token"] == 2.0

@@ -196,16 +196,20 @@ def test_log_probabilities_are_those_of_the_text(thinks: Scripted, thought: str)
     tokens = [*thinks.engine.tokenizer.encode("Yes, indeed.", False), 1]
     found = whole(thinks, **body)["output"][-1]["content"][0]["logprobs"]
     streamed = events(thinks, **body)
-    told = [
+    streamed_logprobs = [
         entry
         for event in streamed
         if event["type"] == "response.output_text.delta"
         for entry in event["logprobs"]
     ]
-    assert found == told == streamed[-1]["response"]["output"][-1]["content"][0]["logprobs"]
+    assert (
+        found
+        == streamed_logprobs
+        == streamed[-1]["response"]["output"][-1]["content"][0]["logprobs"]
+    )
     # the newlines after </think> are tokens behind it, though their text is not shown
-    told_tokens = [entry["token"] for entry in found][len(found) - len(tokens) :]
-    assert "".join(told_tokens[:-1]) == "Yes, indeed."
+    streamed_tokens = [entry["token"] for entry in found][len(found) - len(tokens) :]
+    assert "".join(streamed_tokens[:-1]) == "Yes, indeed."
     assert len(found) - len(tokens) <= (2 if thought else 0)
     assert all(len(entry["top_logprobs"]) == 1 and entry["bytes"] for entry in found[:-1])
     assert whole(thinks)["output"][-1]["content"][0]["logprobs"] == []
@@ -510,8 +514,8 @@ def test_the_official_client(client: openai.OpenAI, server: Running) -> None:
     plain = client.completions.create(model=MODEL, prompt=lines, max_tokens=8, temperature=0)
     assert found.output_text == plain.choices[0].text
     with client.responses.stream(**asked, instructions="Be brief.") as stream:
-        told = list(stream)
-    assert told[-1].type == "response.incomplete"
-    assert told[-1].response.output_text == found.output_text
+        received = list(stream)
+    assert received[-1].type == "response.incomplete"
+    assert received[-1].response.output_text == found.output_text
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(**asked, previous_response_id="resp_1")

@@ -23,9 +23,9 @@ def test_phases_of_the_start(server: Any) -> None:
     assert all(seconds >= 0 for seconds in found.values())
     assert min(found["api"], found["imports"], found["weights"]) > 0
     (line,) = (line for line in server.text().splitlines() if "ready after" in line)
-    total, told = re.findall(r"ready after (\S+) s: (.*)", line)[0]
+    total, phases = re.findall(r"ready after (\S+) s: (.*)", line)[0]
     assert float(total) == pytest.approx(sum(found.values()), abs=0.1)
-    assert {part.split()[0] for part in told.split(", ")} == PHASES
+    assert {part.split()[0] for part in phases.split(", ")} == PHASES
 
 
 def test_the_engine_tells_its_own_phases(server: Any) -> None:

@@ -104,8 +104,8 @@ class MessagesCall(BlockCall):
 
     def ended(self) -> list[bytes]:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-        told = _event("message_delta", delta=delta, usage=self._usage())
-        return [told, _event("message_stop")]
+        event = _event("message_delta", delta=delta, usage=self._usage())
+        return [event, _event("message_stop")]
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"

@@ -198,9 +198,9 @@ def _asked(role: str, blocks: list[Any], where: Where) -> list[ChatMessage]:
             texts = []
         content: Any = block.content
         given = "" if content is None else content
-        told = read_texts(TEXTS, given, (*where, i, "content"), BLOCKS)
+        result = read_texts(TEXTS, given, (*where, i, "content"), BLOCKS)
         found.append(
-            ChatMessage.model_construct(role="tool", content=told, tool_call_id=block.tool_use_id)
+            ChatMessage.model_construct(role="tool", content=result, tool_call_id=block.tool_use_id)
         )
     if texts or not found:
         found.append(ChatMessage.model_construct(role=role, content=texts))

@@ -91,13 +91,13 @@ class EngineCollector(Collector):
 
     def _host_cache(self, clients: list[EngineClient]) -> Iterator[Metric]:
         """Figures of host memory, where configured."""
-        told = [client for client in clients if client.snapshot.host_cache]
-        for place, name in enumerate(self.names.host_cache if told else ()):
+        reporting = [client for client in clients if client.snapshot.host_cache]
+        for place, name in enumerate(self.names.host_cache if reporting else ()):
             if name is None:
                 continue
             kind = CounterMetricFamily if name[2] else GaugeMetricFamily
             family = kind(self._name(name[0]), name[1], labels=self.labels)
-            for client in told:
+            for client in reporting:
                 family.add_metric(self._values(client), client.snapshot.host_cache[place])
             yield family
 

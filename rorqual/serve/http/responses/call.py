@@ -147,9 +147,9 @@ class ResponsesCall(BlockCall):
         else:
             part = self._part(block)
             kind = f"response.{PART_OF[block.kind]}.done"
-            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            fields = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._encode_event(kind, **at, **told),
+                self._encode_event(kind, **at, **fields),
                 self._encode_event("response.content_part.done", **at, part=part),
             ]
         item = self._item(block)
@@ -167,9 +167,9 @@ class ResponsesCall(BlockCall):
             block.open = False
         code = CODES.get(error.status, "server_error")
         message = encodable(error.message)
-        told = {"code": error.code or error.kind, "message": message, "param": error.param}
+        fields = {"code": error.code or error.kind, "message": message, "param": error.param}
         failed = self._response("failed", {"code": code, "message": message})
-        return self._encode_event("error", **told) + self._encode_event(
+        return self._encode_event("error", **fields) + self._encode_event(
             "response.failed", response=failed
         )
 
