@@ -1,10 +1,14 @@
-"""Free memory of the host, and checks of it. No torch."""
+"""The host: which one this is, and checks of its free memory. No torch."""
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from pathlib import Path
 
 from rorqual.errors import ConfigError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def meminfo(key: str) -> int:
@@ -44,5 +48,6 @@ def check_room(wanted: float, ranks: int, beside: int = 0, free: int | None = No
 
 
 def host_number() -> int:
-    """A number that identifies this host until its next boot."""
-    return int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15], 16)
+    """A number of 56 bits that identifies this host until its next boot."""
+    name = BOOT_ID.read_bytes() if BOOT_ID.exists() else uuid.getnode().to_bytes(8, "big")
+    return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")

@@ -8,21 +8,18 @@ published figures.
 
 from __future__ import annotations
 
-import hashlib
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rorqual.config.host_memory import host_number
 from rorqual.parallel.cuda_ipc import Mapping
 from rorqual.parallel.group_axis import GroupAxis
 
 ONE_SHOT_BYTES = 256 * 1024
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
 
 
@@ -117,12 +114,6 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def host_number() -> int:
-    """A number that identifies the host until its next boot."""
-    name = BOOT_ID.read_bytes() if BOOT_ID.exists() else uuid.getnode().to_bytes(8, "big")
-    return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
 
 class P2PAddNorm:

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from rorqual.config.host_memory import host_number
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.errors import CapacityError
-from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.link import LinkError, receive, send
 from rorqual.parallel.remote.wire import (
     HANDLES,

@@ -19,13 +19,13 @@ from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before ke
 pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")]
 
 from rorqual.bench.comm.handle_hop import EchoExperts  # noqa: E402
+from rorqual.config.host_memory import host_number  # noqa: E402
 from rorqual.disagg.experts import steps_in_flight  # noqa: E402
 from rorqual.disagg.experts.lanes import CallerLanes  # noqa: E402
 from rorqual.disagg.experts.step_gate import StepGate  # noqa: E402
 from rorqual.errors import ConfigError, ExpertsMissing  # noqa: E402
 from rorqual.ops.triton.comm.remote_dispatch import LaneAreas  # noqa: E402
 from rorqual.parallel import cuda_ipc  # noqa: E402
-from rorqual.parallel.p2p_memory import host_number  # noqa: E402
 from rorqual.parallel.remote import handles  # noqa: E402
 from rorqual.parallel.remote.control import ServerLink  # noqa: E402
 from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads  # noqa: E402

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rorqual.config.host_memory import host_number
 from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
 from rorqual.errors import RorqualError
-from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.handles import map_block, new_block
 from rorqual.parallel.remote.link import LinkError, receive, send, shut
 from rorqual.parallel.remote.wire import (

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.written_layers import Mark
+from rorqual.config.host_memory import host_number
 from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, TransportError
-from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.shared.handle_passing import (
     TOKEN,
     DescriptorServer,

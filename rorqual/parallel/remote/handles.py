@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from rorqual.config.host_memory import host_number
 from rorqual.errors import ConfigError, ExpertsMissing
-from rorqual.parallel.p2p_memory import host_number
 from rorqual.parallel.remote.control import ServerLink, said
 from rorqual.parallel.remote.handle_link import HandleLink, LaneHeads
 from rorqual.parallel.remote.link import LinkError, receive, send
