@@ -19,17 +19,17 @@ from rorqual.cache.written_layers import Mark
 from rorqual.disagg.page_link import (
     CONFIRM,
     MAX_KEYS,
-    STAGED,
+    NotStaged,
     PageMessage,
     StagedReply,
     check_confirmed,
     pack_read,
-    receive,
+    receive_reply,
     unpack_staged,
 )
 from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, RunningReads, StagedReads
 from rorqual.disagg.transports.handles import HandleTransport
-from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState
+from rorqual.disagg.transports.interface import ReadState
 from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
 from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
@@ -152,18 +152,20 @@ class PagesInFlight:
         while self.asked < self.stop or self.running or self.confirming:
             if not self._has_message():
                 continue
-            kind, data = receive(self.sock, STAGED.size + MAX_DESCRIPTION)
+            kind, data = receive_reply(self.sock)
             if kind is PageMessage.COMING:
                 if not coming():
                     self.given_up = True
                     return
             elif kind is PageMessage.CONFIRMED:
                 yield self._confirmed(data)
-            elif kind is PageMessage.UNSTAGED:
-                reason = data.decode(errors="replace")
-                self._stop(f"the other engine cannot offer its pages: {reason}")
             else:
-                self._begin(unpack_staged(kind, data, self.stop - self.asked))
+                try:
+                    staged = unpack_staged(kind, data, self.stop - self.asked)
+                except NotStaged as error:
+                    self._stop(str(error))
+                else:
+                    self._begin(staged)
         if self.error:
             raise LinkError(self.error)
 
@@ -174,9 +176,6 @@ class PagesInFlight:
 
     def _begin(self, staged: StagedReply) -> None:
         count = staged.count
-        if not count:
-            self._stop("the pages are kept no more")
-            return
         size = count * self.size
         held = self.into.held
         place = self._placing(self.asked, count)

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from rorqual.cache.page_parts import PagePart
+from rorqual.disagg.transports.interface import MAX_DESCRIPTION
 from rorqual.parallel.remote import link
 from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage
 
@@ -93,13 +94,28 @@ class StagedReply:
     peer: bytes
 
 
+class NotStaged(LinkError):
+    """The server staged none of the requested pages; earlier ones are valid."""
+
+
+def receive_reply(sock: socket.socket) -> tuple[PageMessage, bytes]:
+    """A message that may come after STAGE."""
+    return receive(sock, STAGED.size + MAX_DESCRIPTION)
+
+
 def unpack_staged(kind: PageMessage, message: bytes, asked: int) -> StagedReply:
-    """Unpack a STAGED for at most `asked` pages. Raises LinkError."""
+    """The reply to a STAGE of `asked` pages; it has at least one of them. Raises NotStaged, and
+    LinkError where it is no such reply."""
+    if kind is PageMessage.UNSTAGED:
+        reason = message.decode(errors="replace")
+        raise NotStaged(f"the other engine cannot offer its pages: {reason}")
     if kind is not PageMessage.STAGED or len(message) < STAGED.size:
         raise LinkError(f"{kind.name} of {len(message)} bytes came where pages were to be staged")
     generation, offset, count, check = STAGED.unpack_from(message)
     if count > asked:
         raise LinkError(f"{count} pages were staged where {asked} were asked for")
+    if not count:
+        raise NotStaged("the pages are kept no more")
     return StagedReply(generation, offset, count, check, message[STAGED.size :])
 
 

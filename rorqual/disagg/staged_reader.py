@@ -19,15 +19,15 @@ from rorqual.cache.written_layers import Mark
 from rorqual.disagg.page_link import (
     CONFIRM,
     MAX_KEYS,
-    STAGED,
     PageMessage,
     StagedReply,
     check_confirmed,
     pack_read,
     receive,
+    receive_reply,
     unpack_staged,
 )
-from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, Transport
+from rorqual.disagg.transports.interface import ReadState, Transport
 from rorqual.disagg.transports.ranges import HeldRange
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.parallel.remote.link import LinkError, send
@@ -133,18 +133,11 @@ class StagedReads(RunningReads):
         self, sock: socket.socket, asked: int, coming: Callable[[], bool]
     ) -> StagedReply | None:
         while True:
-            kind, data = receive(sock, STAGED.size + MAX_DESCRIPTION)
+            kind, data = receive_reply(sock)
             if kind is not PageMessage.COMING:
-                break
+                return unpack_staged(kind, data, asked)
             if not coming():
                 return None
-        if kind is PageMessage.UNSTAGED:
-            reason = data.decode(errors="replace")
-            raise LinkError(f"the other engine cannot offer its pages: {reason}")
-        staged = unpack_staged(kind, data, asked)
-        if not staged.count:
-            raise LinkError("the pages are kept no more")
-        return staged
 
     def _confirmed(self, sock: socket.socket) -> None:
         kind, answer = receive(sock, 1)
