@@ -7,41 +7,15 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.errors import CapacityError
+from rorqual.platforms import pinned
 from rorqual.platforms.base import Pieces, Platform, Staging, T
-
-
-class PinnedStaging(Staging):
-    """Two alternating buffers and a separate stream."""
-
-    def __init__(self, device: torch.device, size: int):
-        self.stream = torch.cuda.Stream(device)
-        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        # blocking events: waiting threads leave the CPU to those that read
-        self.copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        self.turn = 0
-        self.entered = torch.cuda.stream(self.stream)
-
-    def __enter__(self) -> PinnedStaging:
-        self.entered.__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.entered.__exit__(*raised)
-        self.stream.synchronize()
-
-    def buffer(self) -> Tensor:
-        self.turn = 1 - self.turn
-        self.copied[self.turn].synchronize()
-        return self.buffers[self.turn]
-
-    def sent(self) -> None:
-        self.copied[self.turn].record(self.stream)
 
 
 class CudaPlatform(Platform):
@@ -142,16 +116,7 @@ class CudaPlatform(Platform):
         torch.cuda.empty_cache()
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def wait() -> Tensor:
-            event.synchronize()
-            return host
-
-        return wait
+        return pinned.fetch(tensor, torch.cuda.Event())
 
     def to_device(self, data: Tensor) -> Tensor:
         return data.pin_memory().to(self.device, non_blocking=True)
@@ -167,7 +132,9 @@ class CudaPlatform(Platform):
             ) from error
 
     def staging(self, size: int) -> Staging:
-        return PinnedStaging(self.device, size)
+        # blocking events: waiting threads leave the CPU to those that read
+        blocking = partial(torch.cuda.Event, blocking=True)
+        return pinned.PinnedStaging(torch.cuda, blocking, self.device, size)
 
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
         """The warm-up runs on a side stream: kernels compile, libraries allocate workspaces. All

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rorqual.config.model import hccl_on_vector_cores
 from rorqual.errors import CapacityError, ConfigError
+from rorqual.platforms import pinned
 from rorqual.platforms.base import Platform, Staging
 
 INSTALL = "install torch_npu {0}.* beside torch {0} and CANN, and source CANN's set_env.sh"
@@ -39,33 +40,6 @@ def torch_npu() -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"torch_npu cannot be loaded ({first}): {advice}") from None
     return package
-
-
-class PinnedNpuStaging(Staging):
-    """Two alternating buffers and a separate stream."""
-
-    def __init__(self, npu: Any, device: torch.device, size: int):
-        self.stream = npu.Stream(device)
-        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.copied = [npu.Event() for _ in range(2)]
-        self.turn = 0
-        self.entered = npu.stream(self.stream)
-
-    def __enter__(self) -> PinnedNpuStaging:
-        self.entered.__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.entered.__exit__(*raised)
-        self.stream.synchronize()
-
-    def buffer(self) -> Tensor:
-        self.turn = 1 - self.turn
-        self.copied[self.turn].synchronize()
-        return self.buffers[self.turn]
-
-    def sent(self) -> None:
-        self.copied[self.turn].record(self.stream)
 
 
 class UpdatedGraph:
@@ -182,16 +156,7 @@ class NpuPlatform(Platform):
         self.npu.empty_cache()
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        event = self.npu.Event()
-        event.record()
-
-        def wait() -> Tensor:
-            event.synchronize()
-            return host
-
-        return wait
+        return pinned.fetch(tensor, self.npu.Event())
 
     def to_device(self, data: Tensor) -> Tensor:
         return data.pin_memory().to(self.device, non_blocking=True)
@@ -200,4 +165,4 @@ class NpuPlatform(Platform):
         raise CapacityError("an NPU's kernels read no host memory; accepted: embed_device='auto'")
 
     def staging(self, size: int) -> Staging:
-        return PinnedNpuStaging(self.npu, self.device, size)
+        return pinned.PinnedStaging(self.npu, self.npu.Event, self.device, size)

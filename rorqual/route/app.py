@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rorqual.errors import ConfigError
+from rorqual.config.listen import bound_socket
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
@@ -239,27 +239,12 @@ def _error_response(error: RouteError) -> web.Response:
     return web.Response(status=error.status, headers=error.headers(), body=error.body())
 
 
-def bind(config: RouteConfig) -> socket.socket:
-    """Bind before anything else, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from None
-    return sock
-
-
 def run(config: RouteConfig, version: str = "") -> int:
     """Route until a signal; returns the exit status."""
     config.secret()  # raises ConfigError before anything listens
     tracer = start_tracer(config.otlp_endpoint, "rorqual-router", version)
     allow_open_files(config.max_in_flight)
-    sock = bind(config)
+    sock = bound_socket(config.host, config.port)
     factory: Any = None
     with suppress(ImportError):
         import uvloop

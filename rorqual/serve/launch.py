@@ -22,6 +22,7 @@ import uvicorn
 
 from rorqual.config.hf import read_config_file
 from rorqual.config.host_memory import check_room
+from rorqual.config.listen import bound_socket
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
@@ -70,7 +71,7 @@ def run(config: ServeConfig, version: str, early: EarlyEngines | None = None) ->
     profile_dir(config)  # raises ConfigError before anything is loaded
     config.transfer()  # likewise
     registration(config, "")
-    sock = _bind(config)
+    sock = bound_socket(config.host, config.port, SEND_BUFFER)
     try:
         import uvloop
 
@@ -137,23 +138,6 @@ def profile_dir(config: ServeConfig) -> Path | None:
             f"profile_dir={config.profile_dir!r} is no folder that can be written: {error.strerror}"
         ) from None
     return folder
-
-
-def _bind(config: ServeConfig) -> socket.socket:
-    """Bind before anything is loaded, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from None
-    sock.set_inheritable(False)
-    return sock
 
 
 def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:

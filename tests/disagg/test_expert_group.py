@@ -446,7 +446,7 @@ def test_a_server_launches_steps_as_on_a_gpu(
         finally:
             llm.engine.close()
     deadline = time.monotonic() + 30
-    while server.groups.groups or server.moves.steps.steps:
+    while server.groups.lanes or server.moves.steps.steps:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not steps_in_flight.STREAMS.taken

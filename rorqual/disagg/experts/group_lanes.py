@@ -12,14 +12,14 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rorqual.config.model import collectives_on
+from rorqual.disagg.experts.caller_links import CallerLinks
 from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
@@ -241,42 +241,20 @@ def _check(shard: ExpertShard, offer: GroupOffer) -> None:
         raise LinkError(f"messages by {offer.backend} are called for; accepted: {backend}")
 
 
-class GroupLinks:
-    """Of an expert server: its callers' groups. Any thread."""
+class GroupLinks(CallerLinks[GroupLanes]):
+    """Their lanes are a group."""
 
     def __init__(self, shard: ExpertShard, gate: StepGate, computing: threading.Lock):
-        self.shard = shard
-        self.gate = gate
-        self.computing = computing
-        self.lock = threading.Lock()
-        self.controls: dict[str, socket.socket] = {}
-        self.groups: dict[str, tuple[GroupLanes, socket.socket]] = {}
+        super().__init__(shard, gate, computing)
         self.changed = threading.Condition(self.lock)
 
     def close(self) -> None:
         """Whose links have ended."""
         with self.changed:
-            for lanes, sock in self.groups.values():
+            for lanes, sock in self.lanes.values():
                 lanes.stop()
                 shut(sock)
-            self.changed.wait_for(lambda: not self.groups, END_SECONDS)
-
-    @contextmanager
-    def controlled(self, caller: str, sock: socket.socket) -> Iterator[None]:
-        """While a caller's control link lives. With it its group ends."""
-        if caller:
-            with self.lock:
-                self.controls[caller] = sock
-        try:
-            yield
-        finally:
-            with self.lock:
-                if caller and self.controls.get(caller) is sock:
-                    del self.controls[caller]
-                    if caller in self.groups:
-                        lanes, link = self.groups[caller]
-                        lanes.stop()
-                        shut(link)
+            self.changed.wait_for(lambda: not self.lanes, END_SECONDS)
 
     def serve(self, sock: socket.socket, caller: str) -> None:
         """A link over which a group is formed, and steps are announced. If it ends without
@@ -313,10 +291,10 @@ class GroupLinks:
         lanes = GroupLanes(self.shard, offer, self.gate, self.computing)
         with self.lock:
             reason = "" if caller in self.controls else "it has no control link"
-            if caller in self.groups:
+            if caller in self.lanes:
                 reason = "it has a group already"
             if not reason:
-                self.groups[caller] = (lanes, sock)
+                self.lanes[caller] = (lanes, sock)
                 return lanes
         lanes.end()
         raise LinkError(reason)
@@ -324,10 +302,10 @@ class GroupLinks:
     def _forget(self, caller: str, lanes: GroupLanes, ended: bool) -> None:
         """ended: by the caller, on purpose."""
         with self.changed:
-            known = self.groups.get(caller)
+            known = self.lanes.get(caller)
             if known is None or known[0] is not lanes:
                 return
-            del self.groups[caller]
+            del self.lanes[caller]
             self.changed.notify_all()
             control = self.controls.get(caller)
             if control is not None and not ended:

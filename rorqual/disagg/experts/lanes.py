@@ -12,8 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.host_memory import host_number
+from rorqual.disagg.experts.caller_links import CallerLinks
 from rorqual.disagg.experts.shard import ExpertShard, check_rows
 from rorqual.disagg.experts.step_gate import StepGate
 from rorqual.disagg.experts.steps_in_flight import Calls, StepLauncher, StepsInFlight
@@ -186,38 +186,16 @@ def _check(shard: ExpertShard, offer: LanesOffer) -> None:
         raise LinkError("it is on another host")
 
 
-class SharedMemoryLinks:
-    """Of an expert server: its callers' lanes. Any thread."""
+class SharedMemoryLinks(CallerLinks[CallerLanes]):
+    """Their lanes are memory that both GPUs see."""
 
     def __init__(self, shard: ExpertShard, gate: StepGate, computing: threading.Lock):
-        self.shard = shard
-        self.gate = gate
-        self.computing = computing
-        self.lock = threading.Lock()
-        self.controls: dict[str, socket.socket] = {}
-        self.lanes: dict[str, tuple[CallerLanes, socket.socket]] = {}
+        super().__init__(shard, gate, computing)
         self.descriptors: DescriptorServer | None = None
 
     def close(self) -> None:
         if self.descriptors is not None:
             self.descriptors.close()
-
-    @contextmanager
-    def controlled(self, caller: str, sock: socket.socket) -> Iterator[None]:
-        """While a caller's control link lives. With it its lanes end."""
-        if caller:
-            with self.lock:
-                self.controls[caller] = sock
-        try:
-            yield
-        finally:
-            with self.lock:
-                if caller and self.controls.get(caller) is sock:
-                    del self.controls[caller]
-                    lanes = self.lanes.get(caller)
-                    if lanes is not None:
-                        lanes[0].stop()
-                        shut(lanes[1])
 
     def serve(self, sock: socket.socket, caller: str) -> None:
         """A link over which memory is shared, and steps are announced. Its end ends the caller's

@@ -1,0 +1,53 @@
+"""Copies between a device and pinned host memory, by the interface that torch.cuda and torch_npu's
+npu have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.platforms.base import Staging
+
+
+class PinnedStaging(Staging):
+    """Two alternating buffers and a separate stream. runtime: torch.cuda or torch_npu.npu; event:
+    makes one of its events."""
+
+    def __init__(self, runtime: Any, event: Callable[[], Any], device: torch.device, size: int):
+        self.stream = runtime.Stream(device)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.copied = [event() for _ in range(2)]
+        self.turn = 0
+        self.entered = runtime.stream(self.stream)
+
+    def __enter__(self) -> PinnedStaging:
+        self.entered.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.entered.__exit__(*raised)
+        self.stream.synchronize()
+
+    def buffer(self) -> Tensor:
+        self.turn = 1 - self.turn
+        self.copied[self.turn].synchronize()
+        return self.buffers[self.turn]
+
+    def sent(self) -> None:
+        self.copied[self.turn].record(self.stream)
+
+
+def fetch(tensor: Tensor, event: Any) -> Callable[[], Tensor]:
+    """Start a copy to the host on the current stream; the result waits for it. event: a new one."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event.record()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return host
+
+    return wait
