@@ -10,7 +10,6 @@ import json
 import secrets
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,8 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rorqual.bench.comm.expert_reads import Reads
-from rorqual.bench.comm.server_processes import server_processes
-from rorqual.disagg.experts.server import ExpertServer
+from rorqual.bench.comm.server_processes import read_settings, serve, server_processes
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
@@ -87,16 +85,10 @@ class NoExperts:
 
 
 def serve_nothing() -> None:
-    """Main of a server: reads its settings from stdin, prints its port and runs until stdin
-    closes."""
-    settings = json.loads(sys.stdin.readline())
-    torch.set_num_threads(1)
+    """Main of a server (server_processes.py)."""
+    settings = read_settings()
     shard: Any = NoExperts(settings["hidden"], settings["experts"])
-    secret = settings["secret"].encode()
-    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, settings["max_rows"])
-    print(server.port, flush=True)
-    sys.stdin.read()
-    server.close()
+    serve(shard, settings, FINGERPRINT)
 
 
 def _server_settings(setup: HopSetup, secret: str) -> list[dict[str, Any]]:

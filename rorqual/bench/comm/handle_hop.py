@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rorqual.bench.comm.server_processes import server_processes
-from rorqual.disagg.experts.server import ExpertServer
+from rorqual.bench.comm.server_processes import read_settings, serve, server_processes
 from rorqual.ops.reference import ACTIVATION_BLOCK, dequantize_activation, quantize_activation
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
@@ -169,10 +167,8 @@ def share(weights: Tensor, here: Tensor) -> Tensor:
 
 
 def serve_echo() -> None:
-    """Main of a server: reads its settings from stdin, prints its port and runs until stdin
-    closes."""
-    settings = json.loads(sys.stdin.readline())
-    torch.set_num_threads(1)
+    """Main of a server (server_processes.py)."""
+    settings = read_settings()
     platform = make_platform(settings["device"])
     shard: Any = EchoExperts(
         platform,
@@ -183,11 +179,7 @@ def serve_echo() -> None:
         settings["busy"],
     )
     shard.room(settings["max_rows"])
-    secret = settings["secret"].encode()
-    server = ExpertServer(shard, ("127.0.0.1", 0), secret, FINGERPRINT, settings["max_rows"])
-    print(server.port, flush=True)
-    sys.stdin.read()
-    server.close()
+    serve(shard, settings, FINGERPRINT)
 
 
 def _server_settings(setup: HandleHopSetup, secret: str) -> list[dict[str, Any]]:

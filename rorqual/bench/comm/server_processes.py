@@ -9,6 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from rorqual.disagg.experts.server import ExpertServer
+
+
+def read_settings() -> dict[str, Any]:
+    """In a server process: its settings. It computes with one thread."""
+    torch.set_num_threads(1)
+    settings: dict[str, Any] = json.loads(sys.stdin.readline())
+    return settings
+
+
+def serve(shard: Any, settings: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
+    """In a server process: print the port, then serve until stdin closes. settings: with secret
+    and max_rows."""
+    secret = settings["secret"].encode()
+    server = ExpertServer(shard, ("127.0.0.1", 0), secret, fingerprint, settings["max_rows"])
+    print(server.port, flush=True)
+    sys.stdin.read()
+    server.close()
+
 
 @contextmanager
 def server_processes(module: str, settings: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:

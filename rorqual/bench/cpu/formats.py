@@ -27,23 +27,24 @@ def engines(
     shape: Shape, folder: Path, work: CpuWork, names: tuple[str, ...]
 ) -> Iterator[tuple[str, LLM]]:
     (folder / "config.json").write_text(json.dumps(shape.data))
-    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
     for name in (WIDE, *names):
-        yield (
-            name,
-            LLM(
-                folder,
-                device="cpu",
-                dtype="bfloat16",
-                quantization="auto" if name == WIDE else name,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                max_num_seqs=16,
-                max_model_len=most,
-                kv_cache_bytes=256 * 2**20,
-                threads=torch.get_num_threads(),
-            ),
-        )
+        quantization = "auto" if name == WIDE else name
+        yield name, cpu_llm(folder, work, quantization=quantization, load_format="dummy")
+
+
+def cpu_llm(folder: Path, work: CpuWork, **more: str) -> LLM:
+    """more: further options."""
+    return LLM(
+        folder,
+        device="cpu",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_num_seqs=16,
+        max_model_len=work.max_model_len,
+        kv_cache_bytes=256 * 2**20,
+        threads=torch.get_num_threads(),
+        **more,
+    )
 
 
 def measured(

@@ -164,18 +164,9 @@ def beside_wide(shape: Shape, folder: Path, work: CpuWork, report: CpuReport) ->
 def measure(
     shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
 ) -> Sequence[CpuRow]:
-    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
-    peer = Peer(shape.data, folder, seed, _clock_of(work), most if work.compiled else None)
-    llm = LLM(
-        folder,
-        device="cpu",
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        max_num_seqs=16,
-        max_model_len=most,
-        kv_cache_bytes=256 * 2**20,
-        threads=torch.get_num_threads(),
-    )
+    compiled_len = work.max_model_len if work.compiled else None
+    peer = Peer(shape.data, folder, seed, _clock_of(work), compiled_len)
+    llm = formats.cpu_llm(folder, work)
     rows = [_decoding(shape, llm, peer, batch, work, report) for batch in (1, 16)]
     rows.append(_prompts(shape, llm, peer, work, report))
     llm.engine.close()

@@ -39,6 +39,10 @@ class CpuWork:
     def format_names(self) -> tuple[str, ...]:
         return tuple(self.formats.split(",")) if self.formats else ()
 
+    @property
+    def max_model_len(self) -> int:
+        return max(self.prompt, self.context + SETTLING + (self.turns + 2) * self.steps) + 24
+
     def __post_init__(self) -> None:
         for name in self.format_names:
             quantization_named(name)

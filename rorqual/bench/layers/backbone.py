@@ -53,7 +53,7 @@ class ExpertlessMoE(MoE):
         super().__init__(build, prefix, config.hidden_size, config.moe, remote=nowhere)
 
 
-class DeepseekBackbone(Deepseek):
+class Backbone(Transformer):
     def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
         sparse = self.config.moe_layers[index]
         return (
@@ -63,14 +63,10 @@ class DeepseekBackbone(Deepseek):
         )
 
 
-class QwenBackbone(Qwen3Moe):
-    def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
-        sparse = self.config.moe_layers[index]
-        return (
-            ExpertlessMoE(build, f"{prefix}.mlp", self.config)
-            if sparse
-            else super().make_mlp(build, index, prefix)
-        )
+class DeepseekBackbone(Backbone, Deepseek): ...
+
+
+class QwenBackbone(Backbone, Qwen3Moe): ...
 
 
 def make_backbone(config: ModelConfig, build: Build) -> Transformer:
