@@ -186,9 +186,10 @@ class EngineConfig:
     piecewise_tokens: int | None = _execution(
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
-        "attention is launched; 0 for none. On one GPU alone; if left out 4096, or none where a "
-        "layer has more than 4 GiB of weights, which take longer to read than to launch. With "
-        "--experts only over shared memory, and none if left out.",
+        "attention is launched; 0 for none. If left out, 4096 on one GPU, or none where a layer "
+        "has more than 4 GiB of weights, which take longer to read than to launch. With --tp "
+        "alone, and with --experts over shared memory, none if left out; not with other parallel "
+        "sizes.",
     )
     precompile_kernels: bool = _execution(
         True,

@@ -57,6 +57,7 @@ class Settings:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     draft_counts: tuple[int, ...] = ()
     chunked_prefill_size: int | None = 7
+    piecewise_tokens: int = 0
     rates: tuple[float, ...] = ()
 
     @property
@@ -105,6 +106,7 @@ def make_runner(model: Transformer, settings: Settings) -> ModelRunner:
         2 * LONGEST,
         settings.cudagraph_capture_sizes is not None,
         settings.speculation,
+        piecewise_tokens=settings.piecewise_tokens,
     )
     choices = draft_count_choices(settings.num_speculative_tokens, bool(settings.draft_counts))
     runner.capture(CAPTURED, choices, settings.cudagraph_capture_sizes)
@@ -306,5 +308,13 @@ class Lockstep:
     @property
     def replays(self) -> list[int]:
         """Steps that each rank replayed."""
-        platforms: list[Any] = [member.runner.platform for member in self.members]
-        return [platform.replays for platform in platforms]
+        return [platform.replays for platform in self._platforms]
+
+    @property
+    def pieces(self) -> list[int]:
+        """Steps that each rank replayed in pieces."""
+        return [platform.pieces for platform in self._platforms]
+
+    @property
+    def _platforms(self) -> list[Any]:
+        return [member.runner.platform for member in self.members]

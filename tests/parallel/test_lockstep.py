@@ -57,6 +57,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-tp2": {"dp": 2, "tp": 2, "ep": 2, "dense_tp": 1},
     "dp2-pp2": {"dp": 2, "pp": 2},
 }
+TP: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2-sequence-parallel": {"tp": 2, "sequence_parallel": True},
+}
 # Every draft is taken, so that ranks which hold the same requests, but see other sums, go on alike.
 ALL = (1.0, 1.0)
 SETTINGS: dict[str, Settings] = {
@@ -68,6 +72,10 @@ SETTINGS: dict[str, Settings] = {
     "mtp-last-row-graphs-when-needed": Settings(2, "mtp", False, (1,), rates=ALL),
     "mtp-next_n-changes-graphs-when-needed": Settings(2, "mtp", True, (1,), (2, 0, 1), rates=ALL),
     "ngram-graphs-when-needed": Settings(2, "ngram", cudagraph_capture_sizes=(1,), rates=ALL),
+}
+PIECES: dict[str, Settings] = {
+    "pieces": Settings(cudagraph_capture_sizes=(1, 2, 4, 8), piecewise_tokens=64),
+    "mtp-pieces": Settings(2, "mtp", True, (1, 2, 4, 8), rates=ALL, piecewise_tokens=64),
 }
 
 
@@ -88,17 +96,20 @@ def run(config: ModelConfig, layout: dict[str, Any], settings: Settings) -> Lock
     for scene in SCENES:
         before = len(loop.plans)
         try:
-            loop.run((before + step, *rest) for step, *rest in SCENES[scene])
+            dp = loop.sizes.dp
+            loop.run((before + step, rank % dp, *rest) for step, rank, *rest in SCENES[scene])
         except AssertionError as error:
             raise AssertionError(f"{scene}: {error}") from error
     return loop
 
 
 def check(config: ModelConfig, layout: str, settings: str) -> None:
-    loop = run(config, LAYOUTS[layout], SETTINGS[settings])
+    loop = run(config, {**LAYOUTS, **TP}[layout], {**SETTINGS, **PIECES}[settings])
     assert all(len(member.log) > 80 for member in loop.members)
     assert len(set(loop.replays)) == 1
-    assert (loop.replays[0] > 20) == (SETTINGS[settings].cudagraph_capture_sizes is not None)
+    assert (loop.replays[0] > 20) == (loop.settings.cudagraph_capture_sizes is not None)
+    assert len(set(loop.pieces)) == 1
+    assert (loop.pieces[0] > 5) == (loop.settings.piecewise_tokens > 0)
 
 
 CASES = [("dp2", name) for name in SETTINGS]
@@ -106,6 +117,7 @@ CASES += [
     ("dp2-vocabulary", "mtp-last-row-graphs-when-needed"),
     ("dp2-tp2", "graphs-when-needed"),
     ("dp2-pp2", "mtp-last-row-graphs-when-needed"),
+    *((layout, name) for layout in TP for name in PIECES),
 ]
 MORE = [(layout, name) for layout in LAYOUTS for name in SETTINGS if (layout, name) not in CASES]
 
@@ -148,3 +160,6 @@ def test_processes_end_with_the_tokens_of_one(pool: RankPool, tmp_path: Path) ->
     ):
         given = {"folder": str(tmp_path), "settings": settings, "arrivals": arrivals}
         assert pool.run("in_step", 2, sizes={"dp": 2}, **given) == [wanted] * 2
+    given["settings"] = {"cudagraph_capture_sizes": (1, 2, 4, 8), "piecewise_tokens": 64}
+    given["arrivals"] = [(step, 0, *rest) for step, _, *rest in arrivals]
+    assert pool.run("in_step", 2, sizes={"tp": 2}, **given) == [wanted] * 2

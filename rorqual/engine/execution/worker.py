@@ -53,7 +53,7 @@ from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.remote_experts import RemoteExperts
-from rorqual.engine.scheduling.buckets import piecewise_tokens
+from rorqual.engine.scheduling.buckets import captures_pieces, piecewise_tokens
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
@@ -365,13 +365,16 @@ class Worker:
         return npu or not same_rows_on_all_ranks(self.config.parallel, self.model_config.moe)
 
     def _piecewise_tokens(self, weights: int) -> int:
-        """Tokens up to which steps with prompts are captured; 0 for several ranks, whose steps are
-        eager, and on an NPU, whose attention takes lengths from the host. weights: bytes of the
-        whole model."""
-        if not self.mesh.is_single or self.compiles or self.platform.name == "npu":
+        """Tokens up to which steps with prompts are captured; 0 for several ranks, unless all have
+        the same tokens, and on an NPU, whose attention takes lengths from the host. weights: bytes
+        of the whole model."""
+        if self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
-        if self.remote is not None:  # only where configured: no measurement shows a gain
+        if not self.mesh.is_single:  # only where configured: not measured
+            alike = captures_pieces(self.mesh.sizes) and self.remote is None
+            wanted = (wanted or 0) if alike else 0
+        elif self.remote is not None:  # only where configured: no measurement shows a gain
             wanted = min(wanted or 0, self.remote.piecewise_rows)
         elif wanted is None:
             wanted = piecewise_tokens(weights / self.model_config.num_layers)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
+from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.sampler import PendingStep
-from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes
+from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes, captures_pieces
 from rorqual.engine.scheduling.scheduler_output import (
     SamplingVariant,
     SchedulerOutput,
@@ -337,6 +338,13 @@ def test_kernels_compiled_ahead(
 def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
     with pytest.raises(ConfigError, match=message):
         LLM(folder, max_num_seqs=8, cudagraph_capture_sizes=sizes)
+
+
+def test_steps_with_prompts_are_captured_where_all_ranks_have_the_same_tokens():
+    for sizes in ({}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}):
+        assert captures_pieces(ParallelConfig(**sizes))
+    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}):
+        assert not captures_pieces(ParallelConfig(**sizes))
 
 
 def test_buckets():
