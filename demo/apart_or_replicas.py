@@ -39,7 +39,7 @@ from served_load import made_prompts, play, running_router
 from rorqual import LLM
 from rorqual.bench.serving.client import Client, RequestRecord, ServerTarget
 from rorqual.bench.serving.launched_server import launched_server
-from rorqual.bench.serving.load import ArrivalLoad
+from rorqual.bench.serving.load import ArrivalLoad, drive
 from rorqual.bench.serving.prompts import Prompt
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.chunk_controller import AUTO
@@ -62,7 +62,7 @@ WAITING = 8  # prompts at a time, where they are to wait for each other
 ONE_BY_ONE = 24  # such requests; half as many before them are not counted
 DISTURBED = 0.1  # processors that other programs take: what was measured is not kept
 LOOK_SECONDS = 0.5
-WAIT_SECONDS = 20.0  # for a better moment
+WAIT_SECONDS = 40.0  # for a better moment
 NAMES = ("replicas", "apart")
 FIGURES = ("tokens_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
@@ -338,6 +338,43 @@ def each_prompt(where: Deployed, name: str, length: int, seed: int) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1) * (2 if name == "replicas" else 1)
 
 
+def streamed_token(where: Deployed, length: int) -> float:
+    """Seconds that a prompt takes longer apart for each token that the other server answers
+    meanwhile: router and client wake for it on both cores, and leave the caches of the prompts'
+    core colder. Half of the prompts' time is with such streams, of short prompts."""
+    target = ServerTarget(where.apart)
+    streams: list[RequestRecord] = []
+
+    async def run(seed: int, beside: bool) -> tuple[float, float]:
+        prompts = made_prompts(6 * WAITING, (length, 1), seed)
+        long = made_prompts(6 * WAITING, (TINY, LENGTHS[0]), seed + 1)
+        async with Client(target) as client:
+            other = asyncio.create_task(
+                drive(client, long, ArrivalLoad(2), [0.0] * len(long), streams.append)
+            )
+            if not beside:
+                other.cancel()
+            load = ArrivalLoad(WAITING)
+            found = await drive(client, prompts, load, [0.0] * len(prompts))
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+        ends = sorted(record.end for record in found.records)[WAITING:-WAITING]
+        tokens = sum(
+            ends[0] <= at <= ends[-1]
+            for record in {id(one): one for one in streams}.values()
+            for at in record.chunks
+        )
+        streams.clear()
+        return (ends[-1] - ends[0]) / (len(ends) - 1), tokens / (len(ends) - 1)
+
+    found = []
+    for turn in range(2):
+        alone_each, _ = asyncio.run(run(1000 + turn, False))
+        each, tokens = asyncio.run(run(2000 + turn, True))
+        found.append((each - alone_each) / tokens)
+    return max(0.0, fmean(found))
+
+
 @dataclass(frozen=True)
 class Constants:
     """Seconds. delivery: between an engine and a client, through the router, both ways together;
@@ -347,7 +384,7 @@ class Constants:
     likewise, where its pages are sent. received: processor time of the server that answers, for a
     request besides its steps. step, row: that a step with decoding rows is longer in one of two
     servers than in this process, and for each row; beside_row: of it, processor time of router and
-    client for a token."""
+    client for a token; streamed: that prompts take longer apart for each token answered."""
 
     delivery: Line
     transfer: Line
@@ -355,15 +392,17 @@ class Constants:
     sent: Line
     received: Line
     beside_row: float
+    streamed: float
     step: float
     row: float
 
     def told(self) -> dict[str, Any]:
         lines = ("delivery", "transfer", "request", "sent", "received")
+        names = ("beside_row", "streamed", "step", "row")
         return {
             "lengths": LENGTHS,
             **{f"{name}_ms": [1e3 * s for s in getattr(self, name).at] for name in lines},
-            **{f"{name}_us": 1e6 * getattr(self, name) for name in ("beside_row", "step", "row")},
+            **{f"{name}_us": 1e6 * getattr(self, name) for name in names},
         }
 
 
@@ -403,9 +442,12 @@ def constants(times: StepTimes, core: int, where: Deployed) -> Constants:
         one, many = (times.at(rows, 0, TINY, 40) for rows in (1, STREAMS))
     (few, _), less = others(where, lambda: gap(where, 2))
     (full, beside), more = others(where, lambda: gap(where, 2 * STREAMS))
+    streamed, beyond = others(where, lambda: streamed_token(where, LENGTHS[-1]))
+    more = max(more, beyond)
     print(f"processors that other programs took meanwhile, at most: {max(most, less, more):.2f}")
     row = max(0.0, (full - many) - (few - one)) / (STREAMS - 1)
-    return Constants(**lines, beside_row=beside, step=max(0.0, few - one - row), row=row)
+    step = max(0.0, few - one - row)
+    return Constants(**lines, beside_row=beside, streamed=streamed, step=step, row=row)
 
 
 def gap(where: Deployed, streams: int) -> tuple[float, float]:
@@ -448,9 +490,7 @@ def deployment(name: str, given: Inputs, shape: tuple[int, int]) -> Deployment:
         return Deployment((replace(one, replicas=2),), delivery=delivery)
     most = given.scheduler.max_num_batched_tokens + SEQS * given.scheduler.max_model_len
     arrives = replace(given.scheduler, max_num_batched_tokens=most, prefix_caching=False)
-    prompts = replace(
-        host, request=request + output * known.beside_row / 2, sent=known.sent(length)
-    )
+    prompts = replace(host, request=request + output * known.streamed, sent=known.sent(length))
     answers = HostTimes(
         known.step,
         max(0.0, known.row - known.beside_row / 2),

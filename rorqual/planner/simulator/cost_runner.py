@@ -6,6 +6,7 @@ the runners that use the cost model.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class HostTimes:
     request: float = 0.0
     sent: float = 0.0
     received: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name}={seconds} s must be at least 0 and finite")
 
     def after(self, rows: int) -> float:
         return self.step + rows * self.row if rows else 0.0
