@@ -381,10 +381,11 @@ class Constants:
     transfer: from the end of a prompt's step until its pages are where its answer begins. request:
     that a prompt takes longer where others wait, than its step alone in this process, because the
     server's API process, router and client use the same core, and both cores the same memory; sent:
-    likewise, where its pages are sent. received: processor time of the server that answers, for a
-    request besides its steps. step, row: that a step with decoding rows is longer in one of two
-    servers than in this process, and for each row; beside_row: of it, processor time of router and
-    client for a token; streamed: that prompts take longer apart for each token answered."""
+    likewise of the server that computes prompts apart, which also sends their pages. received:
+    processor time of the server that answers, for a request besides its steps. step, row: that a
+    step with decoding rows is longer in one of two servers than in this process, and for each row;
+    beside_row: of it, processor time of router and client for a token; streamed: that prompts take
+    longer apart for each token answered."""
 
     delivery: Line
     transfer: Line
@@ -435,7 +436,7 @@ def constants(times: StepTimes, core: int, where: Deployed) -> Constants:
         found["delivery"].append(both - again)
         found["transfer"].append(apart - both - token)
         found["request"].append(replicas_each - step)
-        found["sent"].append(apart_each - replicas_each)
+        found["sent"].append(apart_each - step)
         found["received"].append(spent - token)
     lines = {name: Line((seconds[0], seconds[1])) for name, seconds in found.items()}
     with on_core(core):
@@ -490,7 +491,7 @@ def deployment(name: str, given: Inputs, shape: tuple[int, int]) -> Deployment:
         return Deployment((replace(one, replicas=2),), delivery=delivery)
     most = given.scheduler.max_num_batched_tokens + SEQS * given.scheduler.max_model_len
     arrives = replace(given.scheduler, max_num_batched_tokens=most, prefix_caching=False)
-    prompts = replace(host, request=request + output * known.streamed, sent=known.sent(length))
+    prompts = replace(host, request=known.sent(length) + output * known.streamed)
     answers = HostTimes(
         known.step,
         max(0.0, known.row - known.beside_row / 2),

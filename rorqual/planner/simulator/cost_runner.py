@@ -64,8 +64,8 @@ class HostTimes:
     """Seconds of a server's processor that its steps do not include, where its engine waits for
     them because both share a core; 0 on a device. They delay the next step: `step`, and `row` for
     each token, after a step that brought tokens to decoding requests; `request` for each request
-    that comes while a step runs, `sent` for each cache that is sent then to another pool, and
-    `received` for each that arrives."""
+    that comes while a step runs or is about to; `sent` for each cache that is sent to another pool,
+    and `received` for each that arrives."""
 
     step: float = 0.0
     row: float = 0.0

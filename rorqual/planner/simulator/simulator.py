@@ -281,7 +281,7 @@ class Simulation:
             rank, group = places[lives.index(min(lives))]
         rank.put(record, self.now)
         host = self.deployment.pools[pool].host
-        if group.running:
+        if group.running or group.waking:
             group.work += host.request
         group.work += host.received if self.deployment.pools[pool].remote else 0.0
         self._wake(group)
