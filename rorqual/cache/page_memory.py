@@ -114,6 +114,19 @@ class PageMemory:
                 start += data.numel()
             wait()
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether `read_together` works here: where the cache is host memory."""
+        return self.platform.device.type == "cpu"
+
+    def read_together(
+        self, pages: Sequence[tuple[int, Mark | None]], into: Tensor, part: PagePart
+    ) -> None:
+        """Copy `part` of several pages to the rows of `into` [n, size], which may lie apart: as
+        `read` of each, with a copy for each plane instead of one for each plane of each page."""
+        assert self.reads_together, "rows in host memory cannot be gathered to from a device"
+        self.gather(pages, into, part)()
+
     def _mover(self, part: PagePart) -> PageMover:
         """Must be called in the context that launches the copies."""
         with self.lock:

@@ -243,6 +243,20 @@ class LeaseTable:
             place = lease.place(key)
         return _copy(lease, lambda: copy(*place))
 
+    def read_together(
+        self,
+        name: bytes,
+        keys: Sequence[bytes],
+        copy: Callable[[list[tuple[int, Mark | None]]], None],
+    ) -> int:
+        """Call `copy` with the leading pages of these that are written, and the mark to read each
+        after. Returns how many there are; does not wait, and copies none of a closed lease."""
+        lease = self._find(name)
+        places = self.places(name, keys)
+        if lease is None or not places:
+            return 0
+        return len(places) if _copy(lease, lambda: copy(places)) is Found.HERE else 0
+
     def places(self, name: bytes, keys: Sequence[bytes]) -> list[tuple[int, Mark | None]]:
         """The leading pages of these that are written: the page of each, and the mark to read it
         after. What was read is valid if the lease `is_open` afterwards."""

@@ -198,7 +198,7 @@ class PageReader:
                 stack.enter_context(sock)
             link = Link(sock)
             yield link
-            if link.idle and isinstance(self.staged, HandleReads):
+            if link.idle and (self.staged is None or isinstance(self.staged, HandleReads)):
                 stack.pop_all()
                 self.idle.keep(address, secret, sock)
 
@@ -223,6 +223,7 @@ class PageReader:
                 send(sock, PageMessage.READ, pack_read(fetch.lease, fetch.part, some))
                 if not self._receive_pages(sock, fetch, fetch.rows[start:][: len(some)], patience):
                     return
+            link.idle = True
 
     def _fetch_staged(
         self,

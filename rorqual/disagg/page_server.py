@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rorqual.cache.page_memory import PageMemory
@@ -29,11 +30,12 @@ from rorqual.disagg.page_link import (
 )
 from rorqual.disagg.staged_server import StagedPages, check_confirm
 from rorqual.disagg.transfer_config import TransferConfig
-from rorqual.parallel.remote.link import Fingerprint, LinkError, LinkMessage, send
+from rorqual.parallel.remote.link import HEAD, Fingerprint, LinkError, LinkMessage, send
 from rorqual.parallel.remote.link_server import LinkServer
 
 MAX_READERS = 128  # every rank of a decode engine connects several times at once
 QUIET_SECONDS = 30.0  # between two messages of a reader, and to send a message
+BATCH_BYTES = 2**20  # of pages that are copied together, and sent in one call
 RENEW_SHARE = 0.2  # of a lease's time: a longer read renews the lease this often
 
 
@@ -129,19 +131,54 @@ class PageServer:
     def _send_pages(
         self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]
     ) -> None:
-        data = row.numpy().data
+        batch = self._batch(row.numel()) if self.memory.reads_together else None
         renewed = 0.0
         sent = 0
-        for key in keys:
-            there = self._read(sock, lease, key, partial(self._copy, row, part))
+        done = 0
+        while done < len(keys):
+            data, count = self._next_pages(sock, row, batch, lease, part, keys[done:])
             now = time.monotonic()
-            if there and now - renewed > self.renew_seconds:
+            if count and now - renewed > self.renew_seconds:
                 self.events.reading(lease, sent, sent * row.numel())
-                renewed, sent = now, 0
-            send(sock, PageMessage.PAGE, data if there else b"")
-            sent += there
+                renewed = now
+                sent = 0
+            sock.sendall(data)
+            sent += count
+            done += max(1, count)
         if sent:
             self.events.reading(lease, sent, sent * row.numel())
+
+    @staticmethod
+    def _batch(size: int) -> Tensor:
+        """For some PAGE messages [n, bytes], with their heads."""
+        count = min(MAX_KEYS, max(1, BATCH_BYTES // (HEAD.size + size)))
+        batch = torch.empty(count, HEAD.size + size, dtype=torch.uint8)
+        head = bytearray(HEAD.pack(PageMessage.PAGE, size))
+        batch[:, : HEAD.size] = torch.frombuffer(head, dtype=torch.uint8)
+        return batch
+
+    def _next_pages(
+        self,
+        sock: socket.socket,
+        row: Tensor,
+        batch: Tensor | None,
+        lease: bytes,
+        part: PagePart,
+        keys: list[bytes],
+    ) -> tuple[memoryview | bytes, int]:
+        """The messages of the next pages, and of how many: 0 where the next one is gone. Waits
+        while the first is computed."""
+        if batch is not None:
+
+            def copy(places: list[tuple[int, Mark | None]]) -> None:
+                self.memory.read_together(places, batch[: len(places), HEAD.size :], part)
+
+            count = self.leases.read_together(lease, keys[: len(batch)], copy)
+            if count:
+                return batch[:count].view(-1).numpy().data, count
+        there = self._read(sock, lease, keys[0], partial(self._copy, row, part))
+        data = bytes(row.numpy().data) if there else b""
+        return HEAD.pack(PageMessage.PAGE, len(data)) + data, int(there)
 
     def _send_pieces(
         self, sock: socket.socket, row: Tensor, lease: bytes, part: PagePart, keys: list[bytes]

@@ -12,6 +12,7 @@ from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.config.option import by_field, check_options, check_positive, option, same_option
 from rorqual.config.parallel import EXCHANGES, REMOTE, ParallelConfig, read_micro_batches
 from rorqual.config.quant import QUANTIZATIONS
+from rorqual.engine.scheduling.chunk_controller import AUTO, OFF, itl_target
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import (
     MAX_SERVERS,
@@ -35,11 +36,8 @@ EXE_MODES = {
     "max-autotune": "compile",
 }
 MAX_SPECULATIVE_TOKENS = 8
-OFF = "off"
-AUTO = "auto"
 MAX_PIECEWISE = 65_536
 MAX_HOST_MEMORY = 16_384  # GiB
-MAX_STEP_MS = 60_000.0
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -666,18 +664,7 @@ class EngineConfig:
     @property
     def itl_target(self) -> float | None:
         """Seconds of a step, where itl_ms names them."""
-        if self.itl_ms in (OFF, AUTO):
-            return None
-        try:
-            given = float(self.itl_ms)
-        except (TypeError, ValueError):
-            given = -1.0
-        if not 0 < given <= MAX_STEP_MS:
-            raise ConfigError(
-                f"itl_ms={self.itl_ms!r}; accepted: {OFF}, {AUTO}, or milliseconds up to "
-                f"{MAX_STEP_MS:g}"
-            )
-        return given / 1000
+        return itl_target(self.itl_ms)
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -16,13 +16,13 @@ import numpy as np
 from rorqual.engine.balance.initial import initial_maps
 from rorqual.engine.balance.policy import BalanceStats, LoadWindow
 from rorqual.engine.balance.slot_balancer import SlotBalancer
-from rorqual.engine.config import OFF, EngineConfig
+from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
 from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.executor import Executor, LaunchedStep, LocalExecutor
-from rorqual.engine.scheduling.chunk_controller import ChunkController
+from rorqual.engine.scheduling.chunk_controller import chunk_controller
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
@@ -85,8 +85,7 @@ class Engine:
             config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive"
         )
         most = worker.batched_tokens
-        adaptive = config.itl_ms != OFF
-        self.chunks = ChunkController(most, config.itl_target) if adaptive else None
+        self.chunks = chunk_controller(config.itl_ms, most)
         self.stats = Stats(
             drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=worker.startup
         )

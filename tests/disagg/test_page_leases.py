@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.disagg import leases as lease_module
+from rorqual.disagg import page_server as server_module
 from rorqual.disagg.leases import Found, Leases, LeaseTable, lease_name
 from rorqual.disagg.page_link import (
     PageMessage,
@@ -51,6 +53,7 @@ CPU = CpuPlatform(torch.device("cpu"))
 SPEC = KVSpec(((Plane("k", "float32", (2, 3)), Plane("v", "bfloat16", (5,))),) * 2, 4)
 WHOLE = whole_part(SPEC)
 TOKENS = list(range(17))
+PAGE_BYTES = 2 * 4 * (4 * 6 + 2 * 5)  # of two layers, four tokens
 
 
 def memory(pages: int = 12) -> PageMemory:
@@ -59,6 +62,13 @@ def memory(pages: int = 12) -> PageMemory:
         for plane in layer.values():
             plane.copy_(torch.randn(plane.shape))
     return PageMemory(pool, CPU)
+
+
+def wait_until(state: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not state():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 class Keeper:
@@ -117,6 +127,7 @@ class Keeper:
         if not found.error:
             reader.finish(address, LINKS, name)
         reader.pool.shutdown()
+        reader.close()
         return found
 
 
@@ -177,9 +188,98 @@ def test_reading_extends_a_lease(keeper: Keeper) -> None:
     lease = keeper.leases.open[name]
     before = lease.deadline
     assert keeper.fetch(name).found == 4
+    wait_until(lambda: sum(pages for _, pages in keeper.announced) == 4)
     assert lease.deadline > before
     assert {lease for lease, _ in keeper.announced} == {name}
-    assert sum(pages for _, pages in keeper.announced) == 4
+
+
+@pytest.mark.parametrize("batch", [1, 3 * (PAGE_BYTES + HEAD.size), 2**20])
+def test_pages_are_sent_several_at_a_time(
+    keeper: Keeper, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers and of some, and up to one that is missing."""
+    monkeypatch.setattr(server_module, "BATCH_BYTES", batch)
+    copied = []
+    together = keeper.memory.read_together
+
+    def read(places: Any, *into: Any) -> None:
+        copied.append(len(places))
+        together(places, *into)
+
+    monkeypatch.setattr(keeper.memory, "read_together", read)
+    name = keeper.offer()
+    for part in (WHOLE, replace(WHOLE, first_layer=1)):
+        copied.clear()
+        found = keeper.fetch(name, part=part)
+        assert (found.found, found.error) == (4, "")
+        assert found.rows is not None
+        for page, row in zip(keeper.pages, found.rows, strict=True):
+            alone = torch.empty_like(row)
+            keeper.memory.read(page, alone, part)
+            assert torch.equal(row, alone)
+        most = max(1, batch // (HEAD.size + keeper.memory.part_size(part)))
+        assert copied == [min(most, 4 - done) for done in range(0, 4, most)]
+    found = keeper.fetch(name, [*keeper.keys[:2], bytes(32), keeper.keys[3]])
+    assert (found.found, found.error) == (2, "the pages are kept no more")
+
+
+def test_pages_that_are_copied_together_do_not_go_meanwhile(keeper: Keeper) -> None:
+    name = keeper.offer()
+    copying = threading.Event()
+    go_on = threading.Event()
+    held = []
+
+    def copy(places: list[Any]) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        held.extend(keeper.prefix.allocator.holders[page] for page, _ in places)
+
+    given = (name, keeper.keys, copy)
+    reader = threading.Thread(target=keeper.table.read_together, args=given)
+    reader.start()
+    assert copying.wait(60)
+    keeper.leases.open[name].deadline = 0.0
+    settling = threading.Thread(target=keeper.settle)
+    settling.start()
+    time.sleep(0.05)
+    assert settling.is_alive(), "it waits for the copy"
+    go_on.set()
+    reader.join(60)
+    settling.join(60)
+    assert held == [2] * 4
+    assert keeper.table.read_together(*given) == 0, "the lease is closed"
+    assert len(held) == 4
+
+
+def test_a_connection_serves_several_prompts(keeper: Keeper) -> None:
+    """And the message that a prompt was read. One that the other side has closed is not used."""
+    reader = PageReader(memory(), MINE)
+    greeted = []
+    serve = keeper.server.server.serve
+
+    def count(sock: socket.socket) -> None:
+        greeted.append(sock)
+        serve(sock)
+
+    keeper.server.server.serve = count
+    address = (keeper.server.host, keeper.server.port)
+    for number in range(3):
+        name = keeper.offer()
+        fetch = fetch_of(address, name, keeper.keys)
+        done = threading.Event()
+        reader.start(fetch, done.set)
+        assert done.wait(60)
+        assert (fetch.found, fetch.error) == (4, "")
+        wait_until(lambda: len(reader.idle.links) == 1)
+        reader.finish(address, LINKS, name)
+        wait_until(lambda name=name: name in keeper.leases.done)
+        wait_until(lambda: len(reader.idle.links) == 1)
+        keeper.settle()
+        assert len(greeted) == (1 if number < 2 else 2)
+        if number == 1:
+            link.shut(greeted[0])
+            wait_until(lambda: not keeper.server.server.links)
+    reader.close()
 
 
 def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:

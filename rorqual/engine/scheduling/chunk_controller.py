@@ -14,6 +14,11 @@ single prompt does not disturb decoding, and a burst is worked off.
 from __future__ import annotations
 
 from rorqual.engine.scheduling.sequence import PendingLoad
+from rorqual.errors import ConfigError
+
+OFF = "off"
+AUTO = "auto"
+MAX_STEP_MS = 60_000.0  # milliseconds
 
 GAP = 3.0
 DELAY = 2.0
@@ -115,6 +120,28 @@ class ChunkController:
     def _added_seconds(self, tokens: int) -> float:
         """What prompt tokens add to a step; a prompt-only step costs at least as much."""
         return _seconds((self.added, self.prompt_only), tokens)
+
+
+def chunk_controller(itl_ms: str, most: int) -> ChunkController | None:
+    """For an engine with this itl_ms, whose steps have at most `most` tokens; None where prompts
+    get all of them. Raises ConfigError."""
+    target = itl_target(itl_ms)
+    return None if itl_ms == OFF else ChunkController(most, target)
+
+
+def itl_target(itl_ms: str) -> float | None:
+    """Seconds of a step, where itl_ms names them. Raises ConfigError."""
+    if itl_ms in (OFF, AUTO):
+        return None
+    try:
+        given = float(itl_ms)
+    except (TypeError, ValueError):
+        given = -1.0
+    if not 0 < given <= MAX_STEP_MS:
+        raise ConfigError(
+            f"itl_ms={itl_ms!r}; accepted: {OFF}, {AUTO}, or milliseconds up to {MAX_STEP_MS:g}"
+        )
+    return given / 1000
 
 
 def _seconds(tables: tuple[dict[int, MeanSeconds], ...], tokens: int) -> float:

@@ -6,6 +6,7 @@ the runners that use the cost model.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,29 @@ class StepCosts(Protocol):
     def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         """The step as pieces on resources, from its start."""
         ...
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Seconds of a server's processor that its steps do not include, where its engine waits for
+    them because both share a core; 0 on a device. They delay the next step: `step`, and `row` for
+    each token, after a step that brought tokens to decoding requests; `request` for each request
+    that comes while a step runs or is about to; `sent` for each cache that is sent to another pool,
+    and `received` for each that arrives."""
+
+    step: float = 0.0
+    row: float = 0.0
+    request: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name}={seconds} s must be at least 0 and finite")
+
+    def after(self, rows: int) -> float:
+        return self.step + rows * self.row if rows else 0.0
 
 
 @dataclass(frozen=True)

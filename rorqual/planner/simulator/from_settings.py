@@ -137,6 +137,7 @@ def _pools_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
         max_num_batched_tokens=given["max_num_batched_tokens"],
         max_model_len=given["max_model_len"] or longest[1] + 1,
         chunked_prefill_size=given["chunked_prefill_size"],
+        itl_ms=given["itl_ms"],
         page_size=given["page_size"],
         num_pages=given["num_pages"],
         prefix_caching=given["prefix_caching"],

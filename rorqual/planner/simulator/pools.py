@@ -31,6 +31,7 @@ class PoolSettings:
     max_num_batched_tokens: int = SimulationSettings.max_num_batched_tokens
     max_model_len: int | None = None
     chunked_prefill_size: int | None = None
+    itl_ms: str = SimulationSettings.itl_ms
     page_size: int = SimulationSettings.page_size
     num_pages: int | None = None
     prefix_caching: bool = SimulationSettings.prefix_caching
@@ -103,6 +104,7 @@ def _pool(
         first_only=first_only,
         drift=engine.expert_drift(sizes.ep) if drifts and engine.expert_drift else None,
         balanced=costs.balanced if drifts else None,
+        itl_ms=engine.itl_ms,
     )
 
 
@@ -190,5 +192,6 @@ def split(
         ranks=attention,
         gpus=attention + experts,
         steps_in_flight=engine.steps_in_flight,
+        itl_ms=engine.itl_ms,
     )
     return Deployment((pool,), delivery=delivery(model), routing=routing)

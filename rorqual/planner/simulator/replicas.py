@@ -4,8 +4,9 @@ long they hold GPUs. No torch."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from rorqual.engine.scheduling.chunk_controller import ChunkController
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
 from rorqual.planner.simulator.expert_drift import ReplicaBalance
@@ -14,14 +15,23 @@ from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedR
 
 class StageGroup:
     """Ranks that step together. dead: its replica died, and what is still to happen to it does
-    not."""
+    not. chunks: decides how many prompt tokens a step takes, as in the engine. work: seconds of
+    its processor that other work than the step in progress has taken since that began (HostTimes);
+    ready: when the next step may begin."""
 
-    def __init__(self, pool: int, replica: Replica, ranks: list[SimulatedRank]):
+    def __init__(
+        self,
+        pool: int,
+        replica: Replica,
+        ranks: list[SimulatedRank],
+        chunks: ChunkController | None = None,
+    ):
         self.pool = pool
         self.replica = replica
         self.ranks = ranks
         self.running = self.waking = self.dead = False
-        self.began = self.ended = 0.0
+        self.began = self.ended = self.ready = self.work = 0.0
+        self.chunks = chunks
         self.loads: list[StepLoad] = []
 
 
@@ -53,6 +63,7 @@ class Replica:
         ranks: int,
         remote: bool,
         first_only: bool,
+        chunks: Callable[[], ChunkController | None] = lambda: None,
     ) -> None:
         """Fresh ranks, with nothing in their caches."""
         self.up = True
@@ -67,7 +78,7 @@ class Replica:
             made = [
                 SimulatedRank(scheduler, acceptance, draw, remote, first_only) for draw in draws
             ]
-            self.groups.append(StageGroup(self.pool, self, made))
+            self.groups.append(StageGroup(self.pool, self, made, chunks()))
 
     @property
     def ranks(self) -> Iterator[SimulatedRank]:

@@ -131,6 +131,11 @@ class SimulationSettings:
         None, "Longest sequence; what the workload needs if left out."
     )
     chunked_prefill_size: int | None = _engine(None, "Most prompt tokens of one request in a step.")
+    itl_ms: str = _engine(
+        "off",
+        "How long a step with prompts may hold up those that decode, as `serve` has it; a server "
+        "on a CPU takes auto.",
+    )
     page_size: int = _engine(64, "Tokens of a cache page.")
     num_pages: int | None = _engine(
         None, "Pages of a rank; as many as its memory holds if left out."

@@ -131,6 +131,13 @@ class SimulatedRank:
         record.carried = record.computed + record.reused + record.received
         self.records[name] = record
 
+    def allow(self, prompt_tokens: int) -> None:
+        """Most prompt tokens of the next step."""
+        if self.sleeping is not None:
+            self.sleeping.allowed = prompt_tokens
+        else:
+            self.scheduler.prompt_budget = prompt_tokens
+
     @property
     def waiting(self) -> int:
         return len(self.scheduler.waiting) + len(self.inbox)

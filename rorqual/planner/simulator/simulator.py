@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from rorqual.engine.scheduling.chunk_controller import OFF, ChunkController, chunk_controller
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
+from rorqual.engine.scheduling.sequence import PendingLoad
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
+from rorqual.planner.simulator.cost_runner import IDLE, HostTimes, StepCosts, StepLoad
 from rorqual.planner.simulator.expert_drift import ExpertDrift, ReplicaBalance
 from rorqual.planner.simulator.incidents import Autoscaler, Autoscaling, Incident, ReplicaFailure
 from rorqual.planner.simulator.replicas import Replica, StageGroup
@@ -40,7 +42,8 @@ class Pool:
     `gpus` devices. steps_in_flight 2: the next step is scheduled while one runs, so a request joins
     one step later. remote, first_only: see SimulatedRank. acceptance: of drafts, by position.
     drift: uneven load of experts; `balanced` then gives the costs of steps for the fullest expert
-    rank's load relative to the mean."""
+    rank's load relative to the mean. itl_ms: how long a step with prompts may hold up decoding, as
+    EngineConfig has it. host: the server's work beside its steps."""
 
     name: str
     scheduler: SchedulerConfig
@@ -55,6 +58,8 @@ class Pool:
     first_only: bool = False
     drift: ExpertDrift | None = None
     balanced: Callable[[float], StepCosts] | None = None
+    itl_ms: str = OFF
+    host: HostTimes = field(default_factory=HostTimes)
 
     def __post_init__(self) -> None:
         assert (self.drift is None) == (self.balanced is None)
@@ -72,6 +77,14 @@ class Pool:
                 f"acceptance={self.acceptance} must hold a probability for each of "
                 f"num_speculative_tokens={self.scheduler.num_speculative_tokens} drafts"
             )
+        self.chunks()
+
+    def chunks(self) -> ChunkController | None:
+        """What decides how many prompt tokens a step takes; None: all that fit, or none is computed
+        here. Raises ConfigError."""
+        if self.remote:
+            return None
+        return chunk_controller(self.itl_ms, self.scheduler.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -267,12 +280,16 @@ class Simulation:
             lives = [rank.live for rank, _ in places]  # faster than min by a key
             rank, group = places[lives.index(min(lives))]
         rank.put(record, self.now)
+        host = self.deployment.pools[pool].host
+        if group.running or group.waking:
+            group.work += host.request
+        group.work += host.received if self.deployment.pools[pool].remote else 0.0
         self._wake(group)
 
     def _wake(self, group: StageGroup) -> None:
         if not group.running and not group.waking:
             group.waking = True
-            self._push(max(self.now, group.replica.entry), BEGIN, group)
+            self._push(max(self.now, group.replica.entry, group.ready), BEGIN, group)
 
     # ---- steps
 
@@ -287,7 +304,7 @@ class Simulation:
         group.waking = False
         # The next step was planned when the last one began: what came since then joins the one
         # after.
-        on_time = self.now == group.ended and pool.steps_in_flight == 2
+        on_time = self.now == group.ready and pool.steps_in_flight == 2
         loads = self._loads(group, group.began if on_time else self.now)
         if on_time and all(load == IDLE for load in loads):
             loads = self._loads(group, self.now)
@@ -312,13 +329,16 @@ class Simulation:
         self._push(self.now + seconds, END, group)
 
     def _loads(self, group: StageGroup, until: float) -> list[StepLoad]:
-        found = []
         for rank in group.ranks:
             if rank.inbox:
                 for _ in rank.take_in(until):
                     self._done()
-            found.append(rank.begin(self.now))
-        return found
+        if group.chunks is not None:
+            pending = [rank.scheduler.next_load() for rank in group.ranks]
+            tokens = group.chunks.budget(PendingLoad(*map(max, zip(*pending, strict=True))))
+            for rank in group.ranks:
+                rank.allow(tokens)
+        return [rank.begin(self.now) for rank in group.ranks]
 
     def _end(self, group: StageGroup) -> None:
         if group.dead:
@@ -339,13 +359,19 @@ class Simulation:
             timeline.gaps[self.now - group.ended] += rows
         if replica.balance is not None:
             self._balanced(replica, replica.balance, group)
+        if group.chunks is not None:
+            decoding = sum(load.rows for load in group.loads)
+            prompts = sum(load.prompts * load.new for load in group.loads)
+            group.chunks.observe(decoding, prompts, self.now - group.began)
         group.running = False
         group.ended = self.now
+        group.ready = self.now + self.deployment.pools[group.pool].host.after(rows) + group.work
+        group.work = 0.0
         if replica.draining and replica.empty:
             self._remove(replica)
             return
         group.waking = True
-        self._push(max(self.now, replica.entry), BEGIN, group)
+        self._push(max(group.ready, replica.entry), BEGIN, group)
 
     def _balanced(self, replica: Replica, balance: ReplicaBalance, group: StageGroup) -> None:
         """Update the replica's experts after a step; a changed placement changes its step costs."""
@@ -370,6 +396,7 @@ class Simulation:
         seconds = self.deployment.transfer(record.length - 1)
         replica = group.replica
         replica.link = max(self.now, replica.link) + seconds
+        group.work += self.deployment.pools[group.pool].host.sent
         self.timelines[group.pool].sent += seconds
         self._push(replica.link, LAND, Landing(record, replica, replica.died))
 
@@ -416,6 +443,7 @@ class Simulation:
             pool.ranks,
             pool.remote,
             pool.first_only,
+            pool.chunks,
         )
         self._place(replica.pool)
         waiting = self.parked[replica.pool]

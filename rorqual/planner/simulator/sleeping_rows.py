@@ -33,13 +33,15 @@ class QuickPrefixCache(PrefixCache):
 class SleepingScheduler(Scheduler):
     """done: completed steps. since: for each sleeping request, the step after which it fell asleep.
     asleep: tokens that all sleeping requests have now. due: requests that decode in the next step.
-    awake: (position, request) of those that are not asleep in it."""
+    awake: (position, request) of those that are not asleep in it. allowed: most prompt tokens of
+    the next step, beside which the budget of all requests counts."""
 
     def __init__(self, config: SchedulerConfig):
         assert not config.num_speculative_tokens, "drafts decide how far a request comes"
         assert config.pipeline_turns == 1, "all requests are in every step"
         super().__init__(config)
         self.prefix = QuickPrefixCache(self.allocator, config.page_size, config.prefix_caching)
+        self.allowed = config.max_num_batched_tokens
         self.done = self.asleep = self.joined = 0
         self.since: dict[str, int] = {}
         self.due: list[Sequence] = []
@@ -115,7 +117,8 @@ class SleepingScheduler(Scheduler):
         """Prompts get what all that decode leave of the budget, whether they sleep or not."""
         sampled = super()._schedule_decode(output)
         rows = len(sampled) + len(self.since)
-        self.prompt_budget = self.config.max_num_batched_tokens - rows
+        most = self.config.max_num_batched_tokens - rows
+        self.prompt_budget = min(self.allowed, most)
         return sampled
 
     def _release(self, sequence: Sequence) -> None:

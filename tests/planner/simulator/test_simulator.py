@@ -19,12 +19,24 @@ from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator import simulated_rank as rank_module
 from rorqual.planner.simulator import sleeping_rows
-from rorqual.planner.simulator.cost_runner import ConstantCosts, MeasuredCosts, StepCost, StepLoad
+from rorqual.planner.simulator.cost_runner import (
+    ConstantCosts,
+    HostTimes,
+    MeasuredCosts,
+    StepCost,
+    StepLoad,
+)
 from rorqual.planner.simulator.micro_batches import Task
 from rorqual.planner.simulator.results import Outcome, as_json, outcome, spread, weighted_spread
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
 from rorqual.planner.simulator.sleeping_rows import SleepingScheduler
-from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, SharedPrefix, Workload
+from rorqual.planner.simulator.workload import (
+    Arrival,
+    Arrivals,
+    LengthDistribution,
+    SharedPrefix,
+    Workload,
+)
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -41,6 +53,16 @@ def config(**changes: Any) -> SchedulerConfig:
 def pool(costs: Any = None, **changes: Any) -> Pool:
     scheduler = changes.pop("scheduler", None) or config()
     return Pool("all", scheduler, costs or ConstantCosts(0.01), **changes)
+
+
+@dataclass(frozen=True)
+class Jobs(Workload):
+    """Just these."""
+
+    given: ReadOnly[Arrival] = ()
+
+    def jobs(self, seed: int) -> Any:
+        return iter(self.given)
 
 
 def work(
@@ -421,6 +443,74 @@ def test_a_link_carries_one_cache_at_a_time() -> None:
 
 
 # ---- costs and figures
+
+
+def chunked(itl_ms: str) -> list[tuple[int, int]]:
+    """(rows, prompt tokens) of the steps while a prompt comes to a request that decodes."""
+    loads: list[tuple[int, int]] = []
+
+    class Watched(MeasuredCosts):
+        def step(self, found: ReadOnly[StepLoad], drafts: int) -> StepCost:
+            loads.extend((load.rows, load.prompts * load.new) for load in found)
+            return super().step(found, drafts)
+
+    table = {(r, p): 0.001 * r + 0.0001 * p for r in (0, 1) for p in (0, 256) if r or p}
+    rows = [(0.0, 16, 60), (0.02, 256, 20)]
+    jobs = [Arrival(number, *row) for number, row in enumerate(rows)]
+    Simulation(
+        Deployment((pool(Watched(table), itl_ms=itl_ms),)), Jobs(requests=9, given=jobs), 0
+    ).run()
+    return loads
+
+
+def test_chunks_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt beside a request that decodes takes one step, or as many as the engine's rule has
+    it take, which sees simulated seconds; sleeping requests are in its counts."""
+    whole = chunked("off")
+    assert [tokens for rows, tokens in whole if rows and tokens] == [255, 1]
+    kept = chunked("5")
+    together = [tokens for rows, tokens in kept if rows and tokens]
+    assert sum(together) == 256
+    assert len(together) > 5
+    assert max(together) <= 50, "five milliseconds, a tenth of one a token"
+    monkeypatch.setattr(rank_module, "SLEEPING", False)
+    assert chunked("5") == kept
+    assert chunked("off") == whole
+    with pytest.raises(ConfigError, match="itl_ms='-1'; accepted: off, auto"):
+        pool(itl_ms="-1")
+
+
+def test_work_beside_the_steps_delays_the_next_one() -> None:
+    """Steps of 10 ms: after each that brought a decoding request a token 3 ms and 2 for each, and
+    5 ms for each request that comes while a step runs."""
+    host = HostTimes(step=0.003, row=0.002, request=0.005, sent=0.1, received=0.1)
+    jobs = [Arrival(0, 0.0, 16, 4), Arrival(1, 0.005, 16, 1)]
+    run = Simulation(Deployment((pool(host=host),)), Jobs(requests=9, given=jobs), 0).run()
+    first, second = run.records
+    # prompt 0 to 10, work to 15, both to 25, work to 30, then 10 and 5 alternate
+    assert first.first == pytest.approx(0.010)
+    assert second.first == pytest.approx(0.025)
+    assert first.last == pytest.approx(0.055)
+    alone = Simulation(Deployment((pool(host=host),)), Jobs(requests=9, given=jobs[:1]), 0).run()
+    assert alone.records[0].last == pytest.approx(0.010 + 3 * 0.010 + 2 * 0.005)
+    with pytest.raises(ConfigError, match="sent=-1 s must be at least 0"):
+        HostTimes(sent=-1)
+
+
+def test_caches_take_time_of_both_servers() -> None:
+    """Prompts of 10 ms one after another: 4 ms more for each whose cache is sent."""
+    host = HostTimes(sent=0.004)
+    pools = (
+        replace(pool(first_only=True, host=host), name="prefill"),
+        replace(pool(remote=True, host=HostTimes(received=0.02)), name="decode"),
+    )
+    one = replace(pools[0].scheduler, max_num_seqs=1)
+    pools = (replace(pools[0], scheduler=one), pools[1])
+    jobs = [Arrival(number, 0.0, 16, 3) for number in range(3)]
+    run = Simulation(Deployment(pools, lambda tokens: 0.0), Jobs(requests=9, given=jobs), 0).run()
+    assert [record.first for record in run.records] == pytest.approx([0.010, 0.024, 0.038])
+    # its first decode step to 20, then what the pages took
+    assert run.records[0].last == pytest.approx(0.050)
 
 
 def test_measured_costs_are_linear_between_points() -> None:
