@@ -83,9 +83,10 @@ INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Pi
         UNROLLED for (int n = 0; n < N; n++) put(acc[r][n], piece.held + (r * N + n) * SPAN);
 }
 
-// Four rows of the matrix with all n rows of x, in tiles of even sizes. `next`, four rows too: each tile asks for P of them.
+// Four rows of the matrix with all n rows of x, in tiles of even sizes. `next`, four rows too: each tile asks for P of them. A function
+// of its own: where its caller took it in, all its forms together, gcc 12's inner loops were half as fast.
 template <int P>
-void pair_group(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t n, Piece piece, const bf16 *next, float *y, int64_t ldy) {
+__attribute__((noinline)) void pair_group(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t n, Piece piece, const bf16 *next, float *y, int64_t ldy) {
     int64_t tiles = (n + 3) / 4;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
@@ -109,18 +110,19 @@ inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, i
     int64_t pieces = n * k <= MOST_PAIRS ? 1 : (n * k + HELD_PAIRS - 1) / HELD_PAIRS, deep = padded((k + pieces - 1) / pieces);
     int64_t high = deep < k ? std::max<int64_t>(4, HELD_SUMS / n / 4 * 4) : 4, tiles = (n + 3) / 4;
     int64_t ahead = std::max<int64_t>(8, (rows_ahead(ldw * int64_t(sizeof(bf16))) + 3) / 4 * 4);
-    // A processor has few places for lines on their way. Four rows spread over the tiles never fill them. Where rows of x come out of the
-    // second cache those take places too: each tile asks for all four, as some are lost.
-    int64_t each = tiles == 1 || n * k > HELD_PAIRS ? 4 : tiles < 4 ? 2 : 1;
+    // A processor has few places for lines on their way, and what does not find one is lost: each tile asks for all four rows again. Of
+    // many tiles, whose rows of x take none of these places, each asks for one row.
+    bool spread_out = tiles > 3 && n * k <= HELD_PAIRS;
     float *held = scratch(14, deep < k ? high * n * SPAN : 0);
     for (; r < whole; r += high)
         for (int64_t i = 0; i < k; i += deep)
             for (int64_t band = r; band < std::min(whole, r + high); band += 4) {
                 Piece piece = {std::min(deep, k - i), i == 0, i + deep >= k, held + (band - r) * n * SPAN};
                 const bf16 *mine = w + band * ldw + i, *next = mine + (deep >= k ? ahead * ldw : piece.last ? high * ldw - i : deep);
-                if (each == 4) pair_group<4>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
-                if (each == 2) pair_group<2>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
-                if (each == 1) pair_group<1>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
+                if (spread_out)
+                    pair_group<1>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
+                else
+                    pair_group<4>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
             }
     r = whole;
     for (; r < rows; r++)
