@@ -293,7 +293,7 @@ namespace {
 
 template <class T>
 void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum, int64_t n, int64_t d, float eps) {
-    split(n, 1, 8 * n * d, [=](int64_t begin, int64_t end) {
+    split(n, 1, 32 * n * d, [=](int64_t begin, int64_t end) {  // as many operations by the time they take
         float *row = scratch(0, d);
         for (int64_t t = begin; t < end; t++) {
             int64_t i = 0;

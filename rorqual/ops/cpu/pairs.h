@@ -29,22 +29,23 @@ inline bool pairs_take(const E *) {
 
 constexpr int64_t AHEAD = 16384;  // bytes of a matrix between what is read and what is asked for
 
-constexpr int64_t HELD_PAIRS = 20480;  // bf16 of rows of x that stay in the first cache beside what is read
-constexpr int64_t PIECE = 1024;        // columns at once where they do not
+// bf16 of rows of x that stay in the first cache: with rows of the matrix that were asked for long before, or with the next four.
+constexpr int64_t HELD_PAIRS = 10240, MOST_PAIRS = 16384;
+constexpr int64_t HELD_SUMS = 256;  // registers of sums, one for a row of x and one of the matrix, that wait for the next columns
 
 // The same in rows of so many bytes.
 inline int64_t rows_ahead(int64_t bytes) { return std::max<int64_t>(1, AHEAD / bytes); }
 
 #if defined(__AVX512BF16__)
-// y [N, R] = x [N, k] times w [R, k] transposed; `next`: rows that are read later.
-template <int R, int N>
+// y [N, R] = x [N, k] times w [R, k] transposed. `next`: rows that are read later, of which P are asked for.
+template <int R, int N, int P>
 INLINE void pair_sums(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t k, const bf16 *next, sf (&acc)[R][N]) {
     int64_t i = 0;
     for (; i + PAIR <= k; i += PAIR) {
         sp column[N];
         UNROLLED for (int n = 0; n < N; n++) column[n] = pairs_at(x + n * ldx + i);
         UNROLLED for (int r = 0; r < R; r++) {
-            __builtin_prefetch(next + r * ldw + i);
+            if (r < P) __builtin_prefetch(next + r * ldw + i);
             sp mine = pairs_at(w + r * ldw + i);
             UNROLLED for (int n = 0; n < N; n++) acc[r][n] = add_pairs(acc[r][n], mine, column[n]);
         }
@@ -63,7 +64,7 @@ struct Piece {
     float *held;
 };
 
-template <int N>
+template <int N, int P>
 INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Piece piece, const bf16 *next, float *y, int64_t ldy) {
     sf acc[4][N] = {};
     if (!piece.first)
@@ -72,43 +73,62 @@ INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Pi
     if constexpr (N == 1)
         UNROLLED for (int r = 0; r < 4; r++) {
             sf own[1][1] = {{acc[r][0]}};
-            pair_sums<1, 1>(w + r * ldw, ldw, x, ldx, piece.columns, next + r * ldw, own);
+            pair_sums<1, 1, P>(w + r * ldw, ldw, x, ldx, piece.columns, next + r * ldw, own);
             acc[r][0] = own[0][0];
         }
     else
-        pair_sums<4, N>(w, ldw, x, ldx, piece.columns, next, acc);
+        pair_sums<4, N, P>(w, ldw, x, ldx, piece.columns, next, acc);
     if (piece.last) return put_sums(acc, 0, 0, y, ldy, false);
     UNROLLED for (int r = 0; r < 4; r++)
         UNROLLED for (int n = 0; n < N; n++) put(acc[r][n], piece.held + (r * N + n) * SPAN);
 }
 
+// Four rows of the matrix with all n rows of x, in tiles of even sizes. `next`, four rows too: each tile asks for P of them. A function
+// of its own: where its caller took it in, all its forms together, gcc 12's inner loops were half as fast.
+template <int P>
+__attribute__((noinline)) void pair_group(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, int64_t n, Piece piece, const bf16 *next, float *y, int64_t ldy) {
+    int64_t tiles = (n + 3) / 4;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+        Piece own = {piece.columns, piece.first, piece.last, piece.held + from * 4 * SPAN};
+        const bf16 *then = next + std::min<int64_t>(t * P, 4 - P) * ldw, *in = x + from * ldx;
+        if (count == 2) pair_tile<2, P>(w, ldw, in, ldx, own, then, y + from * ldy, ldy);
+        if (count == 3) pair_tile<3, P>(w, ldw, in, ldx, own, then, y + from * ldy, ldy);
+        if (count == 4) pair_tile<4, P>(w, ldw, in, ldx, own, then, y + from * ldy, ldy);
+    }
+}
+
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
 inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
-    int64_t r = 0, ahead = rows_ahead(ldw * int64_t(sizeof(bf16))), tiles = (n + 3) / 4;
-    if (n > 1) ahead = std::max<int64_t>(4, ahead);  // four rows are read at once: none of them is asked for
-    for (; n == 1 && r + 4 <= rows; r += 4) {
+    int64_t whole = rows / 4 * 4, r = 0;
+    for (; n == 1 && r < whole; r += 4) {
         const bf16 *mine = w + r * ldw;
-        pair_tile<1>(mine, ldw, x, ldx, {k, true, true, nullptr}, mine + AHEAD / int64_t(sizeof(bf16)), y + r, ldy);
+        pair_tile<1, 1>(mine, ldw, x, ldx, {k, true, true, nullptr}, mine + AHEAD / int64_t(sizeof(bf16)), y + r, ldy);
     }
-    int64_t deep = n > 4 && n * ldx > HELD_PAIRS ? PIECE : k;
-    float *held = scratch(14, deep < k ? tiles * 16 * SPAN : 0);
-    for (; r + 4 <= rows; r += 4) {
-        const bf16 *mine = w + r * ldw, *next = r + 4 + ahead <= rows ? mine + ahead * ldw : mine;
+    // Rows of x that do not stay in the first cache are multiplied in pieces of even sizes with as many rows of the matrix as their sums
+    // leave room for. What is read next is asked for behind the matrix's end too, where the next block often is.
+    int64_t pieces = n * k <= MOST_PAIRS ? 1 : (n * k + HELD_PAIRS - 1) / HELD_PAIRS, deep = padded((k + pieces - 1) / pieces);
+    int64_t high = deep < k ? std::max<int64_t>(4, HELD_SUMS / n / 4 * 4) : 4, tiles = (n + 3) / 4;
+    int64_t ahead = std::max<int64_t>(8, (rows_ahead(ldw * int64_t(sizeof(bf16))) + 3) / 4 * 4);
+    // A processor has few places for lines on their way, and what does not find one is lost: each tile asks for all four rows again. Of
+    // many tiles, whose rows of x take none of these places, each asks for one row.
+    bool spread_out = tiles > 3 && n * k <= HELD_PAIRS;
+    float *held = scratch(14, deep < k ? high * n * SPAN : 0);
+    for (; r < whole; r += high)
         for (int64_t i = 0; i < k; i += deep)
-            for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
-                int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
-                Piece piece = {std::min(deep, k - i), i == 0, i + deep >= k, held + t * 16 * SPAN};
-                const bf16 *in = x + from * ldx + i;
-                float *out = y + from * ldy + r;
-                if (count == 2) pair_tile<2>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
-                if (count == 3) pair_tile<3>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
-                if (count == 4) pair_tile<4>(mine + i, ldw, in, ldx, piece, next + i, out, ldy);
+            for (int64_t band = r; band < std::min(whole, r + high); band += 4) {
+                Piece piece = {std::min(deep, k - i), i == 0, i + deep >= k, held + (band - r) * n * SPAN};
+                const bf16 *mine = w + band * ldw + i, *next = mine + (deep >= k ? ahead * ldw : piece.last ? high * ldw - i : deep);
+                if (spread_out)
+                    pair_group<1>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
+                else
+                    pair_group<4>(mine, ldw, x + i, ldx, n, piece, next, y + band, ldy);
             }
-    }
+    r = whole;
     for (; r < rows; r++)
         for (int64_t i = 0; i < n; i++) {
             sf own[1][1] = {};
-            pair_sums<1, 1>(w + r * ldw, ldw, x + i * ldx, ldx, k, w + r * ldw, own);
+            pair_sums<1, 1, 0>(w + r * ldw, ldw, x + i * ldx, ldx, k, nullptr, own);
             y[i * ldy + r] = sum_of(own[0][0]);
         }
 }
