@@ -4,6 +4,7 @@ taking turns in one process. Weights are random, drawn in their format."""
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rorqual.bench.cpu.read_rate import ReadRate
 from rorqual.bench.cpu.shapes import Shape
 from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
@@ -20,7 +22,8 @@ from rorqual.planner.costs.costs import BatchShape, step_ops, total
 
 WIDE = "bf16"
 Turns = dict[str, list[float]]  # seconds of every engine's turns
-Found = tuple[str, Turns, dict[str, float], float | None]
+# work, seconds by engine, floors by engine, experts hit, bytes/s of memory that floors are from
+Found = tuple[str, Turns, dict[str, float], float | None, float | None]
 
 
 def engines(
@@ -47,13 +50,11 @@ def cpu_llm(folder: Path, work: CpuWork, **more: str) -> LLM:
     )
 
 
-def measured(
-    shape: Shape, folder: Path, work: CpuWork, bandwidth: float, product: float
-) -> Iterator[Found]:
-    """(work, seconds by engine, floors by engine, experts hit) of decode steps and a prompt."""
+def measured(shape: Shape, folder: Path, work: CpuWork, product: float) -> Iterator[Found]:
+    """Of decode steps and a prompt."""
     llms = dict(engines(shape, folder, work, work.format_names))
     for batch in (1, 16):
-        yield _decoding(shape, llms, batch, work, bandwidth)
+        yield _decoding(shape, llms, batch, work)
     yield _prompts(shape, llms, work, product)
     for llm in llms.values():
         llm.engine.close()
@@ -65,20 +66,31 @@ def tokens(shape: Shape, count: int, length: int) -> list[list[int]]:
     return torch.randint(size, (count, length), generator=generator).tolist()
 
 
-def _turns(calls: Mapping[str, Callable[[], object]], work: CpuWork, each: int) -> Turns:
-    clock = time.process_time if work.processor_time else time.perf_counter
+def _clock_of(work: CpuWork) -> Callable[[], float]:
+    return time.process_time if work.processor_time else time.perf_counter
+
+
+def _turns(
+    calls: Mapping[str, Callable[[], object]],
+    work: CpuWork,
+    each: int,
+    after: Callable[[], object] = lambda: None,
+) -> Turns:
+    """after: called after each turn of all engines."""
+    clock = _clock_of(work)
     found: Turns = {name: [] for name in calls}
     for _ in range(work.turns):
         for name, call in calls.items():
             start = clock()
             call()
             found[name].append((clock() - start) / each)
+        after()
     return found
 
 
-def _decoding(
-    shape: Shape, llms: Mapping[str, LLM], batch: int, work: CpuWork, bandwidth: float
-) -> Found:
+def _decoding(shape: Shape, llms: Mapping[str, LLM], batch: int, work: CpuWork) -> Found:
+    memory = ReadRate(_clock_of(work))
+    reads: list[float] = []
     prompts = tokens(shape, batch, work.context)
     steps = SETTLING + work.steps * work.turns
 
@@ -92,13 +104,14 @@ def _decoding(
             together.enter_context(steady_state_steps(llm.engine, prompts, settings))
             stepping(llm, SETTLING)()
         calls = {name: stepping(llm, work.steps) for name, llm in llms.items()}
-        turns = _turns(calls, work, work.steps)
+        turns = _turns(calls, work, work.steps, lambda: reads.append(memory.best()))
+    read = statistics.median(reads)
     floors = {
-        name: floor_seconds(llm, batch, work.context + steps // 2, bandwidth)
+        name: floor_seconds(llm, batch, work.context + steps // 2, read)
         for name, llm in llms.items()
     }
     hit = experts_hit(llms[WIDE], prompts)
-    return f"decode, batch {batch}", turns, floors, hit
+    return f"decode, batch {batch}", turns, floors, hit, read
 
 
 def _prompts(shape: Shape, llms: Mapping[str, LLM], work: CpuWork, product: float) -> Found:
@@ -115,4 +128,5 @@ def _prompts(shape: Shape, llms: Mapping[str, LLM], work: CpuWork, product: floa
     for call in calls.values():
         call()
     floor = total(step_ops(shape.config, BatchShape(1, work.prompt, 0))).flops / product
-    return f"prompt of {work.prompt}", _turns(calls, work, 1), dict.fromkeys(llms, floor), None
+    turns = _turns(calls, work, 1)
+    return f"prompt of {work.prompt}", turns, dict.fromkeys(llms, floor), None, None

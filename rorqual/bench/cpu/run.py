@@ -20,9 +20,10 @@ from torch import Tensor
 
 from rorqual.bench.cpu import formats
 from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
+from rorqual.bench.cpu.read_rate import ReadRate
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.cpu.work import SETTLING, CpuWork
-from rorqual.bench.offline.run import READ_BYTES, experts_hit, floor_seconds, greedy
+from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -36,9 +37,9 @@ Clock = Callable[[], float]
 @dataclass
 class CpuRow:
     """One shape and one kind of step. With --formats "ours" is a format and the peer bf16. ratio:
-    the median of the turns' ratios; bandwidth: bytes of the floor over our time, as a share of what
-    was read in this run; rate: our multiplications of a prompt as a share of torch's large
-    product's."""
+    the median of the turns' ratios. share: of a decode step the bytes of the floor over our time,
+    as a share of read_gb_s, what memory was read at between this row's turns (its median); of a
+    prompt our multiplications, as a share of torch's large product's."""
 
     shape: str
     sizes: str
@@ -50,6 +51,7 @@ class CpuRow:
     share: float
     experts_hit: float | None
     setting: str
+    read_gb_s: float | None = None
     turns: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -81,13 +83,6 @@ def processor() -> str:
     name = found.get("model name") or host.machine()
     have = set((found.get("flags") or found.get("features") or "").split())
     return f"{name} ({' '.join(flag for flag in FLAGS if flag in have)})"
-
-
-def read_rate(clock: Clock) -> float:
-    """Bytes a second at which a buffer larger than the caches is summed."""
-    data = torch.rand(READ_BYTES // 4)
-    data.sum()
-    return READ_BYTES / min(_clock(data.sum, clock) for _ in range(9))
 
 
 def product_rate(clock: Clock) -> float:
@@ -123,7 +118,7 @@ def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = Non
         seed,
         processor(),
         torch.get_num_threads(),
-        read_rate(clock),
+        ReadRate(clock).best(9),
         product_rate(clock),
     )
     tell(f"seed {seed}; {report.processor}; {report.threads} threads, torch {torch.__version__}")
@@ -153,12 +148,11 @@ def _rows(
 
 
 def beside_wide(shape: Shape, folder: Path, work: CpuWork, report: CpuReport) -> Iterator[CpuRow]:
-    found = formats.measured(shape, folder, work, report.bandwidth, report.product)
-    for what, seconds, floors, hit in found:
+    found = formats.measured(shape, folder, work, report.product)
+    for what, seconds, floors, hit, read in found:
         for name in (formats.WIDE, *work.format_names):
             turns = list(zip(seconds[name], seconds[formats.WIDE], strict=True))
-            share = floors[name] / statistics.median(seconds[name])
-            yield _row(shape, f"{what}, {name}", turns, floors[name], share, hit, "our bf16")
+            yield _row(shape, f"{what}, {name}", turns, floors[name], hit, "our bf16", read)
 
 
 def measure(
@@ -167,7 +161,7 @@ def measure(
     compiled_len = work.max_model_len if work.compiled else None
     peer = Peer(shape.data, folder, seed, _clock_of(work), compiled_len)
     llm = formats.cpu_llm(folder, work)
-    rows = [_decoding(shape, llm, peer, batch, work, report) for batch in (1, 16)]
+    rows = [_decoding(shape, llm, peer, batch, work) for batch in (1, 16)]
     rows.append(_prompts(shape, llm, peer, work, report))
     llm.engine.close()
     return rows
@@ -178,15 +172,15 @@ def _tokens(shape: Shape, count: int, length: int) -> Tensor:
     return torch.randint(shape.config.vocab_size, (count, length), generator=generator)
 
 
-def _decoding(
-    shape: Shape, llm: LLM, peer: Peer, batch: int, work: CpuWork, report: CpuReport
-) -> CpuRow:
+def _decoding(shape: Shape, llm: LLM, peer: Peer, batch: int, work: CpuWork) -> CpuRow:
     prompts = _tokens(shape, batch, work.context)
     setting, tried = peer.best(prompts, PROBED_STEPS, work.seconds)
     steps = SETTLING + work.steps * work.turns
     theirs = peer.decoding(prompts, setting)
     engine = llm.engine
     engine.scheduler.prefix.clear()
+    memory = ReadRate(peer.clock)
+    reads = []
     found = []
     with steady_state_steps(engine, prompts.tolist(), greedy(steps + 4 * batch + 8)):
 
@@ -197,12 +191,13 @@ def _decoding(
         theirs.seconds(SETTLING)
         for _ in range(work.turns):
             found.append((our_seconds(work.steps), theirs.seconds(work.steps)))
-    floor = floor_seconds(llm, batch, work.context + steps // 2, report.bandwidth)
+            reads.append(memory.best())
+    read = statistics.median(reads)
+    floor = floor_seconds(llm, batch, work.context + steps // 2, read)
     turns = [(ours / work.steps, other / work.steps) for ours, other in found]
-    ours = statistics.median(mine for mine, _ in turns)
     hit = experts_hit(llm, prompts.tolist())
     words = f"{setting} (best of {tried})"
-    return _row(shape, f"decode, batch {batch}", turns, floor, floor / ours, hit, words)
+    return _row(shape, f"decode, batch {batch}", turns, floor, hit, words, read)
 
 
 def _prompts(shape: Shape, llm: LLM, peer: Peer, work: CpuWork, report: CpuReport) -> CpuRow:
@@ -216,11 +211,10 @@ def _prompts(shape: Shape, llm: LLM, peer: Peer, work: CpuWork, report: CpuRepor
 
     our_seconds()
     turns = [(our_seconds(), peer.prompt_seconds(prompts, setting)) for _ in range(work.turns)]
-    ours = statistics.median(mine for mine, _ in turns)
     flops = total(step_ops(shape.config, BatchShape(1, work.prompt, 0))).flops
     floor = flops / report.product
     words = f"{setting} (best of {tried})"
-    return _row(shape, f"prompt of {work.prompt}", turns, floor, floor / ours, None, words)
+    return _row(shape, f"prompt of {work.prompt}", turns, floor, None, words)
 
 
 def _row(
@@ -228,21 +222,24 @@ def _row(
     work: str,
     turns: list[tuple[float, float]],
     floor: float,
-    share: float,
     hit: float | None,
     setting: str,
+    read: float | None = None,
 ) -> CpuRow:
+    """read: bytes/s of memory that the floor is from."""
+    ours = statistics.median(ours for ours, _ in turns)
     return CpuRow(
         shape.name,
         shape.sizes,
         work,
-        1e3 * statistics.median(ours for ours, _ in turns),
+        1e3 * ours,
         1e3 * statistics.median(peer for _, peer in turns),
         statistics.median(peer / ours for ours, peer in turns),
         1e3 * floor,
-        share,
+        floor / ours,
         hit,
         setting,
+        read and read / 1e9,
         turns,
     )
 
@@ -251,8 +248,12 @@ def _line(row: CpuRow) -> str:
     return (
         f"{row.shape:14} {row.work:22} ours {row.ours_ms:9.2f} ms, the other "
         f"{row.peer_ms:9.2f} ms, ratio {row.ratio:5.2f}, floor {row.floor_ms:8.2f} ms "
-        f"({100 * row.share:.0f} %)  {row.setting}"
+        f"({100 * row.share:.0f} %{_at(row)})  {row.setting}"
     )
+
+
+def _at(row: CpuRow) -> str:
+    return "" if row.read_gb_s is None else f" of {row.read_gb_s:.0f} GB/s"
 
 
 def print_table(report: CpuReport) -> None:
@@ -263,12 +264,13 @@ def print_table(report: CpuReport) -> None:
     columns = ("shape", "work", "ours ms", "the other's ms", "ratio", "floor ms", "% of floor")
     title = f"{report.processor}, {report.threads} threads, seed {report.seed}"
     table = Table(title=title)
-    for name in (*columns, "experts", "sizes"):
+    for name in (*columns, "GB/s read", "experts", "sizes"):
         table.add_column(name)
     for row in report.rows:
         hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
         numbers = (row.ours_ms, row.peer_ms, row.ratio, row.floor_ms, 100 * row.share)
         cells = [f"{number:.2f}" for number in numbers[:4]] + [f"{numbers[4]:.0f}"]
+        cells.append("" if row.read_gb_s is None else f"{row.read_gb_s:.0f}")
         table.add_row(row.shape, row.work, *cells, hit, row.sizes)
     console = Console()
     console = console if console.is_terminal else Console(width=180)
