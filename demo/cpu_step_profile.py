@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rorqual.bench.cpu.run import read_rate
+from rorqual.bench.cpu.read_rate import ReadRate
 from rorqual.bench.offline.run import floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.llm.llm import LLM
@@ -110,7 +110,7 @@ def main() -> None:
     rates = {}
     for count in counts:
         use_threads(count)
-        rates[count] = read_rate(clock)
+        rates[count] = ReadRate(clock).best(9)
         print(f"memory read at {rates[count] / 1e9:.1f} GB/s, threads: {count}")
     for batch in (int(each) for each in options.batch.split(",")):
         size = llm.engine.model_config.vocab_size
