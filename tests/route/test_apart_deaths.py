@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ COMING = "kv_transfer_requests_waiting"
 
 @dataclass
 class Apart:
-    """prefill also answers by itself, to tell what is right."""
+    """prefill also answers by itself, to tell what is right. killed: engines' processes."""
 
     prefill: Running
     decodes: list[Running]
     router: Running
+    killed: set[int] = field(default_factory=set)
 
     @property
     def servers(self) -> list[Running]:
@@ -53,11 +54,15 @@ class Apart:
         """To their engines."""
         for server in servers:
             for pid in server.engine_pids():
+                if sign == signal.SIGKILL:
+                    self.killed.add(pid)
                 stand_still(pid) if sign == signal.SIGSTOP else os.kill(pid, sign)
 
     def rest(self) -> None:
-        """Until all are ready again and hold nothing."""
+        """Until all are ready again and hold nothing: a server may not have noticed yet that its
+        engine was killed."""
         for server in self.servers:
+            server.wait_until(lambda server=server: self.killed.isdisjoint(server.engine_pids()))
             server.wait_until(server.healthy, 120)
             server.wait_until(lambda server=server: server.held_pages() == 0, 120)
             server.wait_until(lambda server=server: figure(server, COMING) == 0, 120)
