@@ -10,7 +10,7 @@ then the simulator says what each load will bring; then both deployments get the
 turns. What is measured while other programs take a tenth of a processor (`others`) is measured
 again, where a better moment comes soon. Loads: `--streams` requests at a time for the peak, then
 Poisson arrivals at shares of the peak that two plain servers reached. `carried`: tokens/s of two
-cores that nobody else used, by the processor time that each server took.
+cores that nothing else used, by the processor time that each server took.
 """
 
 from __future__ import annotations

@@ -223,19 +223,18 @@ def test_pages_are_sent_several_at_a_time(
     assert (found.found, found.error) == (2, "the pages are kept no more")
 
 
-def test_pages_that_are_copied_together_do_not_go_meanwhile(keeper: Keeper) -> None:
-    name = keeper.offer()
+def lease_ends_during(
+    keeper: Keeper, name: bytes, read: Callable[[Callable[[], None]], object]
+) -> None:
+    """Settle while `read` copies: it calls what it is given in the midst of its copy."""
     copying = threading.Event()
     go_on = threading.Event()
-    held = []
 
-    def copy(places: list[Any]) -> None:
+    def pause() -> None:
         copying.set()
         assert go_on.wait(60)
-        held.extend(keeper.prefix.allocator.holders[page] for page, _ in places)
 
-    given = (name, keeper.keys, copy)
-    reader = threading.Thread(target=keeper.table.read_together, args=given)
+    reader = threading.Thread(target=read, args=(pause,))
     reader.start()
     assert copying.wait(60)
     keeper.leases.open[name].deadline = 0.0
@@ -246,8 +245,22 @@ def test_pages_that_are_copied_together_do_not_go_meanwhile(keeper: Keeper) -> N
     go_on.set()
     reader.join(60)
     settling.join(60)
+
+
+def test_pages_that_are_copied_together_do_not_go_meanwhile(keeper: Keeper) -> None:
+    name = keeper.offer()
+    held = []
+
+    def read(pause: Callable[[], None]) -> int:
+        def copy(places: list[Any]) -> None:
+            pause()
+            held.extend(keeper.prefix.allocator.holders[page] for page, _ in places)
+
+        return keeper.table.read_together(name, keeper.keys, copy)
+
+    lease_ends_during(keeper, name, read)
     assert held == [2] * 4
-    assert keeper.table.read_together(*given) == 0, "the lease is closed"
+    assert read(lambda: None) == 0, "the lease is closed"
     assert len(held) == 4
 
 
@@ -284,26 +297,16 @@ def test_a_connection_serves_several_prompts(keeper: Keeper) -> None:
 
 def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
     name = keeper.offer()
-    copying = threading.Event()
-    go_on = threading.Event()
     held = []
 
-    def copy(page: int) -> None:
-        copying.set()
-        assert go_on.wait(60)
-        held.append(keeper.prefix.allocator.holders[page])
+    def read(pause: Callable[[], None]) -> None:
+        def copy(page: int) -> None:
+            pause()
+            held.append(keeper.prefix.allocator.holders[page])
 
-    reader = threading.Thread(target=keeper.table.read, args=(name, keeper.keys[1], copy))
-    reader.start()
-    assert copying.wait(60)
-    keeper.leases.open[name].deadline = 0.0
-    settling = threading.Thread(target=keeper.settle)
-    settling.start()
-    time.sleep(0.05)
-    assert settling.is_alive(), "it waits for the copy"
-    go_on.set()
-    reader.join(60)
-    settling.join(60)
+        keeper.table.read(name, keeper.keys[1], copy)
+
+    lease_ends_during(keeper, name, read)
     assert held == [2]
     assert keeper.held() == []
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from rorqual.bench.cpu.read_rate import ReadRate
+from rorqual.bench.cpu.read_rate import ReadRate, clock_of, seconds_of
 from rorqual.bench.cpu.shapes import Shape
 from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
@@ -66,10 +65,6 @@ def tokens(shape: Shape, count: int, length: int) -> list[list[int]]:
     return torch.randint(size, (count, length), generator=generator).tolist()
 
 
-def _clock_of(work: CpuWork) -> Callable[[], float]:
-    return time.process_time if work.processor_time else time.perf_counter
-
-
 def _turns(
     calls: Mapping[str, Callable[[], object]],
     work: CpuWork,
@@ -77,19 +72,17 @@ def _turns(
     after: Callable[[], object] = lambda: None,
 ) -> Turns:
     """after: called after each turn of all engines."""
-    clock = _clock_of(work)
+    clock = clock_of(work.processor_time)
     found: Turns = {name: [] for name in calls}
     for _ in range(work.turns):
         for name, call in calls.items():
-            start = clock()
-            call()
-            found[name].append((clock() - start) / each)
+            found[name].append(seconds_of(call, clock) / each)
         after()
     return found
 
 
 def _decoding(shape: Shape, llms: Mapping[str, LLM], batch: int, work: CpuWork) -> Found:
-    memory = ReadRate(_clock_of(work))
+    memory = ReadRate(clock_of(work.processor_time))
     reads: list[float] = []
     prompts = tokens(shape, batch, work.context)
     steps = SETTLING + work.steps * work.turns

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rorqual.bench.cpu import formats
 from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
-from rorqual.bench.cpu.read_rate import ReadRate
+from rorqual.bench.cpu.read_rate import Clock, ReadRate, clock_of, seconds_of
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
@@ -31,7 +31,6 @@ from rorqual.planner.costs.costs import BatchShape, step_ops, total
 
 FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
 PRODUCT = (512, 2048, 2048)  # rows, columns and depth of torch's large product
-Clock = Callable[[], float]
 
 
 @dataclass
@@ -92,19 +91,9 @@ def product_rate(clock: Clock) -> float:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(rows, depth).to(dtype)
         w = torch.randn(columns, depth).to(dtype)
-        took = min(_clock(partial(torch.nn.functional.linear, x, w), clock) for _ in range(5))
+        took = min(seconds_of(partial(torch.nn.functional.linear, x, w), clock) for _ in range(5))
         best = max(best, 2 * rows * columns * depth / took)
     return best
-
-
-def _clock(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    start = clock()
-    work()
-    return clock() - start
-
-
-def _clock_of(work: CpuWork) -> Clock:
-    return time.process_time if work.processor_time else time.perf_counter
 
 
 def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = None) -> CpuReport:
@@ -113,7 +102,7 @@ def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = Non
         torch.set_num_threads(work.threads)
     if work.processor_time and torch.get_num_threads() > 1:
         raise ConfigError("processor_time adds up what threads take; accepted: threads=1")
-    clock = _clock_of(work)
+    clock = clock_of(work.processor_time)
     report = CpuReport(
         seed,
         processor(),
@@ -159,7 +148,7 @@ def measure(
     shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
 ) -> Sequence[CpuRow]:
     compiled_len = work.max_model_len if work.compiled else None
-    peer = Peer(shape.data, folder, seed, _clock_of(work), compiled_len)
+    peer = Peer(shape.data, folder, seed, clock_of(work.processor_time), compiled_len)
     llm = formats.cpu_llm(folder, work)
     rows = [_decoding(shape, llm, peer, batch, work) for batch in (1, 16)]
     rows.append(_prompts(shape, llm, peer, work, report))
@@ -185,7 +174,7 @@ def _decoding(shape: Shape, llm: LLM, peer: Peer, batch: int, work: CpuWork) -> 
     with steady_state_steps(engine, prompts.tolist(), greedy(steps + 4 * batch + 8)):
 
         def our_seconds(count: int) -> float:
-            return _clock(lambda: [engine.step() for _ in range(count)], peer.clock)
+            return seconds_of(lambda: [engine.step() for _ in range(count)], peer.clock)
 
         our_seconds(SETTLING)
         theirs.seconds(SETTLING)
@@ -207,7 +196,7 @@ def _prompts(shape: Shape, llm: LLM, peer: Peer, work: CpuWork, report: CpuRepor
 
     def our_seconds() -> float:
         llm.engine.scheduler.prefix.clear()
-        return _clock(lambda: llm.generate(ids, greedy(1)), peer.clock)
+        return seconds_of(lambda: llm.generate(ids, greedy(1)), peer.clock)
 
     our_seconds()
     turns = [(our_seconds(), peer.prompt_seconds(prompts, setting)) for _ in range(work.turns)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rorqual.bench.cpu.read_rate import ReadRate
+from rorqual.bench.cpu.read_rate import ReadRate, clock_of
 from rorqual.bench.cpu.run import processor
 from rorqual.bench.llama_cpp.check import check
 from rorqual.bench.llama_cpp.drawn_weights import DrawnWeights
@@ -232,8 +232,7 @@ def _prompt_seconds(side: Side, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def _turns(sides: Sequence[Side], work: LlamaCppWork, call: Callable[[Side], float]) -> Turns:
-    clock = time.process_time if work.processor_time else time.perf_counter
-    bandwidth = ReadRate(clock).best(9)
+    bandwidth = ReadRate(clock_of(work.processor_time)).best(9)
     found: dict[str, list[float]] = {side.name: [] for side in sides}
     for _ in range(work.turns):
         for side in sides:

@@ -157,7 +157,7 @@ def test_padding_has_no_experts(fp8: bool) -> None:
     pairs = Pairs([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]])
     padded = PaddedRows(torch.zeros(1, dtype=torch.int64, device=DEVICE), 2, 1)
     x, ids, weights = given(ROWS, 3, torch.float32)
-    ids[ids == EXPERTS - 1] = 0  # which nobody has
+    ids[ids == EXPERTS - 1] = 0  # which no server has
     for requests, real in ((3, 5), (1, 1), (0, 0), (9, ROWS)):
         padded.requests.fill_(requests)
         lost = ids.clone()
