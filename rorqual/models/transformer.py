@@ -259,7 +259,8 @@ class Transformer:
         row."""
         if not step.parts:
             return run_one(self.forward(step, every_row))
-        return torch.cat(run([self.forward(part, every_row=True) for part in step.parts]))
+        with self.ops.beside_messages():
+            return torch.cat(run([self.forward(part, every_row=True) for part in step.parts]))
 
     def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
         """The layout of a step. `tokens` of each data-parallel rank, including padding, the same on

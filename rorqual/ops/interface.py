@@ -275,6 +275,11 @@ class Ops:
         if the backend has one."""
         return nullcontext()
 
+    def beside_messages(self) -> AbstractContextManager[Any]:
+        """Context in which micro-batches are computed while messages of a process group are in
+        flight, whose kernels need a part of the device."""
+        return nullcontext()
+
     def prepare_weight(self, weight: Weight, name: str) -> None:
         """Convert a linear layer's matrix, or a stack of experts' matrices, to this backend's
         layout. Called after loading, and before on a model on the meta device. Raises ConfigError

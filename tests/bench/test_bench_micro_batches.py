@@ -38,6 +38,10 @@ def test_what_overlap_permits() -> None:
     found = permitted(StepTimes(2, phase, PhaseTimes(reason="none")), True, 8)
     assert found == pytest.approx((0.4, 0.4))
     assert permitted(StepTimes(2, phase, PhaseTimes(reason="none")), False, 8) == (0, 0)
+    # stages that take longer one by one than in the pass: what the wire leaves of it
+    phase = PhaseTimes((MeasuredSize(8, 8, "alltoall", 1e-3, stages, (9e-3,)),))
+    found = permitted(StepTimes(2, phase, PhaseTimes(reason="none")), True, 8)
+    assert found == pytest.approx((9 / 5 - 1, 4 / 5))
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:

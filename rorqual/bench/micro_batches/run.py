@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,15 +169,19 @@ def foretold(
 
 
 def permitted(times: StepTimes, decodes: bool, tokens: int) -> tuple[float, float]:
-    """((a + b) / max(a, b) - 1 of a whole pass, b / a): a computes, b travels."""
+    """((a + b) / max(a, b) - 1 of a whole pass, b / a): b travels, a is the rest of the pass. Not
+    the sum of the stages' computation: timed one by one, they have more launches that nothing
+    hides."""
     phase = times.decode if decodes else times.prompts
     if not phase.sizes:
         return 0.0, 0.0
     stages = layer_of(times, decodes, (tokens, 0) if decodes else (0, tokens))
     near = min(phase.sizes, key=lambda size: abs(size.tokens - tokens))
-    rest = max(0.0, rest_of(times.layers, phase, near)) * tokens / near.tokens
-    compute = times.layers * sum(stage.compute for stage in stages) + rest
+    rest = rest_of(times.layers, phase, near) * tokens / near.tokens
+    compute = max(0.0, times.layers * sum(stage.compute for stage in stages) + rest)
     wire = times.layers * sum(stage.wire for stage in stages)
+    if compute == 0:
+        return 0.0, math.inf
     return (compute + wire) / max(compute, wire) - 1, wire / compute
 
 

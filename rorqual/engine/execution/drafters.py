@@ -3,6 +3,7 @@ there). A fixed sequence of device operations, so that a graph can capture it.""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -145,7 +146,8 @@ class MTPDrafter:
             rows = slice(start, start + part.num_tokens)
             passes.append(self._pass(module, part, following[rows], hidden[rows]))
             start = rows.stop
-        found = run(passes)
+        with self.rows.ops.beside_messages() if step.parts else nullcontext():
+            found = run(passes)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _pass(

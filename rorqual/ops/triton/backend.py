@@ -65,7 +65,13 @@ from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
 from rorqual.ops.triton.rowwise import embedding
 from rorqual.ops.triton.rowwise import norm as norm_kernels
-from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
+from rorqual.ops.triton.runtime.launch import (
+    INTERPRETED,
+    beside_nccl,
+    keep_compiled,
+    next_power,
+    takes_fp8,
+)
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
 WIDEST_HEAD = 256
@@ -73,6 +79,9 @@ WIDEST_HEAD = 256
 
 class TritonOps(Ops):
     name = "triton"
+
+    def beside_messages(self) -> AbstractContextManager[None]:
+        return beside_nccl()
 
     def compiling(self) -> AbstractContextManager[None]:
         from rorqual.ops.triton.runtime import precompile

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rorqual import LLM
 from rorqual.errors import ConfigError, EngineError
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
+from rorqual.ops.interface import Ops
 from tests.engine.mixed_batch import COMMON, TEXTS, everything, params
 from tests.models.checkpoints import save
 
@@ -136,13 +138,22 @@ def test_steps_in_parts(
     expected: list[Any], layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = []
+    room_left = []
     plain = Transformer.compute
 
     def compute(self: Transformer, step: ForwardBatch, every_row: bool = False) -> Tensor:
         parts.append(len(step.parts))
-        return plain(self, step, every_row)
+        before = len(room_left)
+        result = plain(self, step, every_row)
+        assert len(room_left) - before == bool(step.parts)
+        return result
+
+    def beside_messages(self: Ops) -> AbstractContextManager[None]:
+        room_left.append(self)
+        return nullcontext()
 
     monkeypatch.setattr(Transformer, "compute", compute)  # of rank 0, which is this process
+    monkeypatch.setattr(Ops, "beside_messages", beside_messages)
     assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
     assert set(parts) == {0, layout["micro_batches"]}
 

@@ -7,6 +7,9 @@ before is complete and visible.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -38,13 +41,41 @@ def keep_compiled() -> None:
         triton.knobs.cache.dir = str(folder)
 
 
+# NCCL's programs, one a channel, each keep a multiprocessor while they run
+NCCL_CHANNELS = 16
+_reserved: list[int] = []
+
+
 @cache
-def multiprocessors(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
         else 132
     )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """For programs that stay on their multiprocessor: all, less those that `beside_nccl` leaves."""
+    return _multiprocessors(device) - (_reserved[-1] if _reserved else 0)
+
+
+@contextmanager
+def beside_nccl() -> Iterator[None]:
+    """Inside, `multiprocessors` leaves some to NCCL's programs. A kernel with one program for each
+    multiprocessor would otherwise have a program that waits for another to end, and take twice as
+    long. Some: NCCL's channels, at most 16, or fewer if its variables say so."""
+    _reserved.append(nccl_channels())
+    try:
+        yield
+    finally:
+        _reserved.pop()
+
+
+@cache
+def nccl_channels() -> int:
+    limits = (os.environ.get(name, "") for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"))
+    return min([NCCL_CHANNELS, *(max(1, int(one)) for one in limits if one.isdecimal())])
 
 
 @cache
