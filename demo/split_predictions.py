@@ -23,13 +23,14 @@ from pathlib import Path
 from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.scheduling.scheduler_output import split_lengths
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
 from rorqual.planner.timing.profiles import Profile, profile_for
 from rorqual.planner.timing.roofline import StepModel
-from rorqual.planner.timing.split import split_memory, split_step
+from rorqual.planner.timing.split import decode_step, split_memory
 
 MODELS = {
     "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", {}),
@@ -103,10 +104,8 @@ def _splits(
     for parts in PARTS:
         if requests < parts:
             continue
-        work = GroupWork(BatchShape.decode(-(-requests // parts), context))
-        step = split_step(model, work, 1, 1, "experts", parts)
-        busy = (parts * step.attention / step.seconds, parts * step.expert_gpu / step.seconds)
-        yield f"split, {parts} at once", 1e3 * step.seconds, busy
+        step = decode_step(model, split_lengths((1,) * requests, parts), context, 1, 1)
+        yield f"split, {parts} at once", 1e3 * step.seconds, step.schedule.busy[:2]
 
 
 def table(found: list[Cell]) -> Iterator[str]:

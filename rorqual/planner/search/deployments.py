@@ -24,11 +24,11 @@ from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import (
     PLACEMENTS,
-    SplitStep,
     split_memory,
     split_step,
     transfer_seconds,
 )
+from rorqual.planner.timing.split_schedule import SplitStep
 from rorqual.planner.timing.tables import STALE
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -305,7 +305,7 @@ def _remote(question: Question, model: StepModel, experts: int, placement: str) 
     ).seconds
     for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
         step, shares = _best_in_flight(question, model, batch, attention, experts, placement)
-        busy = step.longest / step.seconds * step.batches
+        busy = max(step.schedule.busy)
         tpot = step.seconds + (batch - 1) * prompt / goal.output
         rate = batch * attention * goal.output / (goal.output * step.seconds + batch * prompt)
         what = "whole experts" if placement == "experts" else "whole layers"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.micro_batches import Task
+from rorqual.planner.timing.split_schedule import Task
 
 
 class StepLoad(NamedTuple):

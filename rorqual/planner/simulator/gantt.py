@@ -16,8 +16,8 @@ from typing import Any
 from rich.text import Text
 
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.micro_batches import Task
 from rorqual.planner.simulator.simulator import Simulation
+from rorqual.planner.timing.split_schedule import Task
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 WIDTH = 1600

@@ -17,15 +17,14 @@ from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.simulator.cost_runner import IDLE, StepCost, StepLoad
 from rorqual.planner.simulator.micro_batches import (
     Stage,
-    Task,
     layer_chain,
     makespan,
     play,
-    split_chain,
 )
 from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.timing.roofline import StepModel, StepTime
-from rorqual.planner.timing.split import split_step
+from rorqual.planner.timing.split import layer_devices, once_seconds, split_pass
+from rorqual.planner.timing.split_schedule import Schedule, Task, schedule
 
 
 def rounded(value: float, bits: int) -> int:
@@ -248,14 +247,17 @@ class SplitCosts:
     micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
     resources: ClassVar[tuple[str, ...]] = ("attention GPUs", "an expert GPU", "network")
-    _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(
+    _steps: dict[tuple[StepLoad, int, int, float], Schedule] = field(
         default_factory=dict, repr=False
     )
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
-        return max(
-            (self._played(*key)[1] for key in self._keys(loads, num_speculative_tokens)),
-            key=lambda cost: cost.seconds,
+        found = max(
+            (self._scheduled(*key) for key in self._keys(loads, num_speculative_tokens)),
+            key=lambda one: one.seconds,
+        )
+        return StepCost(
+            found.seconds, found.seconds, (found.attention, found.experts, found.network)
         )
 
     def _keys(
@@ -275,39 +277,41 @@ class SplitCosts:
             if load != IDLE
         }
 
-    def _played(
+    def _scheduled(
         self, load: StepLoad, mean: int, num_speculative_tokens: int, factor: float
-    ) -> tuple[list[list[Stage]], StepCost]:
+    ) -> Schedule:
         key = (load, mean, num_speculative_tokens, factor)
         if key not in self._steps:
-            pieces = shared(load, self.micro_batches)
-            chains = []
-            sums = [0.0, 0.0, 0.0]
-            for piece in pieces:
-                average = work_of(StepLoad(rows=-(-mean // len(pieces)), context=1), 0, None)
-                sent = split_step(self.model, average, self.attention, self.experts, self.placement)
-                own = (
-                    split_step(
-                        self.model,
-                        work_of(piece, num_speculative_tokens, None),
-                        self.attention,
-                        self.experts,
-                        self.placement,
-                    ).attention
-                    * factor
-                )
-                found = replace(sent, attention=own)
-                chains.append(
-                    split_chain(self.model.config, found, self.experts, self.placement == "layers")
-                )
-                for index, seconds in enumerate((own, sent.expert_gpu, sent.network)):
-                    sums[index] += seconds
-            seconds = makespan(chains)
-            self._steps[key] = chains, StepCost(seconds, seconds, tuple(sums))
+            self._steps[key] = self._schedule(*key)
         return self._steps[key]
+
+    def _schedule(
+        self,
+        load: StepLoad,
+        mean: int,
+        num_speculative_tokens: int,
+        factor: float,
+        tasks: list[Task] | None = None,
+    ) -> Schedule:
+        gpus = (self.attention, self.experts, self.placement)
+        pieces = shared(load, self.micro_batches)
+        average = work_of(StepLoad(rows=-(-mean // len(pieces)), context=1), 0, None)
+        sent = split_pass(self.model, average, *gpus)
+        passes = []
+        for piece in pieces:
+            own = split_pass(self.model, work_of(piece, num_speculative_tokens, None), *gpus)
+            passes.append(
+                replace(sent, own=own.own, last=own.last, shared=own.shared).slowed(factor)
+            )
+        once = once_seconds(self.model, work_of(load, num_speculative_tokens, None)) * factor
+        by_layer = self.placement == "layers"
+        devices = layer_devices(self.model, self.experts) if by_layer else None
+        return schedule(passes, once, devices, tasks)
 
     def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         key = max(
-            self._keys(loads, num_speculative_tokens), key=lambda key: self._played(*key)[1].seconds
+            self._keys(loads, num_speculative_tokens), key=lambda key: self._scheduled(*key).seconds
         )
-        return play(self._played(*key)[0])
+        tasks: list[Task] = []
+        self._schedule(*key, tasks)
+        return tasks

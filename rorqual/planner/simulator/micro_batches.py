@@ -1,9 +1,9 @@
 """Overlap of micro-batches: one step's layers on concurrent resources, so that one micro-batch
 computes while another is sent. No torch.
 
-A micro-batch is a chain of stages, each on one resource (compute, network, expert devices); a
-resource serves one stage at a time, in the order they become ready. The engine interleaves its
-micro-batches at the same hand-overs.
+A micro-batch is a chain of stages, each on one resource (compute or network); a resource serves one
+stage at a time, in the order they become ready. The engine interleaves its micro-batches at the
+same hand-overs. Attention and experts on devices of their own: planner/timing/split_schedule.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.shards import stage_layers
 from rorqual.planner.timing.roofline import StepTime
-from rorqual.planner.timing.split import SplitStep
+from rorqual.planner.timing.split_schedule import Task
 
 ONCE = ("embedding", "lm_head", "engine")  # parts that a step has once, not layer by layer
 ONCE_SENT = ("embedding", "hidden states", "logits", "stage")
@@ -31,18 +31,6 @@ class Stage:
     resource: str
     name: str
     seconds: float
-
-
-@dataclass(frozen=True)
-class Task:
-    """A stage as it was played: `batch` is the micro-batch's number; seconds from the step's
-    start."""
-
-    resource: str
-    name: str
-    batch: int
-    start: float
-    end: float
 
 
 def play(chains: Sequence[Sequence[Stage]]) -> list[Task]:
@@ -103,22 +91,4 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
             stages.append(Stage("network", "dispatch", sums["before"] / moe))
             stages.append(Stage("compute", "experts", sums["experts"] / moe))
             stages.append(Stage("network", "combine", sums["after"] / moe))
-    return _chain(stages)
-
-
-def split_chain(config: ModelConfig, found: SplitStep, gpus: int, by_layer: bool) -> list[Stage]:
-    """The same with experts on separate devices. by_layer: each expert device holds whole layers,
-    so that micro-batches in different layers do not compete for it; else every expert device works
-    on every layer."""
-    moe = max(1, sum(config.moe_layers))
-    stages = []
-    index = 0
-    for sparse in config.moe_layers:
-        stages.append(Stage("attention GPUs", "attention", found.attention / config.num_layers))
-        if sparse:
-            name = f"expert GPU {index * gpus // moe}" if by_layer else "expert GPUs"
-            stages.append(Stage("network", "dispatch", found.network / moe / 2))
-            stages.append(Stage(name, "experts", found.experts / moe))
-            stages.append(Stage("network", "combine", found.network / moe / 2))
-            index += 1
     return _chain(stages)

@@ -295,6 +295,19 @@ class StepModel:
         memory = op.bytes / device.bandwidth
         return (compute, "compute") if compute > memory else (memory, "memory")
 
+    def reached(self, op: RankOp) -> tuple[float, str]:
+        """As `floor`, at the fractions of the peaks that kernels reach, by the profile or by the
+        device's own measurement."""
+        profile = self.profile
+        device = self.device
+        usual = profile.flops_by_dtype.get(op.dtype, profile.flops_reached)
+        flops = device.achieved_flops.get(op.dtype, usual)
+        compute = op.flops / (device.peak(op.dtype) * flops)
+        memory = op.bytes / (
+            device.bandwidth * (device.achieved_bandwidth or profile.bandwidth_reached)
+        )
+        return (compute, "compute") if compute > memory else (memory, "memory")
+
     def _timed(self, op: RankOp) -> Timed:
         if (
             op.kind != "gather"
@@ -321,28 +334,17 @@ class StepModel:
         return ConfigError(f"{known}; --profile roofline gives lower bounds")
 
     def _derived(self, op: RankOp) -> Timed:
-        """Without a table: the fractions of the peaks from the profile or from the device's own
-        measurement, plus start-up."""
-        profile = self.profile
-        device = self.device
-        usual = profile.flops_by_dtype.get(op.dtype, profile.flops_reached)
-        flops = device.achieved_flops.get(op.dtype, usual)
-        compute = op.flops / (device.peak(op.dtype) * flops)
-        memory = op.bytes / (
-            device.bandwidth * (device.achieved_bandwidth or profile.bandwidth_reached)
-        )
+        """Without a table: at the fractions of the peaks that are reached, plus start-up."""
         start = self._kernel_seconds()
-        if profile.product_us is not None and op.kind != "gather":
-            start = profile.product_us * 1e-6
-        seconds = max(compute, memory) + start
-        limiter = (
-            "launch"
-            if start > max(compute, memory)
-            else "compute"
-            if compute > memory
-            else "memory"
+        if self.profile.product_us is not None and op.kind != "gather":
+            start = self.profile.product_us * 1e-6
+        seconds, limiter = self.reached(op)
+        return Timed(
+            op.name,
+            op.part,
+            (seconds + start) * op.layers,
+            "launch" if start > seconds else limiter,
         )
-        return Timed(op.name, op.part, seconds * op.layers, limiter)
 
     def _looked_up(self, op: RankOp, table: KernelTables) -> Timed:
         seconds = (

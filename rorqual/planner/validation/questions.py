@@ -30,7 +30,6 @@ from rorqual.planner.timing.roofline import (
     rpc_seconds,
     with_link,
 )
-from rorqual.planner.timing.split import SplitStep
 from rorqual.planner.validation.choices import CHOICES, TAKES_LOADS
 from rorqual.planner.validation.deployed import (
     R1,
@@ -206,17 +205,17 @@ def data_parallel() -> list[Line]:
 
 def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list[Line]:
     """58 MoE layers on 29 devices, two layers each; one backbone device, whose wire carries every
-    layer's rows out and back."""
+    layer's rows out and back. The batches are independent of each other, so with enough of them
+    the busiest is always busy: no step joins them, as it does the engine's micro-batches."""
     wire = 58 * TOKENS * 7168 * 2 / (gbit / 8 * 1e9)
-    step = SplitStep(BACKBONE, 58 * moe_layer, 58 * rpc_layer, 2 * moe_layer)
-    total = step.attention + step.experts + step.network
-    busiest = max(step.attention, step.expert_gpu, wire)
+    total = BACKBONE + 58 * (moe_layer + rpc_layer)
+    busiest = max(BACKBONE, 2 * moe_layer, wire)
     needed = math.ceil(total / busiest - 1e-9)
     parts = (
         f"{BACKBONE * 1e3:.1f} ms backbone + 58 x ({moe_layer * 1e3:.2f} MoE + "
         f"{rpc_layer * 1e3:.2f} RPC) ms = {total * 1e3:.0f} ms"
     )
-    name = "backbone" if busiest == step.attention else "wire" if busiest == wire else "expert GPUs"
+    name = "backbone" if busiest == BACKBONE else "wire" if busiest == wire else "expert GPUs"
     rates = [TOKENS * min(count / total, 1 / busiest) for count in (1, 2, needed)]
     return [
         Line(

@@ -115,20 +115,25 @@ def test_micro_batches_share_the_work() -> None:
     assert sum(piece.tokens(0) for piece in shared(StepLoad(7, 9, 3, 11, 0), 4)) == 7 + 33
 
 
-def test_as_many_batches_as_needed_fill_the_busiest_resource() -> None:
-    """The count that split.py derives: with it the busiest resource is hardly ever idle, with
-    one batch it is."""
+@pytest.mark.parametrize("placement", ["experts", "layers"])
+def test_experts_apart_take_as_long_as_the_planner_says(placement: str) -> None:
+    """Equal micro-batches of even loads; the same tasks are drawn."""
     one = model(ParallelConfig(), "roofline")
-    gpus = (32, 32)
-    pass_of = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *gpus)
-    times = {
-        n: SplitCosts(one, *gpus, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0)
-        for n in (1, pass_of.needed)
-    }
-    assert pass_of.needed > 1
-    assert times[1].seconds == pytest.approx(pass_of.attention + pass_of.experts + pass_of.network)
-    full = times[pass_of.needed]
-    assert max(full.busy) / full.seconds > 0.85 > 1.2 * max(times[1].busy) / times[1].seconds
+    gpus = (32, 32, placement)
+    shares = []
+    for batches in (1, 2, 4):
+        costs = SplitCosts(one, *gpus, micro_batches=batches)
+        loads = [StepLoad(16 * batches, 1536)] * 32
+        found = costs.step(loads, 0)
+        planned = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *gpus, batches)
+        assert found.seconds == pytest.approx(planned.seconds)
+        assert [busy / found.seconds for busy in found.busy] == pytest.approx(planned.schedule.busy)
+        tasks = costs.tasks(loads, 0)
+        assert max(task.end for task in tasks) == pytest.approx(found.seconds)
+        assert {task.batch for task in tasks} == set(range(batches))
+        shares.append(max(found.busy) / found.seconds)
+    assert shares == sorted(shares), "more micro-batches leave the busiest less idle"
+    assert shares[-1] > 1.2 * shares[0]
 
 
 # ---- rounding, stragglers, imbalance, network
