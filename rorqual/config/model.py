@@ -179,6 +179,12 @@ def hccl_buffer_mb() -> int | None:
     return int(given) if given.isdigit() else None
 
 
+def nccl_channels(limit: int) -> int:
+    """`limit`, or what NCCL's variables allow a communicator if that is less."""
+    given = (os.environ.get(name, "") for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"))
+    return min([limit, *(max(1, int(one)) for one in given if one.isdecimal())])
+
+
 def hccl_on_vector_cores() -> None:
     """Run NPU collectives on vector cores instead of the device's CPU, which is faster for decode,
     unless the environment sets it. Call before the first communicator is created."""

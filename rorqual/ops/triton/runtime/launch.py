@@ -7,7 +7,6 @@ before is complete and visible.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rorqual.config.model import triton_cache_folder
+from rorqual.config.model import nccl_channels, triton_cache_folder
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -65,17 +64,11 @@ def beside_nccl() -> Iterator[None]:
     """Inside, `multiprocessors` leaves some to NCCL's programs. A kernel with one program for each
     multiprocessor would otherwise have a program that waits for another to end, and take twice as
     long. Some: NCCL's channels, at most 16, or fewer if its variables say so."""
-    _reserved.append(nccl_channels())
+    _reserved.append(nccl_channels(NCCL_CHANNELS))
     try:
         yield
     finally:
         _reserved.pop()
-
-
-@cache
-def nccl_channels() -> int:
-    limits = (os.environ.get(name, "") for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"))
-    return min([NCCL_CHANNELS, *(max(1, int(one)) for one in limits if one.isdecimal())])
 
 
 @cache

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from rorqual.config.model import nccl_channels
 from rorqual.ops.triton.runtime.launch import NCCL_CHANNELS, beside_nccl, multiprocessors
-from rorqual.ops.triton.runtime.launch import nccl_channels as channels
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_limits(monkeypatch: pytest.MonkeyPatch) -> Any:
+def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_MAX_NCHANNELS", raising=False)
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    channels.cache_clear()
-    yield
-    channels.cache_clear()
 
 
 def test_some_are_left_inside_alone() -> None:
@@ -49,4 +44,4 @@ def test_limits_of_nccl_count(
 ) -> None:
     for name, value in limits.items():
         monkeypatch.setenv(name, value)
-    assert channels() == left
+    assert nccl_channels(NCCL_CHANNELS) == left
