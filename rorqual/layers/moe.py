@@ -18,6 +18,7 @@ from rorqual.layers.routing_simulator import SimulatedRouting
 from rorqual.ops.activation import Activation, hidden_of, room_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.interface import Ops
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import RouterWeights
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
@@ -202,10 +203,10 @@ class MoE(ExpertLayer):
         if self.shared is not None:
             self.shared.finalize()
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert ids [T, K + fused], weights [T, K + fused] fp32) of hidden states [T,
-        hidden]."""
-        return self.ops.router(x, self.router)
+    def route(self, x: Tensor, padded: PaddedRows | None = None) -> tuple[Tensor, Tensor]:
+        """(expert ids [T, K + fused], weights [T, K + fused] fp32) of hidden states [T, hidden].
+        Rows that are `padded` may have ids -1."""
+        return self.ops.router(x, self.router, padded)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
         """The stages of the layer. Between two of them other micro-batches may compute while tokens
@@ -235,16 +236,19 @@ class MoE(ExpertLayer):
         if self.shared is not None:
             with self.ops.side_stream():
                 shared = self.shared.partial(x)
-        return experts(x, self.router, self.exchange.experts, shared)
+        return experts(x, self.router, self.exchange.experts, shared, layout.own_padded)
 
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
-        ids, weights = self.route(rows)
+        # other exchanges send rows to the ranks of their ids
+        padded = layout.own_padded if isinstance(self.exchange, LocalExchange) else None
+        ids, weights = self.route(rows, padded)
         if self.simulated_routing is not None:
             routed = self.moe.top_k
-            ids = torch.cat(
-                (self.simulated_routing(ids[:, :routed], layout.first_row), ids[:, routed:]), 1
-            )
+            simulated = self.simulated_routing(ids[:, :routed], layout.first_row)
+            if padded is not None:
+                simulated = simulated.where(ids[:, :routed] >= 0, -1)
+            ids = torch.cat((simulated, ids[:, routed:]), 1)
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
     def targets(self) -> Iterator[Target]:

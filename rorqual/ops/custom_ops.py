@@ -25,6 +25,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight, in_8_bits
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -247,9 +248,11 @@ class TracedOps(Ops):
     # ---- experts
 
     @entry
-    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
-        if not self.inner.opaque("router", w.gate):
-            return super().router(x, w)
+    def router(
+        self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if padded is not None or not self.inner.opaque("router", w.gate):
+            return super().router(x, w, padded)
         assert w.config == self.moe, "one router configuration a model"
         return torch.ops.rorqual.router(
             x, w.gate, w.bias, w.config.top_k, w.num_fused_shared_experts

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Combine = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
+from rorqual.ops.padded_rows import PaddedRows
+
+Combine = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, PaddedRows | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -17,20 +19,22 @@ class DeferredMoESum:
 
     y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1: the expert is not local and its row of y
     is uninitialized; None: all are local. base [T, hidden] or None. `combine`: the backend's sum of
-    (y, ids, weights, base)."""
+    (y, ids, weights, base, padded). padded: rows without experts, whose rows of y are uninitialized
+    as well."""
 
     y: Tensor
     ids: Tensor | None
     weights: Tensor
     base: Tensor | None
     combine: Combine
+    padded: PaddedRows | None = None
 
     @property
     def tokens(self) -> int:
         return self.weights.shape[0]
 
     def total(self) -> Tensor:
-        return self.combine(self.y, self.ids, self.weights, self.base)
+        return self.combine(self.y, self.ids, self.weights, self.base, self.padded)
 
 
 NormInput = Tensor | DeferredMoESum  # a feed-forward layer's result

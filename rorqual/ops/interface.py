@@ -21,6 +21,7 @@ from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
@@ -668,19 +669,23 @@ class Ops:
         converted."""
         return gate
 
-    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Router GEMM and top-k: x [T, hidden] to (ids [T, K + fused shared experts] int64, weights
         of that shape, fp32).
 
         If the router is not in fp32 (Qwen3), logits have the gate's dtype and weights are rounded
-        to x's dtype.
+        to x's dtype. padded: rows whose ids are -1 and whose weights 0, so that no expert is read
+        for them; a backend may also choose experts for them as for the others.
         """
         moe = w.config
         dtype = torch.float32 if moe.router_fp32 else w.gate.dtype
         logits = torch.nn.functional.linear(x.to(dtype), w.gate.to(dtype))
         ids, weights = self.route(logits, w.bias, moe)
         weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
-        return reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
+        found = reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
+        return found if padded is None else padded.without_experts(*found)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
@@ -705,19 +710,29 @@ class Ops:
         return y if base is None else y + base
 
     def routed_experts(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> Tensor:
         """`router` and `experts` fused, if all experts are local, in logical order, and nothing
         else needs ids and weights."""
-        ids, weights = self.router(hidden_of(x), router)
+        ids, weights = self.router(hidden_of(x), router, padded)
         return self.experts(x, ids, weights, w, base)
 
     def experts_deferred(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> NormInput:
         """`routed_experts` whose result is read by `sum_add_norm`: a backend may return a
         DeferredMoESum."""
-        return self.routed_experts(x, router, w, base)
+        return self.routed_experts(x, router, w, base, padded)
 
     def experts_fp8(
         self,

@@ -25,6 +25,11 @@ class PaddedRows:
         """The same for the rows from number `rows` on."""
         return replace(self, first=self.first + rows)
 
+    def without_experts(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids [T, K] with -1, and weights [T, K] with 0, for padding."""
+        padding = self.is_real(ids.shape[0])[:, None] == 0
+        return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
+
     def is_real(self, rows: int) -> Tensor:
         """[rows] int64: 1, or 0 for padding."""
         row = torch.arange(self.first, self.first + rows, device=self.requests.device)

@@ -82,7 +82,7 @@ class Exchange(Protocol):
       over tp, or complete if tokens are sharded. `base` is added to it.
 
     Rows that are padding (Layout.padded) are not counted in `load`, and exchanges may leave out
-    their experts.
+    their experts; for `LocalExchange` their ids may be -1 already.
 
     `capturable`: whether a device graph can capture the stages of a decode step. `experts`: weights
     by physical slot. `load` [E] int64: how many (token, expert) pairs were dispatched here, by
@@ -120,11 +120,11 @@ class ExpertStore:
     """The experts of this rank and the slot map, shared by all exchanges of a layer.
 
     `shard`: the expert-parallel part; this rank holds slots.local(shard). `table`:
-    SlotMap.logical_to_physical() as int64, or None if logical and physical ids are equal; `placed`
-    forces a table, so that `remap` can change it. A token in row i uses replica i mod n of an
-    expert's n, so ranks with the same tokens agree. `compute`, `compute_fp8`: the ops `experts` and
-    `experts_fp8`. Fused shared experts require all routed experts on this rank; they are not
-    counted in `load`.
+    SlotMap.logical_to_physical() as int64, and a last row for the id -1, whose slot is -1; None if
+    logical and physical ids are equal; `placed` forces a table, so that `remap` can change it. A
+    token in row i uses replica i mod n of an expert's n, so ranks with the same tokens agree.
+    `compute`, `compute_fp8`: the ops `experts` and `experts_fp8`. Fused shared experts require all
+    routed experts on this rank; they are not counted in `load`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ExpertStore:
         self.shard = shard
         self.local_slots = slots.local(shard)
         in_order = slots.is_identity and not placed
-        self.table = None if in_order else torch.tensor(slots.logical_to_physical(), device=device)
+        self.table = None if in_order else _table(slots, device)
         self.expert_counts = torch.zeros(
             slots.num_experts + shared, dtype=torch.int64, device=device
         )
@@ -156,8 +156,9 @@ class ExpertStore:
     def to_physical(
         self, ids: Tensor, counted: bool = True, first: int = 0, padded: PaddedRows | None = None
     ) -> Tensor:
-        """Logical ids [T, K] to physical slots. Adds them to `load` if `counted`, except those of
-        padding. first: number of the first row, for the choice of replicas."""
+        """Logical ids [T, K] to physical slots, -1 to -1. Adds them to `load` if `counted`, except
+        those of padding, which alone may be -1. first: number of the first row, for the choice of
+        replicas."""
         if self.record_load and counted:
             count_experts(self.expert_counts, ids, padded)
         if self.table is None:
@@ -180,7 +181,8 @@ class ExpertStore:
                 f"the new map has {slots.num_slots} slots, the layer "
                 f"{len(self.local_slots) * self.shard.count}"
             )
-        self.table.copy_(torch.tensor(slots.logical_to_physical()) if rows is None else rows)
+        found = torch.tensor(slots.logical_to_physical()) if rows is None else rows
+        self.table[:-1].copy_(found)
 
     def to_local(self, slots: Tensor) -> Tensor:
         """Physical slots to local ids, -1 where another rank holds the slot."""
@@ -209,9 +211,18 @@ class ExpertStore:
         return self.compute_fp8(rows.view(FP8), scales, dtype, local_ids, weights, self.experts)
 
 
+def _table(slots: SlotMap, device: torch.device) -> Tensor:
+    """[E + 1, 1 + max_replicas] int64: see ExpertStore."""
+    absent = [1, *[-1] * slots.max_replicas]
+    return torch.tensor([*slots.logical_to_physical(), absent], device=device)
+
+
 def count_experts(load: Tensor, ids: Tensor, padded: PaddedRows | None) -> None:
-    """Add the logical ids [T, K] of rows that are not padding to `load`."""
-    each = torch.ones_like(ids) if padded is None else padded.is_real(ids.shape[0])[:, None]
+    """Add the logical ids [T, K] to `load`, without those of padding, which may be -1."""
+    each = torch.ones_like(ids)
+    if padded is not None:
+        each = padded.is_real(ids.shape[0])[:, None]
+        ids = ids.clamp_min(0)
     load.index_add_(0, ids.flatten(), each.to(load.dtype).expand_as(ids).flatten())
 
 

@@ -24,6 +24,7 @@ from rorqual.ops import reference
 from rorqual.ops.activation import Activation
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import Ops
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, RouterWeights
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.mesh import SINGLE_LAYOUT, Mesh
@@ -35,8 +36,15 @@ from tests.parallel.fake_axes import place
 CPU = torch.device("cpu")
 
 
-def plain_sum(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None) -> Tensor:
+def plain_sum(
+    y: Tensor,
+    ids: Tensor | None,
+    weights: Tensor,
+    base: Tensor | None,
+    padded: PaddedRows | None,
+) -> Tensor:
     assert ids is None
+    assert padded is None
     total = (y.view(*weights.shape, -1) * weights[..., None]).sum(1)
     return total if base is None else total + base
 
@@ -48,8 +56,14 @@ class Deferring(Ops):
         self.left = self.taken = 0
 
     def experts_deferred(
-        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Tensor,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> NormInput:
+        assert padded is None
         self.left += 1
         ids, weights = self.router(x, router)
         one = torch.ones_like(weights[:, :1])

@@ -27,6 +27,7 @@ from rorqual.models.transformer import HiddenState, Layer, forward_layers
 from rorqual.ops import rng
 from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.select import ops_for
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
@@ -302,8 +303,8 @@ class ForcedMoE(MoE):
     def is_one_op(self) -> bool:
         return self.forced is None and super().is_one_op
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, weights = super().route(x)
+    def route(self, x: Tensor, padded: PaddedRows | None = None) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x, padded)
         return (ids if self.forced is None else self.forced), weights
 
     def run(self, x: Tensor, forced: Tensor | None) -> Tensor:

@@ -26,6 +26,7 @@ from rorqual.ops.interface import (
     Replay,
     TokenPlaces,
 )
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is
@@ -354,14 +355,17 @@ class CpuOps(Ops):
 
     # ---- experts
 
-    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         moe = w.config
         known = w.gate.dtype in (x.dtype, torch.float32) and w.gate.is_contiguous()
         native = self._native(x) if known else None
         if native is None:
-            return super().router(x, w)
+            return super().router(x, w, padded)
         ids, weights = native.router(x, w)
-        return reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
+        found = reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
+        return found if padded is None else padded.without_experts(*found)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)

@@ -33,6 +33,7 @@ from rorqual.ops.interface import (
 from rorqual.ops.npu import limits
 from rorqual.ops.npu.dispatch import DispatchCombine
 from rorqual.ops.npu.layouts import PrologueWeights, turn
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
 npu = torch.ops.npu
@@ -680,7 +681,10 @@ class NpuOps(Ops):
         )
         return ids, weights
 
-    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Padding rows have experts too: the operators that sort rows by expert take every row."""
         ids, weights = self._routed(x, w)
         return ids.long(), weights
 
@@ -695,7 +699,12 @@ class NpuOps(Ops):
         return ids, weights if moe.router_fp32 else weights.to(x.dtype).float()
 
     def routed_experts(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> Tensor:
         ids, weights = self._routed(hidden_of(x), router)
         return self._sorted_experts(hidden_of(x), ids, weights, w, base, everywhere=False)

@@ -52,6 +52,7 @@ from rorqual.ops.interface import (
     Stretch,
     TokenPlaces,
 )
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
@@ -422,8 +423,10 @@ class TritonOps(Ops):
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         return gating.held(gate, dtype)
 
-    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
-        return _router(x, w)
+    def router(
+        self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return _router(x, w, padded=padded)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)
@@ -451,12 +454,22 @@ class TritonOps(Ops):
         return experts_kernels.experts(x, ids, weights, w, base)
 
     def routed_experts(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> Tensor:
-        return summed(self.experts_deferred(x, router, w, base))
+        return summed(self.experts_deferred(x, router, w, base, padded))
 
     def experts_deferred(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> NormInput:
         """For a moderate number of tokens the sum is deferred to the norm. Up to a number of
         (token, expert) pairs the router's kernel also sorts them by expert."""
@@ -466,14 +479,14 @@ class TritonOps(Ops):
         if tokens and _fits_experts(w):
             plan = experts_kernels.grouped_plan(w, tokens, router.config.top_k, rows.dtype)
         if plan is None:
-            return self.experts(x, *_router(x, router), w, base)
+            return self.experts(x, *_router(x, router, padded=padded), w, base)
         num_picks = tokens * (router.config.top_k + w.num_fused_shared_experts)
         blocks = None
         if experts_kernels.sorts_while_routing(w.down, num_picks):
             slots = w.down.data.shape[0]
             blocks = empty_blocks(num_picks, slots, plan.rows, rows.device, buckets=True)
-        ids, weights = _router(x, router, blocks)
-        gave = experts_kernels.experts_deferred(x, ids, weights, w, plan, base, blocks)
+        ids, weights = _router(x, router, blocks, padded)
+        gave = experts_kernels.experts_deferred(x, ids, weights, w, plan, base, blocks, padded)
         return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()
 
     def _add_fused_shared(
@@ -571,7 +584,10 @@ class TritonOps(Ops):
 
 
 def _router(
-    given: Activation, w: RouterWeights, into: ExpertBlocks | None = None
+    given: Activation,
+    w: RouterWeights,
+    into: ExpertBlocks | None = None,
+    padded: PaddedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights are rounded to the activations' dtype if the router is not fp32."""
     fp32 = w.config.router_fp32
@@ -580,7 +596,7 @@ def _router(
     if routing.joint(rows, w.gate):
         waits = isinstance(given, PendingNorm) and not given.done
         one: Tensor | PendingNorm = given if waits else rows  # type: ignore[assignment]
-        return routing.router(one, w, rounded=rounded, into=into)
+        return routing.router(one, w, rounded=rounded, into=into, padded=padded)
     x = hidden_of(given)
     split = gating.chosen(x, w.gate, dtype)
     logits = gating.partial_logits(x, w.gate) if split else F.linear(x.to(dtype), w.gate.to(dtype))
@@ -592,6 +608,7 @@ def _router(
         shared=w.num_fused_shared_experts,
         kind=dtype,
         into=into,
+        padded=padded,
     )
 
 

@@ -61,9 +61,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import at, await_flags, real_rows
+from rorqual.ops.triton.comm.p2p_flags import at, await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.padding import padding, real_rows
 
 TOKENS_AT_ONCE = 32  # tokens whose expert ids a program reads at once
 
@@ -183,9 +184,9 @@ def _dispatch_kernel(
     weights,
     rows,
     requests,
-    tokens,
     each_rows,
     first_row,
+    tokens,
     capacity,
     columns,
     x_row,
@@ -421,10 +422,8 @@ def dispatch(
         slots.contiguous(),
         weights.contiguous(),
         buffer.rows,
-        None if padded is None else padded.requests,
+        *padding(padded),
         tokens,
-        0 if padded is None else padded.each,
-        0 if padded is None else padded.first,
         capacity,
         columns,
         x.stride(0),

@@ -27,15 +27,6 @@ def at(table, peer, start, kind: tl.constexpr):
 
 
 @triton.jit
-def real_rows(rows, requests, each, first):
-    """How many of `rows` rows are not padding (PaddedRows); all if `requests` is None."""
-    if requests is not None:
-        real = (tl.load(requests) * each).to(tl.int32) - first
-        rows = tl.minimum(rows, tl.maximum(real, 0))
-    return rows
-
-
-@triton.jit
 def look(flags, real, least, LOADS: tl.constexpr):
     """Read flags with acquire semantics; any value if not `real`. LOADS: with loads of the first
     warp only; other warps get `least` and wait at the next barrier. Otherwise with an atomic

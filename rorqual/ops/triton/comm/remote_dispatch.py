@@ -67,9 +67,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
-from rorqual.ops.triton.comm.p2p_flags import await_flags, real_rows
+from rorqual.ops.triton.comm.p2p_flags import await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.padding import padding, real_rows
 
 HEAD = 256  # bytes
 SERVERS = 8  # most servers of a caller
@@ -141,9 +142,9 @@ def _dispatch_kernel(
     sent,
     done,
     requests,
-    rows,
     each_rows,
     first_row,
+    rows,
     columns,
     x_row,
     turn,
@@ -435,10 +436,8 @@ def dispatch(
         weights.contiguous(),
         lane.sent,
         lane.done,
-        None if padded is None else padded.requests,
+        *padding(padded),
         rows,
-        0 if padded is None else padded.each,
-        0 if padded is None else padded.first,
         columns,
         x.stride(0),
         turn,

@@ -3,7 +3,8 @@ RMSNorm that follow.
 
 Both forms add in the same order and round at the same points, so results are bit-identical. The
 fused form saves one launch, and one write and read of [T, hidden]. It has one program per token and
-as many warps as the norm's kernel, since the order of the norm's sum depends on both.
+as many warps as the norm's kernel, since the order of the norm's sum depends on both. The sum of a
+padding row of a captured step is 0: its experts were not computed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from rorqual.ops.activation import Activation, Quantized, output_of
 from rorqual.ops.deferred_sum import DeferredMoESum
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.triton.rowwise.norm import normed, warps_for
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.padding import padding, real_rows
 
 # Steps of up to so many tokens fuse the sum with the next norm; 0: none. Longer ones would save
 # only a seventh of the two kernels' bytes, and keep y [T K, hidden] allocated until the norm is
@@ -88,13 +91,16 @@ def _picked_sum(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each", "first"])
 def _combine_kernel(
     y,
     ids,
     weights,
     base,
     out,
+    requests,
+    each,
+    first,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
@@ -102,17 +108,21 @@ def _combine_kernel(
     BASE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    real = real_rows(tl.num_programs(0), requests, each, first)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < HIDDEN
-    total = _picked_sum(y, ids, weights, token, columns, inside, HIDDEN, TOP_K, SIZE, 0, ABSENT)
+    summed = inside
+    if requests is not None:
+        summed = inside & (token < real)
+    total = _picked_sum(y, ids, weights, token, columns, summed, HIDDEN, TOP_K, SIZE, 0, ABSENT)
     if BASE:
         total += tl.load(base + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["scale_block"])
+@triton.jit(do_not_specialize=["scale_block", "each", "first"])
 def _combine_norm_kernel(
     y,
     ids,
@@ -124,6 +134,9 @@ def _combine_norm_kernel(
     total,
     data,
     scale,
+    requests,
+    each,
+    first,
     r_row,
     hidden,
     eps,
@@ -145,13 +158,17 @@ def _combine_norm_kernel(
     # loaded early, as no kernel of the step writes it; it is not in L2, since the experts' weights
     # went through it after the previous norm
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
+    real = real_rows(tl.num_programs(0), requests, each, first)
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     other = tl.load(residual + token * r_row + offsets, mask=inside, other=0.0)
     if BASE:
         beside = tl.load(base + token * hidden + offsets, mask=inside, other=0.0)
-    x = _picked_sum(y, ids, weights, token, offsets, inside, hidden, TOP_K, SIZE, AT_ONCE, ABSENT)
+    summed = inside
+    if requests is not None:
+        summed = inside & (token < real)
+    x = _picked_sum(y, ids, weights, token, offsets, summed, hidden, TOP_K, SIZE, AT_ONCE, ABSENT)
     if BASE:
         x += beside.to(tl.float32)
     values = (x.to(kind).to(tl.float32) + other.to(tl.float32)).to(kind)
@@ -173,9 +190,15 @@ def _combine_norm_kernel(
         )
 
 
-def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None = None) -> Tensor:
+def combine(
+    y: Tensor,
+    ids: Tensor | None,
+    weights: Tensor,
+    base: Tensor | None = None,
+    padded: PaddedRows | None = None,
+) -> Tensor:
     """y [T K, hidden], ids [T, K] (-1: on another rank; None: all local) and weights [T, K] to the
-    weighted sum [T, hidden], plus base [T, hidden]."""
+    weighted sum [T, hidden], plus base [T, hidden]. padded: of which rows nothing is in y."""
     (tokens, top_k) = weights.shape
     hidden = y.shape[1]
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
@@ -186,6 +209,7 @@ def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None 
         weights,
         base,
         out,
+        *padding(padded),
         hidden,
         top_k,
         size,
@@ -239,6 +263,7 @@ def combine_add_norm(
             total,
             data,
             scale,
+            *padding(gave.padded),
             residual.stride(0),
             hidden,
             eps,

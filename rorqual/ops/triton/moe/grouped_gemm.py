@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm import int4
 from rorqual.ops.triton.gemm.int4 import add_int4, group_scale, halves
@@ -403,12 +404,13 @@ def experts_deferred(
     plan: GroupedGemmPlan,
     base: Tensor | None = None,
     blocks: ExpertBlocks | None = None,
+    padded: PaddedRows | None = None,
 ) -> DeferredMoESum:
     """Everything but the sum, if all experts are local. blocks: the pairs, sorted into blocks of
-    plan.rows rows; None: sort them here."""
+    plan.rows rows; None: sort them here. padded: of which rows all ids are -1."""
     blocks = blocks or moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
     y = _products(x, w, plan, blocks, ids.shape[1], hidden_of(x).dtype)
-    return DeferredMoESum(y, None, weights, base, combine)
+    return DeferredMoESum(y, None, weights, base, combine, padded)
 
 
 def _products(

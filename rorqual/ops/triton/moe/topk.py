@@ -3,7 +3,8 @@ group limits: 2405.04434).
 
 For a few tokens the router GEMM is fused: each program multiplies a gate row or two, and a token's
 last program to finish selects. For a batch, router_gemm.py's partial sums are added here. Logits
-are sums in a fixed order, independent of other tokens.
+are sums in a fixed order, independent of other tokens. Padding rows of a captured step choose no
+expert: their ids are -1 and their weights 0.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops.activation import PendingNorm
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.moe.align import (
     ROUTER_COUNTERS,
@@ -32,6 +34,7 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
     zeroed_counters,
 )
+from rorqual.ops.triton.runtime.padding import padding, real_rows
 
 # Router GEMM and top-k are one kernel for up to so many tokens and multiplications: every token
 # reads the whole gate.
@@ -131,10 +134,11 @@ def _kept_groups(choice, expert, rules):
 
 
 @triton.jit
-def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
+def _choose(x, bias, ids, weights, token, scaling, requests, real, sorting, rules):
     """Top-k of one token from its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Appends SHARED fused
-    shared experts, with weight 1, to the TOP_K routed ones. Callers construct `sorting` and `rules`
-    in the call: assigned to a name first, constants would become tensors."""
+    shared experts, with weight 1, to the TOP_K routed ones. Tokens from number `real` on are
+    padding, unless `requests` is None. Callers construct `sorting` and `rules` in the call:
+    assigned to a name first, constants would become tensors."""
     expert = tl.arange(0, rules.WIDTH)
     present = expert < rules.EXPERTS
     if rules.SIGMOID:
@@ -165,20 +169,25 @@ def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
     if rules.SHARED > 0:
         chosen = tl.where(slot < rules.TOP_K, chosen, rules.EXPERTS - rules.TOP_K + slot)
         weight = tl.where(slot < rules.TOP_K, weight, 1.0)
+    mine = slot < rules.TOP_K + rules.SHARED
+    sorted_in = mine
+    if requests is not None:
+        chosen = tl.where(token < real, chosen, -1)
+        weight = tl.where(token < real, weight, 0.0)
+        sorted_in = mine & (token < real)
     out = token * (rules.TOP_K + rules.SHARED) + slot
-    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < rules.TOP_K + rules.SHARED)
-    tl.store(weights + out, weight, mask=slot < rules.TOP_K + rules.SHARED)
+    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=mine)
+    tl.store(weights + out, weight, mask=mine)
     if rules.ROWS > 0:
         s = sorting
-        mine = slot < rules.TOP_K + rules.SHARED
-        append_to_buckets(chosen, out.to(tl.int32), mine, s.order, s.counts, s.num_picks)
+        append_to_buckets(chosen, out.to(tl.int32), sorted_in, s.order, s.counts, s.num_picks)
         tokens = s.num_picks // (rules.TOP_K + rules.SHARED)
         plan_if_last(
             tokens, s.blocks, s.count, s.counts, s.num_picks, s.limit, rules.ROWS, rules.BINS
         )
 
 
-@triton.jit(do_not_specialize=["num_picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit", "each", "first"])
 def _route_kernel(
     logits,
     bias,
@@ -187,6 +196,9 @@ def _route_kernel(
     split_stride,
     stride,
     scaling,
+    requests,
+    each,
+    first,
     order,
     blocks,
     count,
@@ -214,6 +226,7 @@ def _route_kernel(
 ):
     """One program per token. Logits are sums of SPLITS parts, in order, rounded to the type
     LOGITS."""
+    real = real_rows(tl.num_programs(0), requests, each, first)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, WIDTH)
@@ -231,6 +244,8 @@ def _route_kernel(
         weights,
         token,
         scaling,
+        requests,
+        real,
         Sorting(order, blocks, count, counts, num_picks, limit),
         Rules(
             EXPERTS,
@@ -276,7 +291,7 @@ def _normed_row(x, residual, weight, out, total, columns, eps, STORES, HIDDEN: t
     return y
 
 
-@triton.jit(do_not_specialize=["num_picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit", "each", "first"])
 def _router_kernel(
     x,
     residual,
@@ -293,6 +308,9 @@ def _router_kernel(
     residual_row,
     eps,
     scaling,
+    requests,
+    each,
+    first,
     order,
     blocks,
     count,
@@ -330,7 +348,8 @@ def _router_kernel(
     columns = tl.arange(0, K)
     w_row = gate + row * HIDDEN + columns
     # loaded before the wait: no kernel of a step writes weights
-    first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
+    weight = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
+    real = real_rows(tl.num_programs(1), requests, each, first)
     wait_for_inputs(DEPENDENT)
     x_columns = x + token.to(tl.int64) * x_row + columns
     if PENDING:
@@ -346,9 +365,9 @@ def _router_kernel(
             row == 0,
             HIDDEN,
         )
-        acc = first * y.to(LOGITS).to(tl.float32)
+        acc = weight * y.to(LOGITS).to(tl.float32)
     else:
-        acc = first * _part(x_columns, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
+        acc = weight * _part(x_columns, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
         acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(
             x_columns, k, HIDDEN, EVEN, K
@@ -369,6 +388,8 @@ def _router_kernel(
             weights,
             token,
             scaling,
+            requests,
+            real,
             Sorting(order, blocks, count, counts, num_picks, limit),
             Rules(
                 EXPERTS,
@@ -392,14 +413,15 @@ def _router_kernel(
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
           rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None,
-          into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+          into: ExpertBlocks | None = None,
+          padded: PaddedRows | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best
     first, ties to the lowest expert.
 
     logits may be partial sums [S, T, E] (router_gemm.py), which are added in order and rounded to
     the type `kind`. rounded: weights are fp32, rounded to this type. shared: number of fused shared
     experts E, E + 1, ... to append with weight 1. into: where to sort the pairs of all tokens
-    (align.empty_blocks with buckets).
+    (align.empty_blocks with buckets). padded: which rows are padding.
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape
@@ -413,6 +435,7 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
             parts.stride(0),
             parts.stride(1),
             float(moe.scaling),
+            *padding(padded),
             SPLITS=splits,
             LOGITS=KINDS[kind or logits.dtype],
             **_sorting(into, ids, experts + shared),
@@ -443,6 +466,7 @@ def router(
     dtype: torch.dtype = torch.int64,
     rounded: torch.dtype = torch.float32,
     into: ExpertBlocks | None = None,
+    padded: PaddedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Router GEMM and top-k of a few tokens: hidden states x [T, hidden] with constant row stride,
     and a contiguous gate. Also computes a pending norm, if `takes_norm`."""
@@ -479,6 +503,7 @@ def router(
             pending.residual.stride(0) if pending else 0,
             pending.eps if pending else 0.0,
             float(moe.scaling),
+            *padding(padded),
             PENDING=pending is not None,
             HIDDEN=hidden,
             K=width,

@@ -15,6 +15,7 @@ from torch import Tensor
 from rorqual.ops.activation import Activation, hidden_of, room_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.interface import MLAWeights
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps, _router
 from rorqual.ops.triton.moe import combine
@@ -76,28 +77,33 @@ class QuantizedTritonOps(TritonOps):
         return experts_kernels.experts(hidden_of(x), ids, weights, w, base)
 
     def experts_deferred(
-        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self,
+        x: Activation,
+        router: RouterWeights,
+        w: ExpertWeights,
+        base: Tensor | None = None,
+        padded: PaddedRows | None = None,
     ) -> NormInput:
         """As TritonOps': the router's kernel sorts, and the norm does the sum."""
         rows = room_of(x)
         tokens = rows.shape[0]
         if not tokens or not experts_kernels.supported(w):
-            return super().experts_deferred(x, router, w, base)
+            return super().experts_deferred(x, router, w, base, padded)
         shared = w.num_fused_shared_experts
         num_picks = tokens * router.config.top_k
         few = num_picks <= experts_kernels.DIRECT_PICKS
         plan = experts_kernels.plan_for(w.down, num_picks, shared)
         apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
         if few or apart or experts_kernels.widens(plan, w, rows.dtype):
-            return self.experts(x, *_router(x, router), w, base)
+            return self.experts(x, *_router(x, router, padded=padded), w, base)
         picks = num_picks + tokens * shared
         blocks = None
         if sorts_while_routing(w.down, picks):
             slots = w.down.data.shape[0]
             blocks = empty_blocks(picks, slots, plan.rows, rows.device, buckets=True)
-        ids, weights = _router(x, router, blocks)
+        ids, weights = _router(x, router, blocks, padded)
         rows = hidden_of(x)
         blocks = blocks or experts_kernels.sorted_picks(ids, w, plan)
         y = experts_kernels.products(rows, w, plan, blocks, ids)
-        gave = DeferredMoESum(y, None, weights, base, combine.combine)
+        gave = DeferredMoESum(y, None, weights, base, combine.combine, padded)
         return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()

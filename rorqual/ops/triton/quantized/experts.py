@@ -87,6 +87,16 @@ def _block(order, blocks, limit, index, ROWS: tl.constexpr, SORTED: tl.constexpr
         return expert, rows, (tl.arange(0, ROWS) == 0) & (expert >= 0), order + rows
 
 
+@triton.jit
+def _blocks_here(order, count, limit, index, SORTED: tl.constexpr):
+    """Blocks to go through. Of unsorted pairs a program has a single one, block `index`: none if it
+    has no expert."""
+    if SORTED:
+        return tl.load(count)
+    else:
+        return tl.where(tl.load(order + index) >= 0, limit, 0)
+
+
 @triton.jit(do_not_specialize=["limit", "xs_group"])
 def _quantized_gate_up_kernel(
     x,
@@ -124,7 +134,7 @@ def _quantized_gate_up_kernel(
     HALF: tl.constexpr = N // 2
     groups: tl.constexpr = (HIDDEN + W_GROUP - 1) // W_GROUP if W_GROUP else 1
     tiles: tl.constexpr = (INNER + HALF - 1) // HALF
-    total = tl.load(count) if SORTED else limit
+    total = _blocks_here(order, count, limit, tl.program_id(0) // tiles, SORTED)
     for tile in range(tl.program_id(0), total * tiles, tl.num_programs(0)):
         expert, rows, valid, picks = _block(order, blocks, limit, tile // tiles, ROWS, SORTED)
         token = tl.load(picks, mask=valid, other=0) // TOP_K if SORTED else rows // TOP_K
@@ -132,8 +142,7 @@ def _quantized_gate_up_kernel(
         part = tl.arange(0, N)
         inner = (tile % tiles) * HALF + part % HALF
         row = part // HALF * INNER + tl.minimum(inner, INNER - 1)
-        # a block without an expert reads the first expert's weights and stores nothing
-        row = tl.maximum(expert, 0).to(tl.int64) * (2 * INNER) + row
+        row = expert.to(tl.int64) * (2 * INNER) + row
         column = tl.arange(0, WIDTH)[None, :]
         x_tile = x + token[:, None] * x_row + column
         w_tile = w + row[:, None] * (HIDDEN // PACK) + column
@@ -186,13 +195,13 @@ def _quantized_down_kernel(
     WIDTH: tl.constexpr = K // PACK
     groups: tl.constexpr = (INNER + W_GROUP - 1) // W_GROUP if W_GROUP else 1
     tiles: tl.constexpr = (HIDDEN + N - 1) // N
-    total = tl.load(count) if SORTED else limit
+    total = _blocks_here(order, count, limit, tl.program_id(0) // tiles, SORTED)
     for tile in range(tl.program_id(0), total * tiles, tl.num_programs(0)):
         expert, rows, valid, picks = _block(order, blocks, limit, tile // tiles, ROWS, SORTED)
         pick = tl.load(picks, mask=valid, other=0) if SORTED else rows
         present = rows.to(tl.int64)
         columns = (tile % tiles) * N + tl.arange(0, N)
-        row = tl.maximum(expert, 0).to(tl.int64) * HIDDEN + tl.minimum(columns, HIDDEN - 1)
+        row = expert.to(tl.int64) * HIDDEN + tl.minimum(columns, HIDDEN - 1)
         column = tl.arange(0, WIDTH)[None, :]
         h_tile = h + present[:, None] * h_row + column
         w_tile = w + row[:, None] * (INNER // PACK) + column

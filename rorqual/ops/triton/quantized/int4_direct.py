@@ -345,6 +345,15 @@ def block_of(blocks, order, limit, index, SORTED: gl.constexpr):
 
 
 @gluon.jit
+def is_there(index, expert, count, limit, SORTED: gl.constexpr):
+    """Whether a block is one of the sorted ones, or an unsorted pair that has an expert."""
+    if SORTED:
+        return index < gl.load(count)
+    else:
+        return (index < limit) & (expert >= 0)
+
+
+@gluon.jit
 def weights_of(
     w, w_scale, row, COLUMNS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
     BYTES: gl.constexpr, SUMS: gl.constexpr,
@@ -382,11 +391,10 @@ def _int4_gate_up_kernel(
     index = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
     expert, start, end, shift = block_of(blocks, order, limit, index, SORTED)
-    if index < (gl.load(count) if SORTED else limit):
+    if is_there(index, expert, count, limit, SORTED):
         part = gl.arange(0, 2 * N, along(BYTES, 1))
         inner = part // N * INNER + gl.minimum(column + part % N, INNER - 1)
-        # a block without an expert reads the first expert's weights and stores nothing
-        row = gl.maximum(expert, 0).to(gl.int64) * (2 * INNER) + inner
+        row = expert.to(gl.int64) * (2 * INNER) + inner
         w_tile, scales = weights_of(w, w_scale, row, HIDDEN, PARTS, GROUP, BYTES, SUMS)
         given = ask_first(w_tile, CHUNKS, DEPTH)
         scales = ask_scales(scales, CHUNKS * 128 // GROUP, WARPS, PARTS, TILES, SUMS)
@@ -429,9 +437,9 @@ def _int4_down_kernel(
     index = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
     expert, start, end, shift = block_of(blocks, order, limit, index, SORTED)
-    if index < (gl.load(count) if SORTED else limit):
+    if is_there(index, expert, count, limit, SORTED):
         part = gl.minimum(column + gl.arange(0, N, along(BYTES, 1)), HIDDEN - 1)
-        row = gl.maximum(expert, 0).to(gl.int64) * HIDDEN + part
+        row = expert.to(gl.int64) * HIDDEN + part
         w_tile, scales = weights_of(w, w_scale, row, INNER, PARTS, GROUP, BYTES, SUMS)
         given = ask_first(w_tile, CHUNKS, DEPTH)
         scales = ask_scales(scales, CHUNKS * 128 // GROUP, WARPS, PARTS, TILES, SUMS)
