@@ -206,10 +206,28 @@ def test_padding_is_not_counted() -> None:
     assert store.load.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (0, 1, 2, 1)])
+def test_padding_without_experts(slots: tuple[int, ...]) -> None:
+    """Ids -1, as a router gives them to padding, are in no slot and not counted, with each kind of
+    slot map."""
+    store = store_of(slots)
+    store.record_load = True
+    ids = torch.tensor([[0, 1], [1, 2], [-1, -1]])
+    padded = PaddedRows(torch.tensor([2]), 1)
+    found = store.to_physical(ids, padded=padded)
+    assert torch.equal(found[:2], store.to_physical(ids[:2], counted=False))
+    assert store.to_local(found)[2].tolist() == [-1, -1]
+    assert store.load.tolist() == [1, 2, 1]
+    marked = padded.without_experts(ids.clamp_min(0), torch.ones(3, 2))
+    assert torch.equal(marked[0], ids)
+    assert marked[1].tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
 def test_a_table_is_remapped_in_place() -> None:
     store = store_of((0, 1, 2, 1))
     table = store.table
     store.remap(SlotMap((2, 1, 0, 2), 3))
+    assert store.to_physical(torch.tensor([[-1, 0]])).tolist() == [[-1, 2]]
     assert store.table is table
     assert store.to_physical(torch.tensor([[0, 1, 2], [0, 1, 2]])).tolist() == [
         [2, 1, 0],

@@ -125,6 +125,10 @@ class DecodeGraphs:
         self.num_requests.fill_(0)
         return self.slots[:size].fill_(self.padding)
 
+    def given_for(self, slots: list[int], size: int) -> list[int]:
+        """The first elements of `given` for a replay of `size` rows."""
+        return [len(slots), 0, *slots, *[self.padding] * (size - len(slots))]
+
     @property
     def num_requests(self) -> Tensor:
         """[1] int64 on the device, of the next replay."""
@@ -139,7 +143,7 @@ class DecodeGraphs:
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
         graph = self.graphs.get(key) or self._capture(*key)
-        given = [len(slots), 0, *slots, *[self.padding] * (size - len(slots))]
+        given = self.given_for(slots, size)
         if given != self.shown[: len(given)]:
             self.shown = []  # in case the copy, or anything before the next line, fails
             rows = self.platform.to_device(torch.tensor(given))

@@ -41,7 +41,7 @@ plan = experts.QuantizedExpertsPlan(8, tile, tile)
 w = ExpertWeights(weight({slots}, 2 * {inner}, {hidden}), weight({slots}, {hidden}, {inner}))
 whole = lambda *shape: new(*shape, dtype=torch.int32)
 blocks = ExpertBlocks(whole({picks}), whole(4, {limit}), whole(1), 8, {picks})
-experts.products(new({tokens}, {hidden}), w, plan, blocks, whole({tokens}, {top_k}))
+experts.products(new({tokens}, {hidden}), w, plan, {given}, whole({tokens}, {top_k}))
 """
 
 
@@ -119,8 +119,9 @@ def test_experts(parts: int, tiles: int, tmp_path: Path) -> None:
     order, blocks, count = sorted_blocks(ids, slots, 8)
     sizes = {"slots": slots, "hidden": hidden, "inner": inner, "tokens": tokens, "top_k": top_k}
     launch = (HEAD + EXPERTS).format(
-        **sizes, group=128, parts=parts, tiles=tiles, picks=ids.numel(), limit=blocks.shape[1]
-    )
+        **sizes, group=128, parts=parts, tiles=tiles, picks=ids.numel(), limit=blocks.shape[1],
+        given="blocks",
+    )  # fmt: skip
     first, second = compiled(launch, tmp_path)[-2:]
     up, up_turned = drawn(128, slots, 2 * inner, hidden)
     down, down_turned = drawn(128, slots, hidden, inner)
@@ -140,3 +141,35 @@ def test_experts(parts: int, tiles: int, tmp_path: Path) -> None:
     weights = torch.ones(tokens, top_k)
     expected = reference.experts(x.float(), ids, weights, ExpertWeights(up, down))
     assert difference(y.view(tokens, top_k, hidden).float().sum(1), expected) < 1e-4
+
+
+def test_pairs_without_an_expert(tmp_path: Path) -> None:
+    """Unsorted pairs, of which those of a padding row have no expert: their programs read no
+    weights, whose addresses would lie before the first expert's, which is an error here."""
+    slots, hidden, inner, tokens, top_k = 3, 256, 256, 3, 2
+    torch.manual_seed(2)
+    ids = torch.tensor([[0, 2], [2, 1], [-1, -1]], dtype=torch.int32)
+    sizes = {"slots": slots, "hidden": hidden, "inner": inner, "tokens": tokens, "top_k": top_k}
+    launch = (HEAD + EXPERTS).format(
+        **sizes, group=128, parts=1, tiles=1, picks=ids.numel(), limit=1, given="None"
+    )
+    first, second = compiled(launch, tmp_path)[-2:]
+    up, up_turned = drawn(128, slots, 2 * inner, hidden)
+    down, down_turned = drawn(128, slots, hidden, inner)
+    x = torch.randn(tokens, hidden).bfloat16()
+    h = nothing(ids.numel(), inner)
+    y = nothing(ids.numel(), hidden)
+    given = [x, up_turned, up.scale, h, ids, ids.numel(), hidden]
+    Grid(
+        [Launch(first.ptx, first.shared, (ids.numel() * 2 * inner // 32,), given)], [h], []
+    ).in_turn(range(ids.numel() * 2 * inner // 32))
+    given = [h, down_turned, down.scale, y, ids, ids.numel(), inner]
+    Grid(
+        [Launch(second.ptx, second.shared, (ids.numel() * hidden // 32,), given)], [y],
+        [down_turned, down.scale, ids],
+    ).in_turn(range(ids.numel() * hidden // 32))  # fmt: skip
+    assert h[4:].isnan().all()
+    assert y[4:].isnan().all()
+    weights = torch.ones(tokens, top_k)
+    expected = reference.experts(x.float(), ids, weights, ExpertWeights(up, down))
+    assert difference(y.view(tokens, top_k, hidden)[:2].float().sum(1), expected[:2]) < 1e-4

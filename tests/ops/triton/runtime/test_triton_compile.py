@@ -42,6 +42,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.activation import Quantized
     from rorqual.ops.deferred_sum import DeferredMoESum
     from rorqual.ops.interface import GQAWeights, TokenPlaces
+    from rorqual.ops.padded_rows import PaddedRows
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm
@@ -166,6 +167,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             ),
         )
         yield (
+            f"quantized experts of two tokens {name}",
+            lambda h=held: quantized_experts.experts(
+                x(2, 2048), *picks(2, 8), experts(h, 128, 2048, 768)
+            ),
+        )
+        yield (
             f"quantized linear {name}",
             lambda h=held: quantized_linear.linear(x(1024, 2048), h(5120, 2048)),
         )
@@ -228,6 +235,29 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             x(8, 2048),
             RouterWeights(x(64, 2048, dtype=wide), None, MoEConfig(64, 6, 1408), 2),
             into=sorting(8, 8, 66),
+        ),
+    )
+
+    def padded() -> PaddedRows:
+        return PaddedRows(x(1, dtype=torch.int64), 2, 3)
+
+    yield (
+        "route and sort, padded",
+        lambda: topk.route(
+            x(64, 256, dtype=wide),
+            x(256, dtype=wide),
+            moe,
+            shared=1,
+            into=sorting(64, 9, 257),
+            padded=padded(),
+        ),
+    )
+    yield (
+        "router, padded",
+        lambda: topk.router(
+            x(2, 2048),
+            RouterWeights(x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)),
+            padded=padded(),
         ),
     )
     yield (
@@ -309,7 +339,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         (7168, 9, wide),
         (100, 3, wide),
     ):
-        for beside, some in ((False, False), (True, False), (True, True)):
+        for beside, some, pads in (
+            (False, False, False),
+            (True, False, False),
+            (True, True, False),
+            (True, False, True),
+        ):
 
             def both(
                 h: int = hidden,
@@ -317,6 +352,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 d: torch.dtype = kind,
                 b: bool = beside,
                 s: bool = some,
+                p: bool = pads,
             ) -> None:
                 ids, weights = picks(4, k)
                 gave = DeferredMoESum(
@@ -325,12 +361,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                     weights,
                     x(4, h, dtype=d) if b else None,
                     combine.combine,
+                    padded() if p else None,
                 )
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
                 combine.combine_add_norm(gave, *rest, quantize_output=v3)
                 norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
-            yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
+            yield f"sum and norm {hidden} K{each} {kind} {beside} {some} {pads}", both
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     for tokens in (4, 9000):
         angles = x(tokens, 32, dtype=wide)

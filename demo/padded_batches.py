@@ -1,0 +1,196 @@
+"""Times decode steps at batch sizes that captured graphs pad, with padding rows left out of the
+experts, as the engine does, and counted as requests, and prints how many experts a layer reads.
+
+    python demo/padded_batches.py qwen3-30b-a3b
+    python demo/padded_batches.py deepseek-v2-lite --layers 8 --requests 3,5,9 --json padded.json
+
+The model has random weights, and prompts are random token ids. Both ways replay the same graphs in
+turns; only the number of requests that they find on the device differs. Experts are those that one
+step chooses, averaged over layers, without shared experts. A CPU has no graphs: there the same
+steps are computed operation by operation, which shows the number of experts, but no time worth
+reporting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from rorqual import LLM, SamplingParams
+from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.engine.execution.cuda_graphs import DecodeGraphs
+from rorqual.layers.moe import MoE
+from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.platforms.base import Uncaptured
+
+PROMPT = 16
+WARM = 4  # steps before those that are timed
+
+
+@dataclass
+class Padded:
+    """rows: of the graph. experts: of a layer, of the requests alone and with those of padding
+    rows. ms: of a step, with padding left out, as the engine does it, and counted as requests."""
+
+    requests: int
+    rows: int
+    experts: float
+    counted_experts: float
+    ms: float
+    counted_ms: float
+
+
+class Steps:
+    def __init__(self, asked: argparse.Namespace):
+        self.asked = asked
+        options: dict[str, Any] = {
+            "max_num_seqs": max(asked.requests),
+            "max_model_len": 4096,
+            "quantization": asked.quantization,
+            "num_layers": asked.layers,
+            "device": asked.device,
+            # on a CPU not the captured calls, which have no padding
+            "exe_mode": "eager" if asked.device == "cpu" else "auto",
+        }
+        self.llm = LLM(
+            str(model_folder(asked.model, weights=False)),
+            weights="random",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            **options,
+        )
+        self.engine = self.llm.engine
+        self.runner = self.engine.worker.runner
+        self.eager = self._graphs()
+        self.graphs = self.runner.graphs = self.runner.graphs or self.eager
+
+    def _graphs(self) -> DecodeGraphs:
+        """Graphs' steps without a capture."""
+        runner = self.runner
+        most = max(self.asked.requests)
+        return DecodeGraphs(
+            runner._decode_body, Uncaptured(runner.platform), most, runner.rows.padding
+        )
+
+    def measure(self, count: int) -> Padded:
+        random = np.random.default_rng(count)
+        vocab = self.engine.model.config.vocab_size
+        prompts = [random.integers(0, vocab, PROMPT).tolist() for _ in range(count)]
+        most = 4 + 2 * self.asked.turns * (self.asked.steps + WARM + self.engine.depth)
+        params = SamplingParams(temperature=0, max_tokens=most + count, ignore_eos=True)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        with steady_state_steps(self.engine, prompts, params):
+            experts = self.experts(count)
+            for _ in range(self.asked.turns):
+                for counted, found in times.items():
+                    with self.padding(self.graphs, counted):
+                        found.append(self.seconds())
+        ms = (1e3 * statistics.median(found) for found in times.values())
+        return Padded(count, self.graphs.bucket(count), *experts, *ms)
+
+    @contextmanager
+    def padding(self, graphs: DecodeGraphs, counted: bool) -> Iterator[None]:
+        """Inside, steps are those of `graphs`, where padding may be `counted` among the
+        requests."""
+        given_for = graphs.given_for
+
+        def given(slots: list[int], size: int) -> list[int]:
+            found = given_for(slots, size)
+            return [size if counted else found[0], *found[1:]]
+
+        self.drain()
+        self.runner.graphs = graphs
+        with mock.patch.object(graphs, "given_for", given):
+            yield
+            self.drain()
+        self.runner.graphs = self.graphs
+
+    def drain(self) -> None:
+        while self.engine.in_flight:
+            self.engine.collect()
+        self.engine.platform.synchronize()
+
+    def experts(self, count: int) -> tuple[float, float]:
+        """Of one step with all rows counted: a layer's experts of the first `count` rows, and of
+        all."""
+        chosen: list[torch.Tensor] = []
+        route = MoE.route
+
+        def recorded(layer: MoE, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, weights = route(layer, *given)
+            chosen.append(ids[:, : layer.moe.top_k].clone())
+            return ids, weights
+
+        apart = property(lambda layer: False)  # the router as an operation of its own
+        with (
+            self.padding(self.eager, counted=True),
+            mock.patch.object(MoE, "route", recorded),
+            mock.patch.object(MoE, "is_one_op", apart),
+        ):
+            self.engine.launch()
+            self.drain()
+        return (
+            statistics.mean(len(ids[:count].unique()) for ids in chosen),
+            statistics.mean(len(ids.unique()) for ids in chosen),
+        )
+
+    def seconds(self) -> float:
+        for _ in range(WARM):
+            self.engine.step()
+        begin = time.perf_counter()
+        for _ in range(self.asked.steps):
+            self.engine.step()
+        return (time.perf_counter() - begin) / self.asked.steps
+
+
+def numbers(text: str) -> list[int]:
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def main(words: list[str] | None = None) -> list[Padded]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", default=BUNDLED, help="a shape, or a folder")
+    parser.add_argument("--requests", type=numbers, default=list(range(1, 10)))
+    parser.add_argument("--layers", type=int, help="of the model's; all by default")
+    parser.add_argument("--quantization", default="auto")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
+    parser.add_argument("--steps", type=int, default=20, help="of a turn")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(words)
+    steps = Steps(asked)
+    print(f"{steps.engine.platform.describe()}: {asked.model}, ms a step, experts a layer")
+    print(
+        f"{'requests':>9}{'rows':>6}{'experts':>9}{'counted':>9}{'ms':>9}{'counted':>9}{'ratio':>8}"
+    )
+    found = []
+    for count in asked.requests:
+        row = steps.measure(count)
+        found.append(row)
+        print(
+            f"{row.requests:9}{row.rows:6}{row.experts:9.1f}{row.counted_experts:9.1f}"
+            f"{row.ms:9.3f}{row.counted_ms:9.3f}{row.counted_ms / row.ms:8.3f}",
+            flush=True,
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    return found
+
+
+if __name__ == "__main__":
+    main()
