@@ -36,6 +36,8 @@ from rorqual.platforms.base import Uncaptured
 
 PROMPT = 16
 WARM = 4  # steps before those that are timed
+DEPTH = 2  # most steps in flight
+BATCH = 16  # least max_num_seqs: it is a captured size
 
 
 @dataclass
@@ -54,9 +56,12 @@ class Padded:
 class Steps:
     def __init__(self, asked: argparse.Namespace):
         self.asked = asked
+        most = max(asked.requests)
+        # of a request, while all are there
+        self.tokens = most + 4 + 2 * asked.turns * (asked.steps + WARM + DEPTH)
         options: dict[str, Any] = {
-            "max_num_seqs": max(asked.requests),
-            "max_model_len": 4096,
+            "max_num_seqs": max(BATCH, most),
+            "max_model_len": PROMPT + self.tokens,
             "quantization": asked.quantization,
             "num_layers": asked.layers,
             "device": asked.device,
@@ -78,17 +83,14 @@ class Steps:
     def _graphs(self) -> DecodeGraphs:
         """Graphs' steps without a capture."""
         runner = self.runner
-        most = max(self.asked.requests)
-        return DecodeGraphs(
-            runner._decode_body, Uncaptured(runner.platform), most, runner.rows.padding
-        )
+        padding = runner.rows.padding
+        return DecodeGraphs(runner._decode_body, Uncaptured(runner.platform), padding, padding)
 
     def measure(self, count: int) -> Padded:
         random = np.random.default_rng(count)
         vocab = self.engine.model.config.vocab_size
         prompts = [random.integers(0, vocab, PROMPT).tolist() for _ in range(count)]
-        most = 4 + 2 * self.asked.turns * (self.asked.steps + WARM + self.engine.depth)
-        params = SamplingParams(temperature=0, max_tokens=most + count, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
         times: dict[bool, list[float]] = {False: [], True: []}
         with steady_state_steps(self.engine, prompts, params):
             experts = self.experts(count)

@@ -223,6 +223,20 @@ def test_padding_without_experts(slots: tuple[int, ...]) -> None:
     assert marked[1].tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_padding_without_experts_where_ranks_share_them(rank: int) -> None:
+    """Every rank has every token, and its own slots."""
+    from rorqual.parallel.shard import Shard
+
+    weight = Weight(torch.zeros(2, 2, 2))
+    store = ExpertStore(
+        SlotMap((0, 1, 2, 1), 3), ExpertWeights(weight, weight), lambda x, *_: x,
+        torch.device("cpu"), Shard(rank, 2),
+    )  # fmt: skip
+    found = store.to_local(store.to_physical(torch.tensor([[0, 2], [-1, -1]])))
+    assert found.tolist() == [[[0, -1], [-1, -1]], [[-1, 0], [-1, -1]]][rank]
+
+
 def test_a_table_is_remapped_in_place() -> None:
     store = store_of((0, 1, 2, 1))
     table = store.table

@@ -104,6 +104,27 @@ def counted(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
     return texts, [layer.exchange.load.tolist() for layer in layers]
 
 
+def test_forced_experts_of_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For benchmarks ids are replaced, except those of padding."""
+    save("v3", tmp_path)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
+    plain = Ops.experts
+    found: list[list[int]] = []
+
+    def experts(self: Ops, x: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+        found.append((ids >= 0).sum(1).tolist())
+        return plain(self, x, ids, *rest)
+
+    monkeypatch.setattr(Ops, "experts", experts)
+    llm = LLM(tmp_path, **OPTIONS, expert_balance="forced")
+    found.clear()
+    llm.generate(PROMPTS, PARAMS)
+    top_k = llm.engine.model.config.moe.top_k
+    assert [top_k] * 3 + [0] in found
+    assert all(set(rows) <= {top_k, 0} for rows in found)
+
+
 def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the bundled model on a CPU: three requests in four rows, and four."""
     demo = load_demo("padded_batches")
