@@ -21,6 +21,7 @@ def real_rows(rows, requests, each, first):
     return rows
 
 
-def padding(padded: PaddedRows | None) -> tuple[Tensor | None, int, int]:
-    """The kernels' arguments (requests, each, first)."""
-    return (None, 0, 0) if padded is None else (padded.requests, padded.each, padded.first)
+def padding(padded: PaddedRows | None) -> tuple[Tensor, int, int] | tuple[None, None, None]:
+    """The kernels' arguments (requests, each, first). Without padding the compiled kernel has none
+    of them."""
+    return (None, None, None) if padded is None else (padded.requests, padded.each, padded.first)

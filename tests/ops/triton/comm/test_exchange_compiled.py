@@ -76,7 +76,7 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
             holders = (slots[:, :, None] // EACH == torch.arange(RANKS)).any(1).sum(1, keepdim=True)
             wanted.append((out, (x.float() * holders).bfloat16()))
             areas = [flags, data, scales, places, weights_at]
-            sizes = [tokens, 0, 0, CAPACITY, COLUMNS, COLUMNS]  # nothing is padding
+            sizes = [tokens, CAPACITY, COLUMNS, COLUMNS]
             own: list[tuple[int, list[object]]] = [
                 (
                     CAPACITY,

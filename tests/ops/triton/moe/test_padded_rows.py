@@ -286,6 +286,27 @@ def test_a_step_of_padding_alone(kind: str) -> None:
         assert not down
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4 turned"])
+def test_replays_of_a_graph(kind: str) -> None:
+    """One graph at other numbers of requests."""
+    for tokens in (2, 6):
+        ops, w, hidden = made(kind, EXPERTS + 1, 1)
+        x, base = random(tokens, hidden), random(tokens, hidden)
+        router = RouterWeights(random(EXPERTS, hidden), None, MOE, 1)
+        want = summed(ops.experts_deferred(x, router, w, base))
+        padded = padding(0)
+        summed(ops.experts_deferred(x, router, w, base, padded))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = summed(ops.experts_deferred(x, router, w, base, padded))
+        for real in (tokens - 1, tokens, 0, 1):
+            padded.requests.fill_(real)
+            graph.replay()
+            assert torch.equal(got[:real], want[:real])
+            assert torch.equal(got[real:], base[real:])
+
+
 def test_ids_without_an_expert_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer with a load recorder or a slot map gives its experts: no routers' blocks."""
     monkeypatch.setattr(grouped_gemm, "DIRECT_PICKS", dict.fromkeys(grouped_gemm.DIRECT_PICKS, 0))
@@ -302,7 +323,7 @@ def test_steps_that_are_not_captured_have_no_count() -> None:
     """They compile kernels without the count, and load nothing more."""
     from rorqual.ops.triton.runtime import padding as arguments
 
-    assert arguments.padding(None) == (None, 0, 0)
+    assert arguments.padding(None) == (None, None, None)
     padded = padding(3, 2, 1)
     assert arguments.padding(padded) == (padded.requests, 2, 1)
     logits = random(3, EXPERTS, dtype=torch.float32)

@@ -21,6 +21,8 @@ TOKENS = 2
 COLUMNS = 1152
 TOP_K = 3
 LAUNCHES = f"""
+from dataclasses import replace
+from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.triton.moe import combine
 from rorqual.ops.triton.rowwise import quantize, norm
 from rorqual.ops.deferred_sum import DeferredMoESum
@@ -34,12 +36,17 @@ for quant in (False, True):
     combine.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, quant)
 gave.total()
 quantize.quantize(rows)
+gave = replace(gave, padded=PaddedRows(torch.empty(1, dtype=torch.int64), 1))
+combine.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6)
+gave.total()
 """
 # those that quantize second
 ALONE = (0, 2)
 JOINT = (1, 3)
 SUM = 4
 QUANTIZE = 5
+JOINT_PADDED = 6
+SUM_PADDED = 7
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +129,33 @@ def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
         for mine, other, own in zip(beside, joint, behind, strict=True):
             assert torch.equal(mine, own)
             assert torch.equal(other, own)
+
+
+def test_sums_of_padding_rows(kernels: list[Kernel]) -> None:
+    """Zero, with NaN for results of their experts; the number of the others is read before the
+    previous kernel has ended."""
+    torch.manual_seed(1)
+    y = torch.randn(TOKENS * TOP_K, COLUMNS).bfloat16()
+    y[TOP_K:] = float("nan")
+    residual = torch.randn(TOKENS, COLUMNS).bfloat16()
+    weights = torch.rand(TOKENS, TOP_K)
+    factor = (torch.rand(COLUMNS) + 0.5).bfloat16()
+    requests = torch.tensor([1])
+    plain = empty()
+    run(kernels[SUM], (TOKENS, 3), y, weights, plain)
+    summed = empty()
+    count = [requests, 1, 0]
+    run(kernels[SUM_PADDED], (TOKENS, 3), y, weights, summed, *count, early=[requests])
+    assert torch.equal(summed[0], plain[0])
+    assert not summed[1].any()
+    want = empty()
+    total = empty()
+    sizes = [*[COLUMNS] * 3, 1e-6, 0, 0]
+    run(kernels[ALONE[0]], (TOKENS,), summed, residual, factor, want, total, *sizes)
+    found = empty()
+    stream = empty()
+    early = [factor, requests]
+    given = [y, weights, residual, factor, found, stream, *count, *[COLUMNS] * 2, 1e-6, 0, 0]
+    run(kernels[JOINT_PADDED], (TOKENS,), *given, early=early)
+    assert torch.equal(stream, total)
+    assert torch.equal(found, want)
