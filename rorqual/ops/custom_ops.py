@@ -80,6 +80,9 @@ class TracedOps(Ops):
     def compiling(self) -> AbstractContextManager[None]:
         return self.inner.compiling()
 
+    def beside_messages(self) -> AbstractContextManager[Any]:
+        return self.inner.beside_messages()
+
     # ---- rows
 
     draw_normal = entry(Ops.draw_normal)
