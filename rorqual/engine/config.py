@@ -185,9 +185,9 @@ class EngineConfig:
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
         "attention is launched; 0 for none. If left out, 4096 on one GPU, or none where a layer "
-        "has more than 4 GiB of weights, which take longer to read than to launch. With --tp "
-        "alone, and with --experts over shared memory, none if left out; not with other parallel "
-        "sizes.",
+        "has more than 4 GiB of weights, which take longer to read than to launch. With several "
+        "ranks, and with --experts over shared memory, none if left out. Not with --pp; steps that "
+        "use the all-to-all exchange are not recorded.",
     )
     precompile_kernels: bool = _execution(
         True,

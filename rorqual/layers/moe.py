@@ -240,8 +240,8 @@ class MoE(ExpertLayer):
 
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
-        # other exchanges send rows to the ranks of their ids
-        padded = layout.own_padded if isinstance(self.exchange, LocalExchange) else None
+        absent = self.exchange.takes_absent(rows, self.moe.top_k, layout)
+        padded = layout.own_padded if absent else None
         ids, weights = self.route(rows, padded)
         if self.simulated_routing is not None:
             routed = self.moe.top_k

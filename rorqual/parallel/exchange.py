@@ -82,7 +82,7 @@ class Exchange(Protocol):
       over tp, or complete if tokens are sharded. `base` is added to it.
 
     Rows that are padding (Layout.padded) are not counted in `load`, and exchanges may leave out
-    their experts; for `LocalExchange` their ids may be -1 already.
+    their experts. If `takes_absent(x, K, layout)` their ids may be -1 already.
 
     `capturable`: whether a device graph can capture the stages of a decode step. `experts`: weights
     by physical slot. `load` [E] int64: how many (token, expert) pairs were dispatched here, by
@@ -102,6 +102,8 @@ class Exchange(Protocol):
     def capturable(self) -> bool: ...
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None: ...
+
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool: ...
 
     def counts_first(self, layout: Layout) -> bool: ...
 
@@ -238,6 +240,10 @@ class StoreExchange:
     def experts(self) -> ExpertWeights:
         return self.store.experts
 
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        """Other exchanges send rows to the ranks of their ids."""
+        return False
+
     def counts_first(self, layout: Layout) -> bool:
         return False
 
@@ -274,6 +280,9 @@ class Ticket:
 class LocalExchange(StoreExchange):
     """Every rank has every token: nothing is sent, and each rank computes with its experts, or its
     columns of experts."""
+
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return True
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store

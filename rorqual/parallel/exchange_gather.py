@@ -44,6 +44,9 @@ class GatherTicket:
 
 
 class AllGatherExchange(StoreExchange):
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return True
+
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis = layout.moe_axis
         counts = layout.moe_rows

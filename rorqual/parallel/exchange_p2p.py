@@ -48,14 +48,10 @@ class P2PExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
         axis = layout.moe_axis
-        capacity = max(layout.moe_rows or (x.shape[0],))
-        gathered = self.brings_rows and layout.dense_rows is not None
-        if (
-            gathered
-            or axis.p2p_dispatch is None
-            or not axis.p2p_dispatch.takes(x, capacity, ids.shape[1])
-        ):
+        if not self._shared(x, ids.shape[1], layout):
             return self.plain.dispatch(x, ids, weights, layout)
+        assert axis.p2p_dispatch is not None
+        capacity = max(layout.moe_rows or (x.shape[0],))
         slots = self.store.slots_of(ids, layout)
         flight = axis.p2p_dispatch.dispatch(
             x, slots, weights, capacity, self._place(layout), self.fp8, layout.own_padded
@@ -63,6 +59,18 @@ class P2PExchange(StoreExchange):
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))
         return P2PTicket(axis, flight, x.dtype)
+
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        """Over shared memory padding is not sent, whatever its ids."""
+        return not self._shared(x, top_k, layout) and self.plain.takes_absent(x, top_k, layout)
+
+    def _shared(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        """Whether this step goes over memory that the ranks share."""
+        axis = layout.moe_axis
+        if self.brings_rows and layout.dense_rows is not None:
+            return False
+        capacity = max(layout.moe_rows or (x.shape[0],))
+        return axis.p2p_dispatch is not None and axis.p2p_dispatch.takes(x, capacity, top_k)
 
     def _place(self, layout: Layout) -> Any:
         """The experts of the axis's ranks: those of all ranks of the stage, or of every tp-th rank

@@ -55,6 +55,17 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
     return "alltoall" if others < GATHER_SHARE * (sizes.stage - 1) else "allgather_ep"
 
 
+def captured_prompt_tokens(sizes: ParallelConfig, moe: MoEConfig, tokens: int) -> int:
+    """Up to how many of `tokens` a rank steps with prompts can be captured in pieces: those whose
+    exchange does not count rows first. 0 with pipeline stages or expert servers."""
+    if sizes.pp > 1:
+        return 0
+    for most in (tokens, min(tokens, ALLTOALL_ROWS - 1)):
+        if chosen_exchange(sizes, moe, most, decode=False) not in ("alltoall", REMOTE):
+            return most
+    return 0
+
+
 def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:
     """Whether the residual stream is sharded by tokens over the ranks of an attention group."""
     return sizes.tp > 1 and (

@@ -76,6 +76,9 @@ class SelectedExchange(StoreExchange):
         exchange = self.made[layout.exchange]
         return exchange, exchange.dispatch(x, ids, weights, layout)
 
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return self.made[layout.exchange].takes_absent(x, top_k, layout)
+
     def counts_first(self, layout: Layout) -> bool:
         return self.made[layout.exchange].counts_first(layout)
 

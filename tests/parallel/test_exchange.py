@@ -237,6 +237,29 @@ def test_padding_without_experts_where_ranks_share_them(rank: int) -> None:
     assert found.tolist() == [[[0, -1], [-1, -1]], [[-1, 0], [-1, -1]]][rank]
 
 
+def test_which_exchanges_take_padding_without_experts() -> None:
+    """An all-gather does, and one through shared memory only where a step's rows do not fit into
+    that: there padding is not sent."""
+    from types import SimpleNamespace
+
+    from rorqual.parallel.exchange_alltoall import LowLatencyExchange
+    from rorqual.parallel.exchange_gather import AllGatherExchange
+    from rorqual.parallel.exchange_p2p import P2PExchange
+
+    store = store_of((0, 1, 2))
+    x = torch.zeros(4, 2)
+    fits = SimpleNamespace(takes=lambda x, capacity, top_k: capacity <= 8)
+    for rows, expected in ((8, False), (9, True)):
+        axis = SimpleNamespace(p2p_dispatch=fits)
+        layout: Any = SimpleNamespace(moe_axis=axis, moe_rows=(4, rows), dense_rows=None)
+        shared = P2PExchange(store, AllGatherExchange(store), True, False)
+        assert shared.takes_absent(x, 2, layout) == expected
+        assert AllGatherExchange(store).takes_absent(x, 2, layout)
+        assert not LowLatencyExchange(store).takes_absent(x, 2, layout)
+        padded = P2PExchange(store, LowLatencyExchange(store), False, False)
+        assert not padded.takes_absent(x, 2, layout)
+
+
 def test_a_table_is_remapped_in_place() -> None:
     store = store_of((0, 1, 2, 1))
     table = store.table

@@ -117,7 +117,8 @@ CASES += [
     ("dp2-vocabulary", "mtp-last-row-graphs-when-needed"),
     ("dp2-tp2", "graphs-when-needed"),
     ("dp2-pp2", "mtp-last-row-graphs-when-needed"),
-    *((layout, name) for layout in TP for name in PIECES),
+    *((layout, name) for layout in (*TP, "dp2", "dp2-tp2") for name in PIECES),
+    ("dp2-vocabulary", "mtp-pieces"),
 ]
 MORE = [(layout, name) for layout in LAYOUTS for name in SETTINGS if (layout, name) not in CASES]
 
@@ -161,5 +162,8 @@ def test_processes_end_with_the_tokens_of_one(pool: RankPool, tmp_path: Path) ->
         given = {"folder": str(tmp_path), "settings": settings, "arrivals": arrivals}
         assert pool.run("in_step", 2, sizes={"dp": 2}, **given) == [wanted] * 2
     given["settings"] = {"cudagraph_capture_sizes": (1, 2, 4, 8), "piecewise_tokens": 64}
+    for sizes in ({"dp": 2}, {"dp": 2, "ep": 2}):
+        assert pool.run("in_step", 2, sizes=sizes, **given) == [wanted] * 2
     given["arrivals"] = [(step, 0, *rest) for step, _, *rest in arrivals]
-    assert pool.run("in_step", 2, sizes={"tp": 2}, **given) == [wanted] * 2
+    for sizes in ({"tp": 2}, {"tp": 2, "ep": 2}):
+        assert pool.run("in_step", 2, sizes=sizes, **given) == [wanted] * 2

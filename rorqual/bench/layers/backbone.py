@@ -31,6 +31,9 @@ class NowhereExchange:
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return x
 
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return False
+
     def counts_first(self, layout: Layout) -> bool:
         return False
 

@@ -383,7 +383,8 @@ class ModelRunner:
             decode_bounds=[length] * len(slots),
             chunks=[PrefillChunk(rows.padding, length - tokens, [0] * tokens, sample=False)],
         )
-        metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
+        ranks = [output] * self.model.mesh.sizes.dp
+        metadata = StepMetadata.of(ranks, SamplingVariant.GREEDY, host=False)
         pieces.attend(self.batch(output, metadata).step)
         rows.length[rows.padding :].zero_()
 
@@ -395,7 +396,7 @@ class ModelRunner:
         assert self.pieces is not None
         places = TokenPlaces(*model.rotary.rows(positions), slots)
         padded = PaddedRows(self.pieces.num_tokens, 1)
-        layout = model.layout((ids.shape[0],)).with_padding(padded)
+        layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp).with_padding(padded)
         step = ForwardBatch(
             ids, positions, places, ids, self.pool, layout=layout, recorder=recorder
         )
@@ -411,8 +412,8 @@ class ModelRunner:
         if self.captured and metadata.decodes and self.captured.takes(step):
             return self.captured.run("model", self._whole_pass, step)
         fits = self.pieces and not metadata.decodes and not step.parts
-        if self.pieces and fits and self.pieces.fits(step.num_tokens):
-            return self.pieces.run(step)
+        if self.pieces and fits and self.pieces.fits(max(metadata.tokens)):
+            return self.pieces.run(step, max(metadata.tokens))
         return self.model.compute(step, self._every_row(metadata))
 
     def _whole_pass(self, step: ForwardBatch) -> Tensor:

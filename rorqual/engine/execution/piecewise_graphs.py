@@ -2,7 +2,9 @@
 depend only on the number of tokens.
 
 One capture per bucket of tokens. Attention, which depends on the requests, is launched eagerly
-between the pieces. A step with fewer tokens is padded with rows that write to the null page.
+between the pieces. A step with fewer tokens is padded with rows that write to the null page. Of
+several data-parallel ranks all are padded to the bucket of the one with most tokens, and replay the
+same pieces, which contain the exchanges.
 Without this, the host launches steps of up to about two thousand tokens more slowly than a GPU
 computes them.
 
@@ -138,11 +140,12 @@ class PiecewiseGraphs:
     def fits(self, tokens: int) -> bool:
         return bool(self.graphs) and 0 < tokens <= self.sizes[-1]
 
-    def run(self, step: ForwardBatch) -> Tensor:
+    def run(self, step: ForwardBatch, longest: int) -> Tensor:
         """The hidden states of all of the step's tokens, [T, hidden]; valid until the next run, in
-        stream order."""
+        stream order. longest: tokens of the data-parallel rank that has most, as all ranks replay
+        the same pieces."""
         tokens = step.num_tokens
-        size = self.sizes[bisect_left(self.sizes, tokens)]
+        size = self.sizes[bisect_left(self.sizes, longest)]
         columns = self._columns(size)
         for row, given in enumerate((step.token_ids, step.positions, step.places.slots)):
             columns[row, :tokens].copy_(given)
@@ -150,6 +153,8 @@ class PiecewiseGraphs:
         self.num_tokens.fill_(tokens)
 
         def between(gap: Gap) -> None:
+            if not tokens:
+                return
             inputs = (tensor[:tokens] for tensor in gap.inputs)
             gap.out[:tokens].copy_(gap.work(step, *inputs))
 

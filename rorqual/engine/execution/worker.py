@@ -53,7 +53,7 @@ from rorqual.engine.micro_batches.report import lines
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.engine.npu.checks import check_cache_scales, check_npu, connect_dispatch, set_streams
 from rorqual.engine.remote_experts import RemoteExperts
-from rorqual.engine.scheduling.buckets import captures_pieces, piecewise_tokens
+from rorqual.engine.scheduling.buckets import piecewise_tokens
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.fixed_experts import check_fixed_experts
@@ -65,7 +65,7 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops.select import ops_for
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange import SlotMap
-from rorqual.parallel.exchange_policy import possible_exchanges
+from rorqual.parallel.exchange_policy import captured_prompt_tokens, possible_exchanges
 from rorqual.parallel.exchange_select import captures_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.servers import ExpertServers
@@ -365,15 +365,15 @@ class Worker:
         return npu or not same_rows_on_all_ranks(self.config.parallel, self.model_config.moe)
 
     def _piecewise_tokens(self, weights: int) -> int:
-        """Tokens up to which steps with prompts are captured; 0 for several ranks, unless all have
-        the same tokens, and on an NPU, whose attention takes lengths from the host. weights: bytes
-        of the whole model."""
+        """Tokens of a rank up to which steps with prompts are captured; 0 on an NPU, whose
+        attention takes lengths from the host. weights: bytes of the whole model."""
         if self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
         if not self.mesh.is_single:  # only where configured: not measured
-            alike = captures_pieces(self.mesh.sizes) and self.remote is None
-            wanted = (wanted or 0) if alike else 0
+            sizes, moe = self.mesh.sizes, self.model_config.moe
+            captured = captured_prompt_tokens(sizes, moe, self.batched_tokens)
+            wanted = min(wanted or 0, captured) if self.remote is None else 0
         elif self.remote is not None:  # only where configured: no measurement shows a gain
             wanted = min(wanted or 0, self.remote.piecewise_rows)
         elif wanted is None:

@@ -3,8 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-from rorqual.config.parallel import ParallelConfig
-
 PIECEWISE_TOKENS = 4096  # above this, computing takes longer than launching
 # Weights of a layer. With more to read, a GPU's step always takes longer than its launches, and
 # piecewise capture would only add rows of padding.
@@ -29,12 +27,6 @@ def piecewise_tokens(layer_bytes: float) -> int:
     """Tokens up to which one GPU captures steps with prompts by default; 0 for none. layer_bytes:
     mean weights of a layer."""
     return PIECEWISE_TOKENS if layer_bytes <= PIECEWISE_BYTES else 0
-
-
-def captures_pieces(sizes: ParallelConfig) -> bool:
-    """Whether steps with prompts of these ranks can be captured in pieces: all have the same
-    tokens, and all experts, or columns of them."""
-    return sizes.dp == sizes.pp == sizes.ep == 1
 
 
 def token_buckets(most: int) -> list[int]:

@@ -161,6 +161,9 @@ class RemoteExchange:
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
         raise AssertionError("experts are in other processes")
 
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return False
+
     def counts_first(self, layout: Layout) -> bool:
         return False
 

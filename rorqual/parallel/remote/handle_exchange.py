@@ -59,6 +59,9 @@ class HandleExchange:
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
         self.plain.remap(slots, rows)
 
+    def takes_absent(self, x: Tensor, top_k: int, layout: Layout) -> bool:
+        return False
+
     def counts_first(self, layout: Layout) -> bool:
         return False
 

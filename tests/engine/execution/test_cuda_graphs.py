@@ -19,7 +19,7 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.sampler import PendingStep
-from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes, captures_pieces
+from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
     SamplingVariant,
     SchedulerOutput,
@@ -27,6 +27,8 @@ from rorqual.engine.scheduling.scheduler_output import (
 )
 from rorqual.errors import ConfigError
 from rorqual.ops.interface import Ops
+from rorqual.parallel.exchange_policy import captured_prompt_tokens
+from rorqual.planner.costs.catalog import published
 from rorqual.request import Logprob, StructuredOutput
 from tests.engine.execution.replaying import ReplayingPlatform
 from tests.engine.execution.test_speculative_requests import GRAMMARS, Automata
@@ -340,11 +342,21 @@ def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
         LLM(folder, max_num_seqs=8, cudagraph_capture_sizes=sizes)
 
 
-def test_steps_with_prompts_are_captured_where_all_ranks_have_the_same_tokens():
-    for sizes in ({}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}):
-        assert captures_pieces(ParallelConfig(**sizes))
-    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}):
-        assert not captures_pieces(ParallelConfig(**sizes))
+def test_steps_with_prompts_are_captured_up_to_the_exchange_that_counts_rows():
+    moe = published("deepseek-ai/DeepSeek-V3").moe
+    for sizes in (
+        {},
+        {"tp": 2},
+        {"tp": 4, "sequence_parallel": True},
+        {"dp": 2},
+        {"tp": 2, "ep": 2},
+    ):
+        assert captured_prompt_tokens(ParallelConfig(**sizes), moe, 4096) == 4096
+    wide = ParallelConfig(dp=32, ep=32)
+    assert captured_prompt_tokens(wide, moe, 4096) == 511
+    assert captured_prompt_tokens(wide, moe, 64) == 64
+    for sizes in ({"pp": 2}, {"dp": 2, "ep": 2, "exchange": "alltoall"}):
+        assert captured_prompt_tokens(ParallelConfig(**sizes), moe, 4096) == 0
 
 
 def test_buckets():

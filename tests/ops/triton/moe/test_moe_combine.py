@@ -202,7 +202,7 @@ def test_models_give_the_same_bits(
     ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(3))
     model = random_model(config, TritonOps(), dtype, torch.device(DEVICE))
     got = all_logits(model, ids, [5], 4)
-    assert joined == [9, 9, 3, 3, 2, 2], "both layers: every row is wanted, so none is picked before"
+    assert joined == [9, 9, 3, 3, 2, 2], "both layers: all rows are wanted, so none are picked"
     joined.clear()
     monkeypatch.setattr(combine, "NORM_SUMS_TOKENS", 0)
     want = all_logits(model, ids, [5], 4)
