@@ -22,6 +22,7 @@ from rorqual.ops import reference, rng
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.padded_rows import PaddedRows
+from rorqual.ops.rank_rows import RankBlocks, RankParts, add_partial_sums, rank_blocks
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
@@ -747,6 +748,19 @@ class Ops:
         hidden] in `dtype`. With fp8 weights a backend may use them directly instead of dequantizing
         and quantizing again."""
         return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
+
+    # ---- exchanges. The same bits on every backend: what is sent must not depend on it.
+
+    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.quantize_activation(x)
+
+    def rank_blocks(
+        self, slots: Tensor, weights: Tensor, parts: RankParts, capacity: int
+    ) -> RankBlocks:
+        return rank_blocks(slots, weights, parts, capacity)
+
+    def add_partial_sums(self, parts: Tensor, rows: Tensor, base: Tensor | None = None) -> Tensor:
+        return add_partial_sums(parts, rows, base)
 
     # ---- request state by slot
 

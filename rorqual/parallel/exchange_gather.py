@@ -15,21 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rorqual.ops.rank_rows import pack, unpack
 from rorqual.parallel.collectives import Axis, PendingCollective, Ready
 from rorqual.parallel.exchange import StoreExchange, plus
 from rorqual.parallel.layout import Layout
-
-
-def pack(ids: Tensor, weights: Tensor) -> Tensor:
-    """Pack ids (slots or local ids) and fp32 weights, [T, K] each, in one message, int32 [T,
-    2 K]."""
-    return torch.cat((ids.to(torch.int32), weights.view(torch.int32)), 1)
-
-
-def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(ids as `dtype`, weights)."""
-    ids, weights = message.chunk(2, 1)
-    return ids.to(dtype).contiguous(), weights.contiguous().view(torch.float32)
 
 
 @dataclass
