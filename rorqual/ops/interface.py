@@ -26,6 +26,8 @@ from rorqual.ops.rank_rows import RankBlocks, RankParts, add_partial_sums, rank_
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
+# Up to so many (token, expert) pairs a backend's `experts` may leave the rows of fp8 experts wide.
+DIRECT_FP8_PAIRS = 8
 Replay = Callable[[], Tensor]  # computes what was captured once more
 
 
@@ -745,9 +747,18 @@ class Ops:
         w: ExpertWeights,
     ) -> Tensor:
         """`experts` of hidden states received as e4m3 with scale [T, hidden/128]; returns [T,
-        hidden] in `dtype`. With fp8 weights a backend may use them directly instead of dequantizing
-        and quantizing again."""
+        hidden] in `dtype`. fp8 weights take them as they are; for others they are dequantized."""
+        if w.gate_up.fp8_blocks:
+            return reference.experts_fp8(x, scale, dtype, ids, weights, w)
         return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
+
+    def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] as `experts` with fp8 weights (`Weight.fp8_blocks`) quantizes it: e4m3 and
+        scales [T, hidden/128] fp32. For more than DIRECT_FP8_PAIRS pairs `experts_fp8` of these
+        returns the bits of `experts` of x. A row does not depend on others, so rows may be gathered
+        in between."""
+        assert w.gate_up.fp8_blocks
+        return reference.quantize_activation(x, w.gate_up.activation == "fp8_group_ue8m0")
 
     # ---- exchanges. The same bits on every backend: what is sent must not depend on it.
 

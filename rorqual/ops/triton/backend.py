@@ -515,11 +515,19 @@ class TritonOps(Ops):
     ) -> Tensor:
         """The grouped kernels use fp8 rows directly with fp8 weights; the direct ones, for a few
         (token, expert) pairs, need dequantized rows."""
-        direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not w.gate_up.fp8_blocks or not _fits_experts(w):
+        if not w.gate_up.fp8_blocks or not _fits_experts(w):
             return super().experts_fp8(x, scale, dtype, ids, weights, w)
+        if ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]:
+            rows = reference.dequantize_activation(x, scale, dtype)
+            return self.experts(rows, ids, weights, w)
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
         return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
+
+    def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
+        if not _fits_experts(w) or not x.shape[0] or x.stride(1) != 1:
+            return super().quantize_for_experts(x, w)
+        made = quantize.quantize(x)
+        return made.data, made.scale
 
     # ---- exchanges
 
