@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rorqual.config.hf import read_config_file
+from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.ops.interface import DIRECT_FP8_PAIRS, Ops
+from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.custom_ops import TracedOps
+from rorqual.ops.interface import DIRECT_FP8_PAIRS, AttentionMetadata, Ops
 from rorqual.ops.reference import ExpertWeights, Weight, dequantize_activation
 from rorqual.parallel.comm_volume import fp8_experts, step_messages
 from rorqual.parallel.exchange_policy import FP8_GATHER_PAIRS, gathers_fp8
@@ -103,23 +107,31 @@ def test_bits_are_those_of_rows_gathered_as_they_are(
     assert len({str([part["in fp8"] for part in result]) for result in results}) == 1
 
 
+def experts_of(hidden: int, activation: str) -> ExpertWeights:
+    """Three experts of 40 columns."""
+    torch.manual_seed(0)
+    stacks = []
+    for rows, columns in ((80, hidden), (hidden, 40)):
+        parts = [quantize_block(torch.randn(rows, columns) / 8) for _ in range(3)]
+        data, scale = (torch.stack(part) for part in zip(*parts, strict=True))
+        stacks.append(Weight(data, scale, activation=activation))
+    return ExpertWeights(*stacks)
+
+
+def routed(hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, ids (-1: on another rank), weights."""
+    ids = torch.rand(9, 4).topk(2).indices - 1
+    return torch.randn(9, hidden).to(dtype), ids, torch.rand(9, 2)
+
+
 @pytest.mark.parametrize("activation", ["fp8_group", "fp8_group_ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [256, 200])
 def test_experts_of_quantized_rows(hidden: int, dtype: torch.dtype, activation: str) -> None:
     """Bits of the experts of the rows themselves; rows with scales that are powers of two differ
     from rows with others."""
-    torch.manual_seed(0)
-    inner = 40
-    stacks = []
-    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
-        parts = [quantize_block(torch.randn(rows, columns) / 8) for _ in range(3)]
-        data, scale = (torch.stack(part) for part in zip(*parts, strict=True))
-        stacks.append(Weight(data, scale, activation=activation))
-    w = ExpertWeights(*stacks)
-    x = torch.randn(9, hidden).to(dtype)
-    ids = torch.rand(9, 4).topk(2).indices - 1
-    weights = torch.rand(9, 2)
+    w = experts_of(hidden, activation)
+    x, ids, weights = routed(hidden, dtype)
     ops = Ops()
     data, scale = ops.quantize_for_experts(x, w)
     powers = bool((torch.frexp(scale)[0] == 0.5).all())
@@ -131,6 +143,32 @@ def test_experts_of_quantized_rows(hidden: int, dtype: torch.dtype, activation: 
     for whole, part in zip((data, scale), ops.quantize_for_experts(x[some], w), strict=True):
         assert torch.equal(whole[some].float(), part.float())
     assert not torch.equal(dequantize_activation(data, scale, dtype), x)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hidden", [256, 200])
+def test_they_are_operators_of_a_compiled_step(hidden: int) -> None:
+    w = experts_of(hidden, "fp8_group")
+    x, ids, weights = routed(hidden, torch.bfloat16)
+    inner = CpuOps(native=False)
+    ops = TracedOps(inner, MoEConfig(3, 2, 40))
+
+    def step(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        data, scale = ops.quantize_for_experts(x, w)
+        sent = data.view(torch.uint8).clone().view(torch.float8_e4m3fn)
+        return ops.experts_fp8(sent, scale + 0, x.dtype, ids, weights, w)
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with ops.attending(AttentionMetadata(ids, ids, (), ())), torch.inference_mode():
+        got = torch.compile(step, backend=backend, fullgraph=True)(x, ids, weights)
+        assert torch.equal(got, inner.experts(x, ids, weights, w))
+    assert all(name in graphs[0] for name in ("quantize_for_experts", "experts_fp8"))
 
 
 @needs_triton
