@@ -103,7 +103,7 @@ class FixedExperts(ExpertLayer):
         self.held = slots.local(shard)
         store = ExpertStore(
             slots, self._weights(build), build.ops.experts, build.device, shard,
-            build.ops.experts_fp8,
+            build.ops.experts_fp8, ops=build.ops,
         )  # fmt: skip
         self.exchange: Exchange = make_exchange(mesh.sizes, moe, store, self.ops.dispatch_combine)
 

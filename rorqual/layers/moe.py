@@ -182,6 +182,7 @@ class MoE(ExpertLayer):
             build.mesh.axes["ep"].shard,
             self.ops.experts_fp8,
             slots is not None,
+            self.ops,
         )
         return make_exchange(build.mesh.sizes, self.moe, store, self.ops.dispatch_combine)
 

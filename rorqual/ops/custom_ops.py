@@ -26,7 +26,14 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.padded_rows import PaddedRows
-from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight, in_8_bits
+from rorqual.ops.reference import (
+    ACTIVATION_BLOCK,
+    FP8,
+    ExpertWeights,
+    RouterWeights,
+    Weight,
+    in_8_bits,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 # The table that operators use: torch passes them only tensors and numbers.
@@ -100,7 +107,9 @@ class TracedOps(Ops):
     side_stream = entry(Ops.side_stream)
     prepare_mla = entry(Ops.prepare_mla)
     route = entry(Ops.route)
-    experts_fp8 = entry(Ops.experts_fp8)
+    quantize_activation = entry(Ops.quantize_activation)
+    rank_blocks = entry(Ops.rank_blocks)
+    add_partial_sums = entry(Ops.add_partial_sums)
     routed_experts = entry(Ops.routed_experts)
     experts_deferred = entry(Ops.experts_deferred)
     dense_attention = entry(Ops.dense_attention)
@@ -277,6 +286,25 @@ class TracedOps(Ops):
         parts = (*_parts(w.gate_up), *_parts(w.down), w.num_fused_shared_experts)
         y = torch.ops.rorqual.experts(hidden_of(x), ids, weights, *parts)
         return y if base is None else y + base
+
+    @entry
+    def experts_fp8(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        w: ExpertWeights,
+    ) -> Tensor:
+        parts = (*_parts(w.gate_up), *_parts(w.down))
+        return torch.ops.rorqual.experts_fp8(x, scale, dtype, ids, weights, *parts)
+
+    @entry
+    def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
+        """An operator, so that a compiled step sends the same bytes as others."""
+        parts = (*_parts(w.gate_up), *_parts(w.down))
+        return torch.ops.rorqual.quantize_for_experts(x, *parts)
 
 
 def _parts(weight: Weight) -> tuple[Any, ...]:
@@ -469,6 +497,36 @@ def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
     gate_up = _weight(*experts[:PARTS])
     w = ExpertWeights(gate_up, _weight(*experts[PARTS : 2 * PARTS]), experts[2 * PARTS])
     return _table().inner.experts(x, ids, weights, w)
+
+
+@_operator(
+    f"(Tensor x, Tensor scale, ScalarType dtype, Tensor ids, Tensor weights, "
+    f"{_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}) -> Tensor",
+    lambda x, scale, dtype, ids, weights, *experts: x.new_empty(x.shape, dtype=dtype),
+)
+def _experts_fp8(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    ids: Tensor,
+    weights: Tensor,
+    *experts: Any,
+) -> Tensor:
+    w = ExpertWeights(_weight(*experts[:PARTS]), _weight(*experts[PARTS:]))
+    return _table().inner.experts_fp8(x, scale, dtype, ids, weights, w)
+
+
+@_operator(
+    f"(Tensor x, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}) -> (Tensor, Tensor)",
+    lambda x, *experts: (
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(x.shape[0], -(-x.shape[1] // ACTIVATION_BLOCK), dtype=torch.float32),
+    ),
+)
+def _quantize_for_experts(x: Tensor, *experts: Any) -> tuple[Tensor, Tensor]:
+    w = ExpertWeights(_weight(*experts[:PARTS]), _weight(*experts[PARTS:]))
+    data, scale = _table().inner.quantize_for_experts(x, w)
+    return data.contiguous(), scale.contiguous()
 
 
 def _weight(data: Tensor, scale: Tensor | None, block: list[int], *more: Any) -> Weight:

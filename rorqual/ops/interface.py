@@ -22,9 +22,12 @@ from rorqual.ops import reference, rng
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.padded_rows import PaddedRows
+from rorqual.ops.rank_rows import RankBlocks, RankParts, add_partial_sums, rank_blocks
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
+# Up to so many (token, expert) pairs a backend's `experts` may leave the rows of fp8 experts wide.
+DIRECT_FP8_PAIRS = 8
 Replay = Callable[[], Tensor]  # computes what was captured once more
 
 
@@ -744,9 +747,31 @@ class Ops:
         w: ExpertWeights,
     ) -> Tensor:
         """`experts` of hidden states received as e4m3 with scale [T, hidden/128]; returns [T,
-        hidden] in `dtype`. With fp8 weights a backend may use them directly instead of dequantizing
-        and quantizing again."""
+        hidden] in `dtype`. fp8 weights take them as they are; for others they are dequantized."""
+        if w.gate_up.fp8_blocks:
+            return reference.experts_fp8(x, scale, dtype, ids, weights, w)
         return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
+
+    def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] as `experts` with fp8 weights (`Weight.fp8_blocks`) quantizes it: e4m3 and
+        scales [T, hidden/128] fp32. For more than DIRECT_FP8_PAIRS pairs `experts_fp8` of these
+        returns the bits of `experts` of x. A row does not depend on others, so rows may be gathered
+        in between."""
+        assert w.gate_up.fp8_blocks
+        return reference.quantize_activation(x, w.gate_up.activation == "fp8_group_ue8m0")
+
+    # ---- exchanges. The same bits on every backend: what is sent must not depend on it.
+
+    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.quantize_activation(x)
+
+    def rank_blocks(
+        self, slots: Tensor, weights: Tensor, parts: RankParts, capacity: int
+    ) -> RankBlocks:
+        return rank_blocks(slots, weights, parts, capacity)
+
+    def add_partial_sums(self, parts: Tensor, rows: Tensor, base: Tensor | None = None) -> Tensor:
+        return add_partial_sums(parts, rows, base)
 
     # ---- request state by slot
 

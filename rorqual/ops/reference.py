@@ -7,6 +7,7 @@ scores and weights are computed in fp32 for any dtype of activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,14 +153,11 @@ def by_column(scale: Tensor, weight: Weight) -> Tensor:
     return scale.repeat_interleave(weight.block[1], -1)[..., : weight.columns]
 
 
-def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_activation(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale per token and 128 columns,
-    with amax clamped to at least 1e-4 (DeepGEMM)."""
-    tokens, columns = x.shape
-    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(
-        tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK
-    )
-    data, scale = to_8_bits(blocks, FP8)
+    with amax clamped to at least 1e-4 (DeepGEMM). ue8m0: scales are rounded up to powers of two."""
+    columns = x.shape[1]
+    data, scale = to_8_bits(by_group(x, ACTIVATION_BLOCK), FP8, ue8m0)
     return data.flatten(1)[:, :columns], scale
 
 
@@ -184,8 +182,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, dequantize(weight, x.dtype), bias)
     kind = weight.activation
     rows = rounded_to_fp8(x) if kind == "fp8_group" else rounded(x, kind)
+    return product(rows, weight, x.dtype, bias)
+
+
+def product(rows: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """`linear` of rows that are rounded already, fp32, with a result in `dtype`."""
     y = F.linear(rows, dequantize(weight, torch.float32))
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -403,13 +406,39 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor
     """The weighted sum over each token's experts. x [T, hidden]; ids [T, K]: physical slots (-1: on
     another rank; a slot may occur several times); weights [T, K]. Sums in fp32; returns [T, hidden]
     in x's dtype."""
+    return _sum_of_experts(
+        x, ids, weights, x.dtype, lambda rows, slot: mlp(rows, w.gate_up[slot], w.down[slot])
+    )
+
+
+def experts_fp8(
+    data: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, w: ExpertWeights
+) -> Tensor:
+    """`experts` of e4m3 rows with scales [T, hidden/128], for weights that take such rows
+    (`Weight.fp8_blocks`): what `experts` computes of the rows that these were quantized from, bit
+    for bit. Returns [T, hidden] in `dtype`."""
+
+    def expert(rows: Tensor, slot: int) -> Tensor:
+        return linear(swiglu(product(rows, w.gate_up[slot], dtype)), w.down[slot])
+
+    rows = dequantize_activation(data, scale, torch.float32)
+    return _sum_of_experts(rows, ids, weights, dtype, expert)
+
+
+def _sum_of_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    expert: Callable[[Tensor, int], Tensor],
+) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in ids.unique().tolist():
         if slot >= 0:
             token, k = (ids == slot).nonzero(as_tuple=True)
-            y = mlp(x[token], w.gate_up[slot], w.down[slot])
+            y = expert(x[token], slot)
             total.index_add_(0, token, y.float() * weights[token, k, None])
-    return total.to(x.dtype)
+    return total.to(dtype)
 
 
 # ---- sampling

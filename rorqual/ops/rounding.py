@@ -37,12 +37,15 @@ def by_group(x: Tensor, group: int) -> Tensor:
     return wide.view(tokens, -(-columns // group), group)
 
 
-def to_8_bits(groups: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
+def to_8_bits(groups: Tensor, number: torch.dtype, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize columns that share a scale, [..., n] fp32, to `number` (e4m3 or int8) with scales
-    [...] fp32: amax, at least 1e-4, over the largest number of the format."""
+    [...] fp32: amax, at least 1e-4, over the largest number of the format, and rounded up to a
+    power of two if `ue8m0`."""
     # a tensor: dividing by a Python number, torch on a GPU multiplies by its rounded inverse
     most = torch.full((), FP8_MAX if number == FP8 else INT8_MAX, device=groups.device)
     scale = groups.abs().amax(-1).clamp(LEAST_AMAX) / most
+    if ue8m0:
+        scale = power_of_two(scale)
     steps = groups / scale[..., None]
     return (steps if number == FP8 else steps.round().clamp(-most, most)).to(number), scale
 

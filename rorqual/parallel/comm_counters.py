@@ -12,8 +12,8 @@ Bytes leave one rank, averaged over a group of n ranks, with the cheapest algori
 | all_to_all     | what this rank sends to others         | all of it                    |
 | send           | the tensor                             | all of it                    |
 
-An exchange over shared memory counts as the process-group exchange that it replaces, an upper
-bound: only the device knows how many rows went where.
+An exchange over shared memory counts as the process-group exchange that it replaces, of rows as it
+sends them, an upper bound: only the device knows how many rows went where.
 
 Rows are padded to the longest rank of a group before they are gathered or scattered, so messages
 include padding.

@@ -2,7 +2,8 @@
 match it, and the planner's network times use it. No torch.
 
 Bytes are as in comm_counters.py. Only the dynamic all-to-all depends on the routing: its volume is
-the expectation under uniform routing.
+the expectation under uniform routing. Exchanges are those of a process group: over shared memory a
+gather sends rows of fp8 experts as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rorqual.parallel.exchange_policy import (
     chosen_exchange,
     destinations,
     gathered_columns,
+    gathers_fp8,
     shards_tokens,
 )
 from rorqual.parallel.shard import Shard
@@ -162,10 +164,9 @@ class StepMessages:
         most = max(counts)
         routing = self.model.moe.top_k * ROUTING_BYTES
         if self.exchange.startswith("allgather"):
+            row = self.gathered_row(sum(counts)) + routing
             yield from _made(
-                CommCall(
-                    "experts gather", axis, "all_gather", ranks * most * (self.row + routing), ranks
-                ),
+                CommCall("experts gather", axis, "all_gather", ranks * most * row, ranks),
                 CommCall("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
             )
             return
@@ -185,6 +186,14 @@ class StepMessages:
             CommCall("dispatch", axis, "all_to_all", there, ranks),
             CommCall("combine", axis, "all_to_all", back, ranks),
         )
+
+    def gathered_row(self, rows: int) -> int:
+        """Bytes of a hidden state in an all-gather of `rows` rows for experts."""
+        model = self.model
+        dense = (self.sizes.dense_tp or 1) // (1 if self.sharded else self.sizes.tp) > 1
+        wide = dense and model.moe.num_shared > 0
+        fp8 = gathers_fp8(fp8_experts(model, self.sizes), rows * model.moe.top_k, wide)
+        return fp8_row_bytes(model.hidden_size) if fp8 else self.row
 
     @property
     def payload(self) -> int:
@@ -225,6 +234,24 @@ class StepMessages:
         """To the next pipeline stage: hidden states and the residual stream."""
         rows = self.shards[self.local] if self.sharded else self.own
         yield from _made(CommCall("stage", "pp", "send", 2 * rows * self.row, self.sizes.pp))
+
+
+def fp8_experts(model: ModelConfig, sizes: ParallelConfig) -> bool:
+    """Whether routed experts are kept as e4m3 with one scale per 128 x 128 block, and take rows in
+    fp8: Weight.fp8_blocks of the first layer's, as the model will have made them (scales are kept
+    per row if gate and up do not meet at the edge of a block)."""
+    layer = next((layer for layer, sparse in enumerate(model.moe_layers) if sparse), None)
+    if model.quant is None or layer is None:
+        return False
+    name = f"model.layers.{layer}.mlp.experts.0.gate_proj"
+    scheme = model.quant.of(name, model.hidden_size)
+    size = model.moe.intermediate_size // sizes.expert_tp
+    return (
+        scheme.kind == "fp8"
+        and scheme.block == (128, 128)
+        and scheme.activation.startswith("fp8_group")
+        and size % scheme.block[0] == 0
+    )
 
 
 def _made(*messages: CommCall) -> Iterator[CommCall]:

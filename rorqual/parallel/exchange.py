@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rorqual.errors import ConfigError
+from rorqual.ops.interface import Ops
 from rorqual.ops.padded_rows import PaddedRows
+from rorqual.ops.rank_rows import RankParts
 from rorqual.ops.reference import FP8, ExpertWeights
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.shard import WHOLE, Shard
@@ -125,8 +127,9 @@ class ExpertStore:
     SlotMap.logical_to_physical() as int64, and a last row for the id -1, whose slot is -1; None if
     logical and physical ids are equal; `placed` forces a table, so that `remap` can change it. A
     token in row i uses replica i mod n of an expert's n, so ranks with the same tokens agree.
-    `compute`, `compute_fp8`: the ops `experts` and `experts_fp8`. Fused shared experts require all
-    routed experts on this rank; they are not counted in `load`.
+    `compute`, `compute_fp8`: the ops `experts` and `experts_fp8`. `ops`: for what exchanges compute
+    themselves; the reference's if left out. Fused shared experts require all routed experts on this
+    rank; they are not counted in `load`.
     """
 
     def __init__(
@@ -138,11 +141,13 @@ class ExpertStore:
         shard: Shard = WHOLE,
         compute_fp8: ExpertsFp8Fn | None = None,
         placed: bool = False,
+        ops: Ops | None = None,
     ):
         shared = experts.num_fused_shared_experts
         self.experts = experts
         self.compute = compute
         self.compute_fp8 = compute_fp8
+        self.ops = ops or Ops()
         self.shard = shard
         self.local_slots = slots.local(shard)
         in_order = slots.is_identity and not placed
@@ -154,6 +159,10 @@ class ExpertStore:
         self.record_load = False
         self.plain = self.table is None and shard.count == 1  # logical ids are local ids
         assert self.plain or not shared
+
+    def parts(self, ranks: int) -> RankParts:
+        """The experts of an axis of `ranks` ranks, of which consecutive ones share experts."""
+        return RankParts(ranks, len(self.local_slots), ranks // self.shard.count)
 
     def to_physical(
         self, ids: Tensor, counted: bool = True, first: int = 0, padded: PaddedRows | None = None

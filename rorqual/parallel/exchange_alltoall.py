@@ -19,51 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.ops.reference import quantize_activation
+from rorqual.ops.rank_rows import destination_mask, local_ids_at, pack, unpack
 from rorqual.parallel.collectives import Axis, PendingCollective
 from rorqual.parallel.exchange import ExpertStore, StoreExchange, plus
-from rorqual.parallel.exchange_gather import pack, unpack
 from rorqual.parallel.layout import Layout
-
-
-def destination_mask(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
-    """[T, ranks] bool: the ranks to which a token with experts in `slots` is sent: all ranks of an
-    expert's expert_tp block."""
-    groups = store.shard.count
-    mask = torch.zeros(slots.shape[0], groups, dtype=torch.bool, device=slots.device)
-    mask.scatter_(1, slots.long() // len(store.local_slots), True)
-    return mask.repeat_interleave(ranks // groups, 1)
-
-
-def local_ids_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Slots [N, K] of rows sent to `rank` [N], as local ids there; -1 if that rank does not hold
-    them."""
-    each = len(store.local_slots)
-    local = slots - (rank // (ranks // store.shard.count) * each)[:, None]
-    return local.masked_fill((local < 0) | (local >= each), -1)
-
-
-def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32, in rank
-    order."""
-    total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-    if parts.shape[0] == 0:
-        return total.to(like.dtype)
-    for rank in range(mask.shape[1]):
-        found = parts.index_select(0, row[:, rank]).float()
-        total += found.masked_fill_(~mask[:, rank, None], 0)
-    return total.to(like.dtype)
 
 
 @dataclass
 class AllToAllTicket:
-    """State of one exchange. `row` [T, ranks]: the token's row in the message to each rank, valid
-    where `mask` is set."""
+    """State of one exchange. `rows` [T, ranks]: the token's row in the message to each rank; -1:
+    not sent there."""
 
     axis: Axis
     like: Tensor
-    row: Tensor
-    mask: Tensor
+    rows: Tensor
     ids: torch.dtype
     messages: list[PendingCollective] = field(default_factory=list)
     send: list[int] = field(default_factory=list)
@@ -74,8 +43,9 @@ class AllToAllTicket:
 
 @dataclass
 class Announcement:
-    """What to send once the other ranks' counts have been received."""
+    """What to send once the other ranks' counts have been received. `mask` [T, ranks]: to whom."""
 
+    mask: Tensor
     counts: Tensor
     received: PendingCollective
     slots: Tensor
@@ -91,12 +61,12 @@ class AllToAllExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
         slots = self.store.slots_of(ids, layout)
-        mask = destination_mask(self.store, slots, axis.size)
+        mask = destination_mask(slots, self.store.parts(axis.size))
         counts = mask.sum(0)
         received = axis.start_all_to_all_fixed(counts)
-        row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
-        sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
-        sent.announced = Announcement(counts, received, slots, weights)
+        rows = (mask.t().flatten().cumsum(0) - 1).view(axis.size, -1).t().masked_fill(~mask, -1)
+        sent = AllToAllTicket(axis, x, rows, ids.dtype)
+        sent.announced = Announcement(mask, counts, received, slots, weights)
         return sent
 
     def send(self, ticket: AllToAllTicket) -> None:
@@ -106,9 +76,9 @@ class AllToAllExchange(StoreExchange):
         assert announced is not None, "rows leave once"
         counts = torch.stack((announced.counts, announced.received.wait()))
         ticket.send, ticket.receive = counts.tolist()
-        rank, token = ticket.mask.t().nonzero(as_tuple=True)  # by rank, then by token
+        rank, token = announced.mask.t().nonzero(as_tuple=True)  # by rank, then by token
         routing = pack(
-            local_ids_at(self.store, announced.slots.index_select(0, token), rank, axis.size),
+            local_ids_at(announced.slots.index_select(0, token), rank, self.store.parts(axis.size)),
             announced.weights.index_select(0, token),
         )
         for message in (ticket.like.index_select(0, token), routing):
@@ -124,7 +94,7 @@ class AllToAllExchange(StoreExchange):
 
     def combine(self, ticket: AllToAllTicket, base: Tensor | None = None) -> Tensor:
         assert ticket.y is not None, "run_experts comes before combine"
-        return plus(add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like), base)
+        return self.store.ops.add_partial_sums(ticket.y.wait(), ticket.rows, base)
 
 
 class LowLatencyExchange(StoreExchange):
@@ -139,41 +109,25 @@ class LowLatencyExchange(StoreExchange):
         axis = layout.moe_axis
         slots = self.store.slots_of(ids, layout)
         capacity = max(layout.moe_rows or (x.shape[0],))
-        mask = destination_mask(self.store, slots, axis.size)
-        place = mask.cumsum(0) - 1
-        token = _filled(place.masked_fill(~mask, capacity), capacity)
-        row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity
-        sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
-        if capacity:
-            routing = self._routing(slots, weights, token, mask.sum(0), capacity)
-            sent.messages = [
-                axis.start_all_to_all_fixed(message)
-                for message in (*self._payload(x, token, axis.size), routing)
-            ]
+        if not capacity:
+            return AllToAllTicket(axis, x, ids.new_empty(0, axis.size), ids.dtype)
+        blocks = self.store.ops.rank_blocks(slots, weights, self.store.parts(axis.size), capacity)
+        sent = AllToAllTicket(axis, x, blocks.rows, ids.dtype)
+        sent.messages = [
+            axis.start_all_to_all_fixed(message)
+            for message in (*self._payload(x, blocks.tokens, axis.size), blocks.routing)
+        ]
         return sent
 
-    def _payload(self, x: Tensor, token: Tensor, ranks: int) -> list[Tensor]:
+    def _payload(self, x: Tensor, tokens: Tensor, ranks: int) -> list[Tensor]:
         """Hidden states by destination, [ranks, capacity, ...], as fp8 with scales if `fp8`."""
         if not x.shape[0]:
             x = x.new_zeros(1, x.shape[1])  # a rank without tokens still sends its blocks
         parts: tuple[Tensor, ...] = (x,)
         if self.fp8:
-            data, scale = quantize_activation(x)
+            data, scale = self.store.ops.quantize_activation(x)
             parts = (data.view(torch.uint8), scale)
-        return [part.index_select(0, token).view(ranks, -1, part.shape[1]) for part in parts]
-
-    def _routing(
-        self, slots: Tensor, weights: Tensor, token: Tensor, counts: Tensor, capacity: int
-    ) -> Tensor:
-        ranks = counts.shape[0]
-        if not slots.shape[0]:
-            slots = slots.new_zeros(1, slots.shape[1])
-            weights = weights.new_zeros(1, weights.shape[1])
-        rank = torch.arange(ranks, device=slots.device).repeat_interleave(capacity)
-        local_ids = local_ids_at(self.store, slots.index_select(0, token), rank, ranks)
-        empty = torch.arange(capacity, device=slots.device) >= counts[:, None]
-        local_ids = local_ids.masked_fill(empty.view(-1, 1), -1)
-        return pack(local_ids, weights.index_select(0, token)).view(ranks, capacity, -1)
+        return [part.index_select(0, tokens).view(ranks, -1, part.shape[1]) for part in parts]
 
     def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
@@ -189,17 +143,7 @@ class LowLatencyExchange(StoreExchange):
     def combine(self, ticket: AllToAllTicket, base: Tensor | None = None) -> Tensor:
         if ticket.y is None:
             return ticket.like
-        y = ticket.y.wait().flatten(0, 1)
-        return plus(add_parts(y, ticket.row, ticket.mask, ticket.like), base)
-
-
-def _filled(place: Tensor, capacity: int) -> Tensor:
-    """[ranks * capacity]: the token in each row of each block, 0 for unused rows. place [T, ranks]:
-    the token's row in each rank's block; `capacity`: not sent there."""
-    tokens, ranks = place.shape
-    blocks = torch.zeros(ranks, capacity + 1, dtype=torch.int64, device=place.device)
-    order = torch.arange(tokens, device=place.device).expand(ranks, -1)
-    return blocks.scatter_(1, place.t(), order)[:, :capacity].reshape(-1)
+        return self.store.ops.add_partial_sums(ticket.y.wait().flatten(0, 1), ticket.rows, base)
 
 
 @dataclass

@@ -28,8 +28,9 @@ class P2PTicket:
 
 class P2PExchange(StoreExchange):
     """Uses `axis.p2p_dispatch`, if the axis has one and the step's rows fit; else `plain`. All
-    ranks decide alike, since they all know the longest rank's rows. Traffic is counted as `plain`
-    counts it, an upper bound, since only the device knows the actual rows.
+    ranks decide alike, since they all know the longest rank's rows. Traffic is counted as
+    `plain` would count rows in the form sent here, an upper bound, since only the device knows the
+    actual rows.
 
     gathers: `plain` is an all-gather. shared: the layer has shared experts. If these use the
     gathered rows (Layout.dense_rows), `plain` is used, since here only rows for routed experts are

@@ -23,6 +23,7 @@ from rorqual.config.model import MLAConfig, ModelConfig, MoEConfig
 from rorqual.config.parallel import REMOTE, ParallelConfig
 
 GATHER_RANKS = 8
+FP8_GATHER_PAIRS = 256
 ALLTOALL_ROWS = 512
 GATHER_SHARE = 0.75
 NEEDS_SHARDS = ("alltoall", "low_latency", REMOTE)  # one rank only may dispatch a token
@@ -64,6 +65,15 @@ def captured_prompt_tokens(sizes: ParallelConfig, moe: MoEConfig, tokens: int) -
         if chosen_exchange(sizes, moe, most, decode=False) not in ("alltoall", REMOTE):
             return most
     return 0
+
+
+def gathers_fp8(fp8_experts: bool, pairs: int, dense_rows: bool) -> bool:
+    """Whether an all-gather sends rows as e4m3 with scales, as the experts quantize them anyway:
+    half the bytes of bf16. fp8_experts: their weights are e4m3 with one scale per 128 x 128 block,
+    and take activations with one per 128 columns. pairs: gathered (token, expert) pairs; for a few,
+    kernels may leave the rows wide. dense_rows: shared experts use the gathered rows too, and need
+    them wide."""
+    return fp8_experts and pairs > FP8_GATHER_PAIRS and not dense_rows
 
 
 def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:

@@ -50,7 +50,7 @@ def _make(
     if name == "low_latency" and fused is not None:
         return FusedExchange(store, fused)
     if fused is not None and name in ("allgather_tp", "allgather_ep"):
-        return AllGatherExchange(store)
+        return AllGatherExchange(store, shared)
     if name == "local":
         return LocalExchange(store)
     if name == "alltoall":
@@ -59,7 +59,7 @@ def _make(
         return P2PExchange(
             store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch
         )
-    return P2PExchange(store, AllGatherExchange(store), True, shared)
+    return P2PExchange(store, AllGatherExchange(store, shared), True, shared)
 
 
 class SelectedExchange(StoreExchange):

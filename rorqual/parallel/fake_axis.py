@@ -2,8 +2,10 @@
 to hold the same data.
 
 It benchmarks what one rank of a layout computes, on a single device. Sums lack the other ranks'
-parts, so tokens are meaningless. Results have the size of the real ones: a gather repeats this
-rank's rows in place of the others', whose data (above all their expert ids) would differ.
+parts, so tokens are meaningless. Results have the size of the real ones, and are written as
+received data are: a gather repeats this rank's rows in place of the others', and an all-to-all
+repeats what this rank sends to itself, since that is what a rank with the same data would send
+here. So rows arrive for this rank's experts, as many as its share of the expert load.
 """
 
 from __future__ import annotations
@@ -46,15 +48,19 @@ class FakeAxis(NullAxis):
         return self.all_gather(x.transpose(0, 1), widths).transpose(0, 1).contiguous()
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        parts = x.split(list(send))
-        return torch.cat(
-            [_resized(part, length) for part, length in zip(parts, receive, strict=True)]
-        )
+        own = x.split(list(send))[self.rank]
+        return torch.cat([_resized(own, length) for length in receive])
 
     def start_all_to_all(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> PendingCollective:
         return Ready(self.all_to_all(x, send, receive))
+
+    def all_to_all_fixed(self, x: Tensor) -> Tensor:
+        return x[self.rank].expand_as(x).contiguous()
+
+    def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective:
+        return Ready(self.all_to_all_fixed(x))
 
 
 def _resized(x: Tensor, rows: int) -> Tensor:

@@ -31,6 +31,7 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.parallel import comm_volume, exchange_gather
 from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
@@ -185,6 +186,67 @@ def compare_unrounded(world: int, **given: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         wide_rows(patch)
         return compare(world, **given)
+
+
+def gather_twice(
+    world: int,
+    sizes: dict[str, Any],
+    folder: str,
+    prompts: list[int],
+    lengths: list[int],
+    seed: int | None = None,
+) -> list[dict[str, Any]]:
+    """Walk through the schedule twice, with rows gathered as the rule says, and all as they are:
+    digests of the logits, bytes counted and expected, and calls with rows in fp8."""
+    model = model_of(sizes, world, folder, seed=seed)
+    mesh = model.mesh
+    ids = torch.randint(
+        model.config.vocab_size,
+        (len(prompts), max(lengths)),
+        generator=torch.Generator().manual_seed(2),
+    )
+    rule = exchange_gather.gathers_fp8
+    found = []
+    for wide in (False, True):
+        for axis in mesh.axes.values():
+            axis.traffic.reset()
+        driver = RankDriver(model, len(prompts), max(lengths))
+        digest = hashlib.sha256()
+        expected: dict[str, dict[str, int]] = {}
+        chosen: list[bool] = []
+
+        def noted(*given: Any, wide: bool = wide, chosen: list[bool] = chosen) -> bool:
+            chosen.append(not wide and rule(*given))
+            return chosen[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange_gather, "gathers_fp8", noted)
+            patch.setattr(comm_volume, "gathers_fp8", lambda *given, w=wide: not w and rule(*given))
+            for turn in schedule(lengths, prompts):
+                for _, logits in sorted(driver.turn(ids, turn, 1, "straight").items()):
+                    digest.update(logits.numpy().tobytes())
+                tokens = tokens_of(turn, driver.home, mesh.sizes.dp)
+                sent = step_messages(
+                    model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4
+                )
+                add(
+                    expected,
+                    (
+                        (axis, call, value)
+                        for axis, calls in sent.items()
+                        for call, value in calls.items()
+                    ),
+                )
+        found.append(
+            {
+                "logits": digest.hexdigest(),
+                "counted": traffic(mesh),
+                "expected": expected,
+                "in fp8": sum(chosen),
+                "calls": len(chosen),
+            }
+        )
+    return found
 
 
 def predict(

@@ -252,9 +252,9 @@ def test_which_exchanges_take_padding_without_experts() -> None:
     for rows, expected in ((8, False), (9, True)):
         axis = SimpleNamespace(p2p_dispatch=fits)
         layout: Any = SimpleNamespace(moe_axis=axis, moe_rows=(4, rows), dense_rows=None)
-        shared = P2PExchange(store, AllGatherExchange(store), True, False)
+        shared = P2PExchange(store, AllGatherExchange(store, False), True, False)
         assert shared.takes_absent(x, 2, layout) == expected
-        assert AllGatherExchange(store).takes_absent(x, 2, layout)
+        assert AllGatherExchange(store, False).takes_absent(x, 2, layout)
         assert not LowLatencyExchange(store).takes_absent(x, 2, layout)
         padded = P2PExchange(store, LowLatencyExchange(store), False, False)
         assert not padded.takes_absent(x, 2, layout)

@@ -22,11 +22,12 @@ from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import EngineError
 from rorqual.ops import reference
+from rorqual.ops.rank_rows import destination_mask
 from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.select import ops_for
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.comm_counters import ROUTING_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import ExpertStore, SlotMap
-from rorqual.parallel.exchange_alltoall import destination_mask
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 
@@ -98,6 +99,7 @@ class ExchangeLayer:
             x.device,
             cut,
             self._experts_fp8,
+            ops=ops_for(x.device.type),
         )
         self.exchange = make_exchange(parallel, self.moe, self.store)
         self.layout = self.mesh.layout([x.shape[0]] * sizes.ranks, True, self.moe)
@@ -137,7 +139,7 @@ class ExchangeLayer:
 
     def rows_away(self) -> float:
         """Rows sent to other ranks, mean over ranks; as many are returned."""
-        mask = destination_mask(self.store, self.ids, self.axis.size)
+        mask = destination_mask(self.ids, self.store.parts(self.axis.size))
         away = mask.sum() - mask[:, self.axis.rank].sum()
         return float(self.axis.all_reduce(away)) / self.axis.size
 

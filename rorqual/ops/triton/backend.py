@@ -24,6 +24,8 @@ with such a fallback cannot be captured in a graph; no other entry waits.
 | attention, dense_attention   | a head is wider than 256 columns; the cache's format is neither   |
 |                              | the queries' nor of 8 bits                                        |
 | stretch_attention            | as dense_attention                                                |
+| quantize_activation          | a GPU before sm_89; columns lie apart                             |
+| add_partial_sums             | `base` has another dtype                                          |
 
 fp32 products have full fp32 precision in every kernel (`ieee`), so that tiny fp32 models give the
 CPU's logits.
@@ -53,18 +55,20 @@ from rorqual.ops.interface import (
     TokenPlaces,
 )
 from rorqual.ops.padded_rows import PaddedRows
+from rorqual.ops.rank_rows import RankBlocks, RankParts
 from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention.metadata import Derived, derived
+from rorqual.ops.triton.comm import rank_rows
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4, int4_gemm, per_head_gemm, skinny_gemm
 from rorqual.ops.triton.moe import combine
 from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
-from rorqual.ops.triton.rowwise import embedding
+from rorqual.ops.triton.rowwise import embedding, quantize
 from rorqual.ops.triton.rowwise import norm as norm_kernels
 from rorqual.ops.triton.runtime.launch import (
     INTERPRETED,
@@ -511,11 +515,36 @@ class TritonOps(Ops):
     ) -> Tensor:
         """The grouped kernels use fp8 rows directly with fp8 weights; the direct ones, for a few
         (token, expert) pairs, need dequantized rows."""
-        direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not w.gate_up.fp8_blocks or not _fits_experts(w):
+        if not w.gate_up.fp8_blocks or not _fits_experts(w):
             return super().experts_fp8(x, scale, dtype, ids, weights, w)
+        if ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]:
+            rows = reference.dequantize_activation(x, scale, dtype)
+            return self.experts(rows, ids, weights, w)
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
         return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
+
+    def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
+        if not _fits_experts(w) or not x.shape[0] or x.stride(1) != 1:
+            return super().quantize_for_experts(x, w)
+        made = quantize.quantize(x)
+        return made.data, made.scale
+
+    # ---- exchanges
+
+    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not x.shape[0] or x.stride(1) != 1 or not takes_fp8(x.device):
+            return super().quantize_activation(x)
+        return quantize.quantize_exactly(x)
+
+    def rank_blocks(
+        self, slots: Tensor, weights: Tensor, parts: RankParts, capacity: int
+    ) -> RankBlocks:
+        return rank_rows.rank_blocks(slots, weights, parts, capacity)
+
+    def add_partial_sums(self, parts: Tensor, rows: Tensor, base: Tensor | None = None) -> Tensor:
+        if base is not None and base.dtype != parts.dtype:
+            return super().add_partial_sums(parts, rows, base)
+        return rank_rows.add_partial_sums(parts, rows, base)
 
     # ---- request state by slot
 

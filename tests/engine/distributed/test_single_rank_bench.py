@@ -6,14 +6,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rorqual import LLM, SamplingParams
+from rorqual.config.model import MoEConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.balance.initial import with_rank_0_as
 from rorqual.engine.execution.worker import weight_bytes
 from rorqual.errors import ConfigError
+from rorqual.layers.routing_simulator import SampledRouting
+from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.parallel.exchange import ExpertStore, SlotMap
+from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.fake_axis import FakeAxis
+from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.shard import Shard
 from tests.models.checkpoints import rewrite_config, save
 
@@ -96,9 +106,54 @@ def test_copies_have_the_size_of_what_would_arrive() -> None:
     columns = axis.all_gather_columns(x, [1, 2, 2])
     assert torch.equal(columns, torch.cat((x[:, :1], x, x), 1))
     assert columns.is_contiguous(), "kernels take rows that are"
-    assert torch.equal(axis.all_to_all(x, [1, 2, 1], [2, 2, 0]), x[[0, 0, 1, 2]])
-    assert torch.equal(axis.all_to_all_fixed(x), x)
+    own = [1, 2, 1, 2, 1]  # what this rank sends itself, from all
+    assert torch.equal(axis.all_to_all(x, [1, 2, 1], [2, 2, 1]), x[own])
+    assert torch.equal(axis.start_all_to_all(x, [1, 2, 1], [2, 2, 1]).wait(), x[own])
+    blocks = axis.all_to_all_fixed(x[:3])
+    assert torch.equal(blocks, x[[1, 1, 1]])
+    assert blocks.is_contiguous()
+    assert torch.equal(axis.start_all_to_all_fixed(x[:3]).wait(), blocks)
     assert axis.traffic.total == 0
+
+
+def pairs_here(exchange: str, rank: str) -> int:
+    """(Token, expert) pairs that rank 0 of 4 computes in a step of 64 tokens a rank, with its
+    experts swapped for those of the rank with twice the mean load, or with the mean."""
+    sizes = ParallelConfig(dp=4, ep=4, exchange=exchange)
+    moe = MoEConfig(16, 3, 8)
+    mesh = Mesh.fake(sizes)
+    counts = np.repeat([4, 8, 2, 2], 4)
+    placed = with_rank_0_as(np.arange(16)[None], counts[None], 4, rank)[0]
+    found = []
+
+    def compute(x: Tensor, local_ids: Tensor, *_: Any) -> Tensor:
+        assert x.shape[0] == local_ids.shape[0]
+        assert local_ids.max() < 4
+        found.append(int((local_ids >= 0).sum()))
+        return x
+
+    nothing = Weight(torch.empty(0))
+    cpu = torch.device("cpu")
+    slots = SlotMap(tuple(placed.tolist()), 16)
+    store = ExpertStore(
+        slots, ExpertWeights(nothing, nothing), compute, cpu, mesh.axes["ep"].shard, placed=True
+    )
+    made = make_exchange(sizes, moe, store)
+    layout = mesh.layout([64] * 4, True, moe)
+    ids = SampledRouting(counts, 3, 0, cpu)(torch.zeros(64, 3, dtype=torch.int64), 0)
+    ticket = made.dispatch(torch.randn(64, 32), ids, torch.rand(64, 3), layout)
+    if made.counts_first(layout):
+        made.send(ticket)
+    made.run_experts(ticket)
+    assert made.combine(ticket).shape == (64, 32)
+    return sum(found)
+
+
+@pytest.mark.parametrize("exchange", ["allgather_ep", "alltoall", "low_latency"])
+def test_a_rank_computes_its_share_of_the_expert_load(exchange: str) -> None:
+    mean, hottest = pairs_here(exchange, "mean"), pairs_here(exchange, "hottest")
+    assert mean == pytest.approx(64 * 3, rel=0.1)
+    assert hottest == pytest.approx(2 * 64 * 3, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -251,17 +251,18 @@ def test_sharded_tokens_are_projected_down_once() -> None:
 
 
 def test_expert_exchanges() -> None:
-    """128 tokens a rank at EP8, top-8: all-gather and reduce-scatter move as much as blocks of
-    rows to every rank."""
+    """128 tokens a rank at EP8, top-8: all-gather, of rows in fp8, and reduce-scatter move as much
+    as blocks of rows to every rank."""
     config = published("deepseek-v3")
     work = GroupWork(BatchShape.decode(128, 1000))
     gather = sent(config, ParallelConfig(dp=8, ep=8, exchange="allgather_ep"), work)
     routing = 8 * 8
-    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * (7168 * 2 + routing), 58)
+    row = 7168 + 56 * 4 + routing
+    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * row, 58)
     copies = sent(
         config, ParallelConfig(dp=8, ep=8, exchange="low_latency", fp8_dispatch=True), work
     )
-    assert copies["dispatch/58"][2] == 128 * 7 * (7168 + 56 * 4 + routing)
+    assert copies["dispatch/58"][2] == 128 * 7 * row
     assert copies["combine/58"][2] == 128 * 7 * 7168 * 2
     gathered = [
         m

@@ -3,11 +3,13 @@ rorqual.ops.reference.quantize_activation."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.activation import Activation, NormOutput, Quantized, hidden_of
+from rorqual.ops.reference import FP8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -41,11 +43,21 @@ def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
 
 @triton.jit
 def store_fp8(
-    x, data, scale, row, column, columns, stride, scale_row, scale_block, BLOCK: tl.constexpr
+    x,
+    data,
+    scale,
+    row,
+    column,
+    columns,
+    stride,
+    scale_row,
+    scale_block,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr = False,
 ):
     """Quantize x, fp32 [BLOCK] from `column` of `row` on, and store data and scales."""
     BLOCKS: tl.constexpr = BLOCK // 128
-    values, factors = to_fp8(x, BLOCKS)
+    values, factors = to_fp8(x, BLOCKS, EXACT)
     offsets = column + tl.arange(0, BLOCK)
     tl.store(data + row * stride + offsets, tl.reshape(values, (BLOCK,)), mask=offsets < columns)
     blocks = column // 128 + tl.arange(0, BLOCKS)
@@ -62,6 +74,7 @@ def _quantize_kernel(
     scale_row,
     scale_block,
     BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
@@ -69,14 +82,29 @@ def _quantize_kernel(
     column = tl.program_id(1) * BLOCK
     offsets = column + tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
-    store_fp8(values, data, scale, row, column, columns, columns, scale_row, scale_block, BLOCK)
+    store_fp8(
+        values, data, scale, row, column, columns, columns, scale_row, scale_block, BLOCK, EXACT
+    )
 
 
 def quantize(x: Tensor) -> Quantized:
     """x [T, columns] in any float dtype, row stride `x.stride(0)`."""
+    return _quantize(x, Quantized.empty(x.shape[0], x.shape[1], x.device), exact=False)
+
+
+def quantize_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of rorqual.ops.reference.quantize_activation: `quantize` with divisions rounded
+    correctly, and scales row by row."""
+    tokens, columns = x.shape
+    scale = torch.empty(tokens, -(-columns // 128), dtype=torch.float32, device=x.device)
+    data = torch.empty(tokens, columns, dtype=FP8, device=x.device)
+    made = _quantize(x, Quantized(data, scale), exact=True)
+    return made.data, made.scale
+
+
+def _quantize(x: Tensor, out: Quantized, exact: bool) -> Quantized:
     tokens, columns = x.shape
     assert x.stride(1) == 1
-    out = Quantized.empty(tokens, columns, x.device)
     # few rows: more programs, many rows: longer ones
     block = min(max(128, next_power(columns)), 1024 if tokens <= 512 else 4096)
     _quantize_kernel[tokens, triton.cdiv(columns, block)](
@@ -87,6 +115,7 @@ def quantize(x: Tensor) -> Quantized:
         x.stride(0),
         *out.scale.stride(),
         BLOCK=block,
+        EXACT=exact,
         num_warps=4 if block <= 1024 else 8,
         **dependent(x.device),
     )

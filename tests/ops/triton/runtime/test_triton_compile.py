@@ -43,15 +43,17 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.deferred_sum import DeferredMoESum
     from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.padded_rows import PaddedRows
+    from rorqual.ops.rank_rows import RankParts
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
+    from rorqual.ops.triton.comm import rank_rows
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm
     from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, expert_rows, grouped_gemm, router_gemm, topk
     from rorqual.ops.triton.quantized import experts as quantized_experts
     from rorqual.ops.triton.quantized import linear as quantized_linear
-    from rorqual.ops.triton.rowwise import embedding, norm
+    from rorqual.ops.triton.rowwise import embedding, norm, quantize
     from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -368,6 +370,24 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some} {pads}", both
+    for ranks, top_k in ((32, 8), (256, 8), (2, 3)):
+        parts = RankParts(ranks, 8)
+        yield (
+            f"rank blocks {ranks}",
+            lambda p=parts, k=top_k: rank_rows.rank_blocks(*picks(64, k), p, 64),
+        )
+        for kind in (torch.bfloat16, wide):
+            for beside in (False, True):
+                yield (
+                    f"partial sums {ranks} {kind} {beside}",
+                    lambda r=ranks, d=kind, b=beside: rank_rows.add_partial_sums(
+                        x(r * 64, 7168, dtype=d),
+                        x(64, r, dtype=torch.int32),
+                        x(64, 7168, dtype=d) if b else None,
+                    ),
+                )
+    if v3:
+        yield "quantize exactly", lambda: quantize.quantize_exactly(x(64, 7168))
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     for tokens in (4, 9000):
         angles = x(tokens, 32, dtype=wide)
@@ -473,7 +493,9 @@ def test_kernels_compile(capability: int) -> None:
     rows = json.loads(output_of_compiler(__file__, str(capability), "--json"))
     for row in rows:
         assert row["shared"] <= SHARED[capability], row
-        whole = row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
+        whole = row["kernel"] in ("_blocks_kernel", "_sums_kernel") or (
+            row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
+        )
         assert row["stack"] < (1 if whole else 256), row  # bytes of spilled registers
         if row["kernel"] in (
             "_gate_up_kernel",
