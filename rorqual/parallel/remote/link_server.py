@@ -85,8 +85,9 @@ class LinkServer:
             greet(sock, self.secret, self.fingerprint, self.purpose)
             self.serve(sock)
         except (LinkError, OSError) as error:
-            if not (self.closing or "ended" in str(error)):
-                log.warning("a caller of %s: %s", self.purpose, error)
+            reason = str(error)  # who keeps a record is not to keep the frames, and their memory
+            if not (self.closing or "ended" in reason):
+                log.warning("a caller of %s: %s", self.purpose, reason)
         finally:
             with self.lock:
                 self.links.discard(sock)
