@@ -69,10 +69,11 @@ class LinkServer:
                 time.sleep(PAUSE)  # no open file is left, say
                 continue
             with self.lock:
-                full = len(self.links) >= self.most
-                if not full:
+                # one that is accepted while the server is closed would be served on
+                refused = self.closing or len(self.links) >= self.most
+                if not refused:
                     self.links.add(sock)
-            if full:
+            if refused:
                 sock.close()
                 continue
             threading.Thread(
