@@ -161,7 +161,8 @@ def test_an_order_behind_the_last_look_is_answered_with_the_link_s_end() -> None
         time.sleep(0.001)
     link.close()
     asking.join(60)
-    assert answered and answered[0] in ("its link ended", "it does not answer")
+    (answer,) = answered
+    assert answer in ("its link ended", "it does not answer")
 
 
 def test_a_link_that_comes_while_its_server_is_closed_is_not_served() -> None:
