@@ -107,6 +107,7 @@ class IdleLinks:
     def __init__(self) -> None:
         self.links: list[tuple[tuple[tuple[str, int], bytes], socket.socket, float]] = []
         self.lock = threading.Lock()
+        self.closed = False
 
     def take(self, address: tuple[str, int], secret: bytes) -> socket.socket | None:
         self._drop(lambda link: time.monotonic() - link[2] > IDLE_SECONDS or _ended(link[1]))
@@ -120,11 +121,15 @@ class IdleLinks:
     def keep(self, address: tuple[str, int], secret: bytes, sock: socket.socket) -> None:
         with self.lock:
             self.links.append(((address, secret), sock, time.monotonic()))
-            old = self.links.pop(0)[1] if len(self.links) > MAX_IDLE else None
+            most = 0 if self.closed else MAX_IDLE
+            old = self.links.pop(0)[1] if len(self.links) > most else None
         if old is not None:
             old.close()
 
     def close(self) -> None:
+        """Links that a fetch still under way gives back later are closed then."""
+        with self.lock:
+            self.closed = True
         self._drop(lambda link: True)
 
     def _drop(self, over: Callable[[tuple[Any, socket.socket, float]], bool]) -> None:

@@ -30,7 +30,7 @@ from rorqual.disagg.transports import handles, staging
 from rorqual.disagg.transports.handles import DeviceStaging, HandleAddress, HandleTransport
 from rorqual.disagg.transports.interface import ReadState, TransportError
 from rorqual.disagg.transports.ranges import StagingRanges
-from rorqual.disagg.transports.staging import StagingWindows
+from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.disagg.transports.start import start_handles
 from rorqual.errors import ConfigError
 from rorqual.parallel import cuda_ipc
@@ -94,8 +94,11 @@ class HandingKeeper(Keeper):
         self.server = PageServer(config, LINKS, self.table, self.memory, MINE, self, self.handed)
 
     def close(self) -> None:
+        """Lets go of the memory as well: pytest keeps what a fixture made until all teardowns of a
+        test are over, and the module's waits for the memory."""
         self.server.close()
         self.transport.close()
+        del self.server, self.handed, self.windows, self.transport
 
 
 class HandedReader:
@@ -116,8 +119,10 @@ class HandedReader:
         return found
 
     def close(self) -> None:
+        """As HandingKeeper.close."""
         self.reader.close()
         self.transport.close()
+        del self.reader, self.reads, self.ranges, self.transport
 
 
 @pytest.fixture
@@ -139,6 +144,21 @@ def all_free(keeper: HandingKeeper) -> bool:
 
 
 # ---- pages
+
+
+def test_what_fixtures_made_gives_its_memory_back_when_it_is_closed(driver: MemfdDriver) -> None:
+    keeper = HandingKeeper()
+    reader = HandedReader()
+    found = reader.fetch(keeper)
+    assert (found.found, found.error) == (4, "")
+    found.release()
+    del found
+    assert len(driver.mapped) == 3
+    reader.close()
+    keeper.close()
+    wait_for(lambda: gives_back(driver))
+    assert keeper is not None, "pytest has it yet"
+    assert reader is not None
 
 
 def test_pages_come_to_where_they_stay(keeper: HandingKeeper, reader: HandedReader) -> None:
@@ -341,12 +361,16 @@ def test_a_window_that_was_taken_from_a_late_reader(
         ticket = read(*given)
         monkeypatch.setattr(staging, "OFFERED_SECONDS", 0.0)
         time.sleep(0.002)
-        while (taken := keeper.windows.take(0)) is not None:
-            taken.bytes.fill_(255)
+        while (window := keeper.windows.take(0)) is not None:
+            window.bytes.fill_(255)
+            taken.append(window)
         return ticket
 
+    taken: list[HeldWindow] = []
     monkeypatch.setattr(reader.transport, "read", late)
     found = reader.fetch(keeper)
+    for window in taken:  # for which the keeper waits yet
+        keeper.windows.release(window)
     assert (found.found, found.error) == (0, "the pages were given up while they were read")
 
 

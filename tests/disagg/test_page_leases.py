@@ -295,6 +295,30 @@ def test_a_connection_serves_several_prompts(keeper: Keeper) -> None:
     reader.close()
 
 
+def test_a_connection_that_is_idle_behind_its_reader_s_end_is_closed(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch may still be under way when the reader is closed."""
+    reader = PageReader(memory(), MINE)
+    keep = reader.idle.keep
+    kept: list[socket.socket] = []
+
+    def late(address: tuple[str, int], secret: bytes, sock: socket.socket) -> None:
+        reader.close()
+        keep(address, secret, sock)
+        kept.append(sock)
+
+    monkeypatch.setattr(reader.idle, "keep", late)
+    found = fetch_of((keeper.server.host, keeper.server.port), keeper.offer(), keeper.keys)
+    done = threading.Event()
+    reader.start(found, done.set)
+    assert done.wait(60)
+    assert (found.found, found.error) == (4, "")
+    (sock,) = kept
+    assert sock.fileno() < 0
+    assert not reader.idle.links
+
+
 def test_no_page_goes_while_it_is_copied(keeper: Keeper) -> None:
     name = keeper.offer()
     held = []

@@ -16,6 +16,7 @@ import pytest
 
 from rorqual.parallel.remote.control import ControlLink, ServerLink
 from rorqual.parallel.remote.link import HEAD, readable
+from rorqual.parallel.remote.link_server import LinkServer
 from rorqual.parallel.remote.orders import SlotOrder
 from rorqual.parallel.remote.wire import (
     MAX_ERROR,
@@ -143,6 +144,52 @@ def test_an_answer_to_an_order_has_a_bound() -> None:
     assert answered == ["its link ended"]
     near.close()
     far.close()
+
+
+def test_an_order_behind_the_last_look_is_answered_with_the_link_s_end() -> None:
+    """The link's thread has ended, and the link is closed a little later."""
+    near, far = socket.socketpair()
+    far.close()
+    link = ServerLink(("127.0.0.1", 1), OWN, near, [])
+    assert ControlLink(link, 2.0, EXPERTS, lambda link, holdings: None).watch()
+    assert link.alive, "nobody has closed it yet"
+    answered: list[str] = []
+    asking = threading.Thread(target=lambda: answered.append(link.order(SlotOrder(1, {}), 600)))
+    asking.daemon = True
+    asking.start()
+    while link.orders.empty():
+        time.sleep(0.001)
+    link.close()
+    asking.join(60)
+    (answer,) = answered
+    assert answer in ("its link ended", "it does not answer")
+
+
+def test_a_link_that_comes_while_its_server_is_closed_is_not_served() -> None:
+    server = LinkServer("127.0.0.1", 0, b"secret" * 6, {}, "late links", lambda sock: None, 4)
+    lock = server.lock
+    accepted = threading.Event()
+    closed = threading.Event()
+
+    class HeldUp:
+        """The accepting thread gets the lock behind the one that closes."""
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                accepted.set()
+                assert closed.wait(60)
+            lock.acquire()
+
+        def __exit__(self, *raised: object) -> None:
+            lock.release()
+
+    server.lock = HeldUp()  # type: ignore[assignment]
+    with socket.create_connection((server.host, server.port), 60) as caller:
+        assert accepted.wait(60)
+        server.close()
+        closed.set()
+        assert caller.recv(1) == b"", "not even a challenge"
+    assert not server.links
 
 
 def test_a_link_of_a_high_number_is_looked_at() -> None:

@@ -74,6 +74,7 @@ class ServerLink:
     def close(self) -> None:
         self.alive = False
         self.woken.set()
+        self.end_orders()
         for sock in (self.control, *(data.sock for data in self.data)):
             shut(sock)
             sock.close()
@@ -89,6 +90,12 @@ class ServerLink:
         if not self.alive or not posted.answered.wait(seconds):
             return "it does not answer"
         return posted.refused
+
+    def end_orders(self) -> None:
+        """Whoever waits for an answer to an order waits no longer. Any thread."""
+        with suppress(queue.Empty):
+            while True:
+                self.orders.get_nowait().answered.set()
 
 
 class ControlLink:
@@ -131,8 +138,7 @@ class ControlLink:
         except (OSError, LinkError) as error:
             return said(error)
         finally:
-            while not link.orders.empty():
-                link.orders.get().answered.set()
+            link.end_orders()
         return "its link ended"
 
     def _beat(self, number: int) -> bool:
@@ -155,8 +161,11 @@ class ControlLink:
 
     def _pass_orders(self) -> bool:
         link = self.link
-        while not link.orders.empty():
-            posted = link.orders.get()
+        while True:
+            try:
+                posted = link.orders.get_nowait()
+            except queue.Empty:  # another thread that closes the link takes them, too
+                return True
             try:
                 send(link.control, ExpertMessage.ORDER, posted.order.pack())
                 found = self._hear(ExpertMessage.ORDERED, MAX_ERROR)
@@ -165,7 +174,6 @@ class ControlLink:
                 posted.refused = found.decode(errors="replace")
             finally:
                 posted.answered.set()
-        return True
 
     def _hear(self, wanted: int, most: int) -> bytes | None:
         """A message of that kind; None where it does not come in time or the link ends."""

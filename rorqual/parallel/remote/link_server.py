@@ -69,10 +69,11 @@ class LinkServer:
                 time.sleep(PAUSE)  # no open file is left, say
                 continue
             with self.lock:
-                full = len(self.links) >= self.most
-                if not full:
+                # one that is accepted while the server is closed would be served on
+                refused = self.closing or len(self.links) >= self.most
+                if not refused:
                     self.links.add(sock)
-            if full:
+            if refused:
                 sock.close()
                 continue
             threading.Thread(
@@ -85,8 +86,9 @@ class LinkServer:
             greet(sock, self.secret, self.fingerprint, self.purpose)
             self.serve(sock)
         except (LinkError, OSError) as error:
-            if not (self.closing or "ended" in str(error)):
-                log.warning("a caller of %s: %s", self.purpose, error)
+            reason = str(error)  # who keeps a record is not to keep the frames, and their memory
+            if not (self.closing or "ended" in reason):
+                log.warning("a caller of %s: %s", self.purpose, reason)
         finally:
             with self.lock:
                 self.links.discard(sock)
