@@ -8,9 +8,15 @@ this client use what is left of both. Constants are measured first: steps of one
 process, and with requests one at a time what the servers, the router and the client add to them;
 then the simulator says what each load will bring; then both deployments get the same requests, in
 turns. What is measured while other programs take a tenth of a processor (`others`) is measured
-again, where a better moment comes soon. Loads: `--streams` requests at a time for the peak, then
+again, where a better moment comes soon. The decode server sends the first token, as the simulator
+has it. Loads: `--streams` requests at a time for the peak, then
 Poisson arrivals at shares of the peak that two plain servers reached. `carried`: tokens/s of two
 cores that nothing else used, by the processor time that each server took.
+
+    python demo/apart_or_replicas.py --first-token --requests 40 --turns 3
+
+compares instead two routers before one prefill and one decode server: the first token of a stream
+comes from the prefill server, or from the decode server.
 """
 
 from __future__ import annotations
@@ -93,6 +99,20 @@ def options(longest: int) -> list[str]:
     ]
 
 
+def apart_options(prefill: str, decode: str, first_token: str) -> tuple[str, ...]:
+    """Of a router. first_token: the server that it comes from."""
+    servers = ("--prefill", prefill, "--decode", decode)
+    return (*servers, "--prefill-from", "1", "--first-token", first_token)
+
+
+def apart_roles(folder: Path) -> list[tuple[str, ...]]:
+    """Options of the server that computes prompts, and of the one that answers."""
+    secret = folder / "kv-secret"
+    secret.write_bytes(os.urandom(32).hex().encode())
+    apart = ("--kv-secret-file", str(secret), "--kv-port", "0", "--kv-peers", "127.0.0.1")
+    return [("--role", "prefill", *apart), ("--role", "decode", *apart)]
+
+
 @dataclass(frozen=True)
 class Deployed:
     """Addresses: of both routers, and of the server that answers behind the second. processes: of
@@ -118,10 +138,7 @@ def processor_seconds(pid: int) -> float:
 @contextmanager
 def deployed(longest: int, cores: tuple[int, int], folder: Path) -> Iterator[Deployed]:
     """All four servers; the two that are not asked sleep."""
-    secret = folder / "kv-secret"
-    secret.write_bytes(os.urandom(32).hex().encode())
-    apart = ("--kv-secret-file", str(secret), "--kv-port", "0", "--kv-peers", "127.0.0.1")
-    roles = [(), (), ("--role", "prefill", *apart), ("--role", "decode", *apart)]
+    roles = [(), (), *apart_roles(folder)]
     with ExitStack() as stack:
         urls, pids = [], []
         for number, role in enumerate(roles):
@@ -131,7 +148,7 @@ def deployed(longest: int, cores: tuple[int, int], folder: Path) -> Iterator[Dep
             urls.append(server.url)
             pids.append(server.pid)
         both = ("--replica", urls[0], "--replica", urls[1], "--policy", "least_loaded")
-        split = ("--prefill", urls[2], "--decode", urls[3], "--prefill-from", "1")
+        split = apart_options(urls[2], urls[3], "decode")
         one, other = (
             stack.enter_context(running_router(folder / f"{name}.log", 2, 60, *given))
             for name, given in zip(NAMES, (both, split), strict=True)
@@ -652,15 +669,75 @@ def run(shapes: list[tuple[int, int]], asked: argparse.Namespace) -> dict[str, A
         return {"constants": known.told(), "shapes": found}
 
 
+# ---- the first token from either server
+
+
+def second_gap(records: list[RequestRecord]) -> float:
+    """The median time from the first to the second token, in ms."""
+    return 1e3 * median(record.itls[0] for record in records if record.itls)
+
+
+def first_tokens(shapes: list[tuple[int, int]], asked: argparse.Namespace) -> None:
+    """Prints, for each load, medians of the turns for both routers, which take turns: ms to the
+    first token, from it to the second, and between tokens."""
+    longest = max(sum(shape) for shape in shapes) + PAGE
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        urls = []
+        for core, role in zip(cores, apart_roles(folder), strict=True):
+            with on_core(core):
+                started = launched_server([*options(longest), *role])
+                urls.append(stack.enter_context(started).url)
+        routers = {}
+        for source in ("decode", "prefill"):
+            given = apart_options(*urls, source)
+            log = folder / f"{source}.log"
+            routers[source] = stack.enter_context(running_router(log, 2, 60, *given)).url
+        for shape in shapes:
+            for rate in (None, *asked.rates):
+                first_tokens_of(routers, shape, rate, asked)
+
+
+def first_tokens_of(
+    routers: dict[str, str],
+    shape: tuple[int, int],
+    rate: float | None,
+    asked: argparse.Namespace,
+) -> None:
+    """rate: requests/s; None: one at a time."""
+    load = ArrivalLoad(1) if rate is None else ArrivalLoad(rate=rate)
+    turns: dict[str, list[dict[str, float]]] = {source: [] for source in routers}
+    for turn in range(-1, asked.turns):
+        for source, url in list(routers.items())[:: 1 if turn % 2 else -1]:
+            seed = crc32(f"{shape} {rate} {turn} {source}".encode())
+            records = played(url, made_prompts(asked.requests, shape, seed), load)
+            if turn >= 0:  # the first ones warm up
+                turns[source].append({**measured(records), "second": second_gap(records)})
+    label = "one at a time" if rate is None else f"{rate:g} requests/s"
+    for source, found in turns.items():
+        shown = "  ".join(
+            f"{key} {median(one[key] for one in found):.1f}"
+            for key in ("ttft_p50", "ttft_p99", "second", "itl_p50", "itl_p99", "tokens_s")
+        )
+        print(f"{shape[0]}:{shape[1]}, {label}, first token from {source}: {shown}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=60, help="of each run")
     parser.add_argument("--streams", type=int, default=16, help="at a time, for the peak")
     parser.add_argument("--turns", type=int, default=3, help="medians are over so many")
     parser.add_argument("--shapes", default="1024:64,256:256", help="tokens in:out, ...")
+    parser.add_argument("--first-token", action="store_true", help="compare routers instead")
+    parser.add_argument("--rates", type=float, nargs="*", default=[7.2], help="with it: requests/s")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     shapes = [tuple(int(part) for part in text.split(":")) for text in asked.shapes.split(",")]
+    if asked.first_token:
+        print(f"medians of {asked.turns} turns, ms; load {os.getloadavg()}", flush=True)
+        first_tokens([(length, output) for length, output in shapes], asked)
+        return
     print(
         f"measured, and in parentheses how far off the prediction was; ms; load {os.getloadavg()}"
     )

@@ -381,6 +381,18 @@ class Request:
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
 
     @property
+    def hands_over(self) -> bool:
+        """Whether it ends with its first token, after which another engine continues it."""
+        return self.goes_on_elsewhere and bool((self.kv_transfer_params or {}).get("first_token"))
+
+    def transferred(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """The tokens whose pages are transferred between engines, all but the last of them: the
+        prompt, and where the other engine sampled the first token, this too. outputs: the known
+        tokens of the answer."""
+        first = outputs[:1] if (self.kv_transfer_params or {}).get("first_token") else ()
+        return (*self.prompt, *first) if first else self.prompt
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         ids = set(self.params.stop_token_ids)
         return frozenset(ids if self.params.ignore_eos else ids | set(self.eos_token_ids))

@@ -55,7 +55,8 @@ class Arrived(NamedTuple):
 
 @dataclass
 class ArrivingPrompt:
-    """A prompt being fetched to a data-parallel rank. requests: those that wait for it, by id; the
+    """A prompt being fetched to a data-parallel rank. prompt: with the first token of the answer
+    where the other engine sampled it. requests: those that wait for it, by id; the
     choices of one call share it. found: by rank, how many of the other engine's pages it has
     received. placed: pages of this engine that are in its cache. reserved: pages of `prefix` into
     which received ones are written at once; void: received pages must not be used."""
@@ -122,7 +123,7 @@ class PromptArrivals:
 
     def start(self, request: Request, remote: RemotePrompt) -> bool:
         """Start to fetch the request's pages; returns whether any are being fetched."""
-        prompt, salt = tuple(request.prompt), request.cache_salt
+        prompt, salt = request.transferred(request.outputs), request.cache_salt
         same = (a for a in self.waiting.values() if a.remote.lease == remote.lease)
         arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
         if arrival is None:
@@ -134,7 +135,7 @@ class PromptArrivals:
         return True
 
     def _begin(self, request: Request, remote: RemotePrompt) -> ArrivingPrompt | None:
-        prompt, salt = tuple(request.prompt), request.cache_salt
+        prompt, salt = request.transferred(request.outputs), request.cache_salt
         dp_rank = self.cache.engine.scheduler.cheapest(request, self._tokens_coming())
         prefix = self.cache.prefix(dp_rank)
         own, theirs = prefix.page_size, remote.layout.page_size

@@ -51,7 +51,7 @@ from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
 from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.errors import ConfigError, RequestError
-from rorqual.request import Request
+from rorqual.request import FinishReason, Request
 
 MAX_WAITING = 1024  # requests whose pages are being fetched
 HELD_SHARE = 0.5  # of a data-parallel rank's cache, for other engines
@@ -167,20 +167,21 @@ class KVTransfers:
     # ---- prompts prefilled here
 
     def offer(self, sequence: Sequence) -> dict[str, Any] | None:
-        """kv_transfer_params for the response to a request that is decoded elsewhere. Call before
-        the next step."""
-        asked = sequence.request.kv_transfer_params or {}
-        if not self.config.sends or not asked.get("do_remote_decode"):
+        """kv_transfer_params for the response to a request that is decoded elsewhere; None also
+        where it is handed over and has ended with its first token. Call before the next step."""
+        request = sequence.request
+        if not self.config.sends or not request.goes_on_elsewhere:
+            return None
+        if request.hands_over and sequence.finish is not FinishReason.LENGTH:
             return None
         return self.offers.offer(sequence)
 
     def begin(self, request: Request) -> None:
         """A request was just queued: its pages may be sent while it is computed, where
-        configured."""
-        asked = request.kv_transfer_params or {}
+        configured. One that is handed over is answered with its first token instead."""
         scheduler = self.engine.scheduler
-        early = self.config.overlap or self.config.by_layer
-        if early and self.config.sends and asked.get("do_remote_decode"):
+        early = self.config.early and not request.hands_over
+        if early and self.config.sends and request.goes_on_elsewhere:
             dp_rank = scheduler.schedulers.index(scheduler.assigned_rank[request.id])
             self.offers.begin(scheduler.sequences[request.id], dp_rank)
 

@@ -48,7 +48,10 @@ class Offers:
         """Lease a finished request's pages; returns the kv_transfer_params of its response. Call
         before the next step."""
         request = sequence.request
-        dp_rank, pages = self.cache.hold(request.prompt, request.cache_salt, sequence.outputs)
+        outputs = sequence.outputs
+        tokens = request.transferred(outputs)
+        following = outputs[len(tokens) - len(request.prompt) :]
+        dp_rank, pages = self.cache.hold(tokens, request.cache_salt, following)
         prefix = self.cache.prefix(dp_rank)
         name = self.leases.make(prefix, dp_rank, pages) if pages else None
         if name is None:
@@ -56,7 +59,8 @@ class Offers:
             self.refused += bool(pages)
         else:
             self.broadcast(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
-        return self._params(name, dp_rank, len(pages) if name else 0)
+        params = self._params(name, dp_rank, len(pages) if name else 0)
+        return {**params, "first_token": True} if request.hands_over else params
 
     def _params(self, name: bytes | None, dp_rank: int, count: int) -> dict[str, Any]:
         host, port = self.addresses[0]

@@ -90,6 +90,11 @@ class TransferConfig:
         return self.role != "decode"
 
     @property
+    def early(self) -> bool:
+        """Whether prompts are answered before their first token."""
+        return self.overlap or self.by_layer
+
+    @property
     def fetches(self) -> bool:
         return self.role != "prefill"
 

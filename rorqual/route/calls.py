@@ -120,6 +120,22 @@ class RoutedCall:
             and len(self.key) >= least
         )
 
+    def takes_first_token(self) -> bool:
+        """Whether the prefill server's own token can begin the stream: it has one choice, which is
+        new and has tokens."""
+        return (
+            self.can_go_on
+            and self.fields is not None
+            and self.choices() == 1
+            and self.fields.get("rorqual_resume") is None
+            and self.fields.get("max_tokens") != 0
+        )
+
+    def first_token_body(self) -> bytes:
+        """The client's request, which the prefill server ends after its first token."""
+        params = {"kv_transfer_params": {"do_remote_decode": True, "first_token": True}}
+        return json.dumps({**(self.fields or {}), **params}).encode()
+
     def prefill_body(self) -> bytes:
         assert self.fields is not None
         kept = {name: value for name, value in self.fields.items() if name not in NOT_FOR_PREFILL}

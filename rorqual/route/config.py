@@ -45,6 +45,12 @@ class RouteConfig:
         "server has a quarter more requests than the average.",
         choices=POLICIES,
     )
+    first_token: str = _router(
+        "prefill",
+        "Who sends the first token of a stream whose prompt a prefill server computes: prefill "
+        "(that server, where it can), or decode (the server that answers, once it has the pages).",
+        choices=("prefill", "decode"),
+    )
     admin_secret_file: str | None = _router(
         None,
         "A file with the secret for /admin (register, drain, leave). Without it there are no "

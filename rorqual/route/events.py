@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MARK = b": rorqual "
+TRANSFER = b": rorqual_transfer "  # before kv_transfer_params: another server goes on
 ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
 MAX_EVENT_BYTES = 16 << 20
@@ -120,20 +121,24 @@ class StreamRecord:
 
 @dataclass
 class Passed:
-    """The result of some bytes: data for the client, whether the stream ended regularly, and an
-    error after which another server can continue."""
+    """The result of some bytes: data for the client, whether the stream ended regularly, an error
+    after which another server can continue, and where the server that is to continue finds the
+    prompt's pages."""
 
     out: bytes
     done: bool = False
     lost: bytes | None = None
+    transfer: dict[str, Any] | None = None
 
 
 class EventSplitter:
-    """Splits one server's stream. keep_marks: the client requested the comments itself."""
+    """Splits one server's stream. keep_marks: the client requested the comments itself. hands_over:
+    the server ends the stream after its first token."""
 
-    def __init__(self, record: StreamRecord, keep_marks: bool):
+    def __init__(self, record: StreamRecord, keep_marks: bool, hands_over: bool = False):
         self.record = record
         self.keep_marks = keep_marks
+        self.hands_over = hands_over
         self.rest = b""
 
     def feed(self, data: bytes) -> Passed:
@@ -150,13 +155,15 @@ class EventSplitter:
                 raise BadStream(f"an event has more than {MAX_EVENT_BYTES} bytes")
             return Passed(b"")
         self.rest = data[end + 2 :]
-        out = []
+        out: list[bytes] = []
         for event in data[:end].split(b"\n\n"):
             body = event
             marks = []
             while body.startswith(MARK):
                 line, _, body = body.partition(b"\n")
                 marks.append(line)
+            if self.hands_over and body.startswith(TRANSFER):
+                return Passed(b"".join(out), transfer=_object(body[len(TRANSFER) :]))
             if body.startswith(b":"):  # a keep-alive comment
                 out.append(event + b"\n\n")
                 continue
@@ -172,6 +179,16 @@ class EventSplitter:
 
     def _is_loss(self, event: bytes) -> bool:
         return event.startswith(ERROR) and is_loss(event.removeprefix(b"data:"))
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BadStream(f"kv_transfer_params read {data[:80]!r}")
+    return found
 
 
 def is_loss(body: bytes) -> bool:

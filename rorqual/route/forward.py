@@ -38,6 +38,7 @@ RETRIED = frozenset((502, 503))  # nothing was done there; another server may ha
 MAX_ERROR_BYTES = 4096  # of a response that is checked for a lost engine
 EVENTS = "text/event-stream"
 LAST_WORDS = 1.0  # seconds to send a last event before a stream is cut
+NO_ROOM_SECONDS = 0.25  # between two tries of full servers, for a stream with a first token
 SLOW_READER = 10.0  # seconds that a stream has waited for its client, and most of its time
 
 
@@ -89,10 +90,11 @@ class Forwarder:
             raise no_connection() from None
 
     async def _answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
-        if call.wants_prefill(self.config.prefill_from):
-            call.transfer = await self.prefill(call)
         if call.streams:
             return await RoutedStream(self, call, request).run()
+        prefill = self.prefill_server(call)
+        if prefill is not None:
+            call.transfer = await self.prefill(call, prefill)
         return await self.whole(call)
 
     async def pick(
@@ -124,32 +126,35 @@ class Forwarder:
 
     # ---- prefill
 
-    async def prefill(self, call: RoutedCall) -> dict[str, Any] | None:
-        """kv_transfer_params of a prefilled prompt; None where the decoding server computes it:
-        there is no prefill server, or all failed."""
-        server = self.servers.pick(True, call.key)
-        if server is None:
+    def prefill_server(self, call: RoutedCall) -> Server | None:
+        """A server to compute the prompt first, where that is worth it and there is one."""
+        if not call.wants_prefill(self.config.prefill_from):
             return None
+        return self.servers.pick(True, call.key)
+
+    async def prefill(self, call: RoutedCall, server: Server) -> dict[str, Any] | None:
+        """kv_transfer_params of a prefilled prompt; None where that failed, and the decoding server
+        computes it."""
         try:
             found = await self._prefilled(call, server)
         except (ServerLost, OwnFault, ValueError) as error:
             log.warning("%s did not compute a prompt: %s", server.url, error)
             found = None
-        self.metrics.prefills.labels("ok" if found else "failed").inc()
+        self.note_prefill(found is not None)
         return found
+
+    def note_prefill(self, ok: bool) -> None:
+        self.metrics.prefills.labels("ok" if ok else "failed").inc()
 
     async def _prefilled(self, call: RoutedCall, server: Server) -> dict[str, Any] | None:
         error: BaseException | None = None
         status = 0
         headers = {name: value for name, value in call.headers.items() if name != RESUMABLE}
-        timeout = aiohttp.ClientTimeout(
-            total=self.config.prefill_timeout, sock_connect=self.config.connect_timeout
-        )
         try:
             with Attempt(server, attempt_span(call, server.url, "prefill")) as attempt:
                 body = await beside(call, call.prefill_body)
                 answer = await attempt.begin(
-                    self.session, "POST", call.target, headers, body, timeout
+                    self.session, "POST", call.target, headers, body, self.prefill_timeout
                 )
                 status = answer.status
                 data = await attempt.read_all(self.config.max_answer_bytes)
@@ -161,6 +166,12 @@ class Forwarder:
         fields = json.loads(data) if status == 200 else None
         found = fields.get("kv_transfer_params") if isinstance(fields, dict) else None
         return found if isinstance(found, dict) else None
+
+    @property
+    def prefill_timeout(self) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(
+            total=self.config.prefill_timeout, sock_connect=self.config.connect_timeout
+        )
 
     # ---- responses without streaming
 
@@ -228,7 +239,12 @@ class Forwarder:
 
 
 class RoutedStream:
-    """One client's stream, by several servers in turn if needed."""
+    """One client's stream, by several servers in turn if needed: where a prefill server computes
+    the prompt, it may also send the first token, and a server that answers continues.
+
+    handed_over: the prefill server has sent the first token, and no other server more yet.
+    no_room_since: when a server first refused to continue because it was full; waits_for_room: the
+    last one did."""
 
     def __init__(self, forwarder: Forwarder, call: RoutedCall, request: web.Request):
         self.forwarder = forwarder
@@ -248,6 +264,9 @@ class RoutedStream:
         self.after: BaseException | str = ""  # how the previous attempt ended
         self.began = 0.0  # of the current attempt
         self.unread = 0.0  # seconds of it spent waiting for the client
+        self.handed_over = False
+        self.waits_for_room = False
+        self.no_room_since: float | None = None
 
     async def run(self) -> web.StreamResponse:
         try:
@@ -278,6 +297,11 @@ class RoutedStream:
         return self.response
 
     async def _run(self) -> web.StreamResponse:
+        prefill = self.forwarder.prefill_server(self.call)
+        if prefill is not None:
+            found = await self._prefill(prefill)
+            if found is not None:
+                return found
         while True:
             before = self.record.events
             server = await self._next()
@@ -299,11 +323,57 @@ class RoutedStream:
             if found is not None:
                 return found
 
+    # ---- the prompt
+
+    async def _prefill(self, server: Server) -> web.StreamResponse | None:
+        """Have the prompt computed on a prefill server: returns the response to the client where
+        its first token was all of it."""
+        forwarder = self.forwarder
+        if not self._takes_first_token(server):
+            self.call.transfer = await forwarder.prefill(self.call, server)
+            self.metrics.first_tokens.labels("decode").inc()
+            return None
+        found = None
+        try:
+            found = await self._attempt(server, prefill=True)
+        except (ServerLost, OwnFault, RouteError) as error:
+            log.warning("%s did not compute a prompt: %s", server.url, error)
+            self.after = error if self.record.events else ""
+            self.loss = None
+            if self._completed():
+                assert self.response is not None
+                await self.response.write(DONE)
+                found = self.response
+        forwarder.note_prefill(found is not None or self.handed_over)
+        sent = self.record.tokens > 0 or found is not None
+        self.metrics.first_tokens.labels("prefill" if sent else "decode").inc()
+        return found
+
+    def _takes_first_token(self, server: Server) -> bool:
+        """Once a token was sent, no server may refuse the request: so one must be able to
+        continue."""
+        return (
+            self.config.first_token == "prefill"
+            and server.hands_over
+            and self.call.takes_first_token()
+            and self.config.resume_tokens > 0
+            and bool(self.forwarder.servers.usable(prefill=False))
+        )
+
+    # ---- the answer
+
     async def _next(self) -> Server | None:
         """The server for the rest of the stream; None where there is none."""
         started = self.record.events > 0  # a comment alone need not be continued
-        if started and (not self.record.can_go_on or self.resumes >= self.config.resumes):
+        moves = started and not self.handed_over
+        if started and not self.record.can_go_on:
             return None
+        if moves and self.resumes >= self.config.resumes:
+            return None
+        if self.waits_for_room:
+            self.waits_for_room = False
+            self.tries -= 1
+            await asyncio.sleep(NO_ROOM_SECONDS)
         if self.tries >= self.config.tries:
             return None
         forwarder = self.forwarder
@@ -311,7 +381,7 @@ class RoutedStream:
             server = forwarder._other(self.call, self.failed)
         else:
             server = await forwarder.pick(self.call, self.failed, started)
-        if server is not None and started:
+        if server is not None and moves:
             self.resumes += 1
             self.metrics.resumes.inc()
         elif server is not None and self.tries:
@@ -319,30 +389,36 @@ class RoutedStream:
         self.tries += 1
         return server
 
-    async def _attempt(self, server: Server) -> web.StreamResponse | None:
-        """The rest of the stream from one server: returns the response to the client, or None where
-        another server must be tried."""
+    async def _attempt(self, server: Server, prefill: bool = False) -> web.StreamResponse | None:
+        """The rest of the stream from one server, or with `prefill` its first token: returns the
+        response to the client, or None where another server must be tried, or is to continue."""
         call = self.call
         resume = self.record.resume() if self.record.events else None
         headers = {**call.headers, **({RESUMABLE: "1"} if call.can_go_on else {})}
-        body = await beside(call, call.answer_body, resume)
+        if prefill:
+            body = await beside(call, call.first_token_body)
+        else:
+            body = await beside(call, call.answer_body, resume)
         error: BaseException | None = None
         status = 0
         self.began = time.monotonic()
         self.unread = 0.0
-        why = "resume" if resume is not None else "retry" if self.after else "first"
-        span = attempt_span(call, server.url, why, self.after)
+        timeout = self.forwarder.prefill_timeout if prefill else None
+        span = attempt_span(call, server.url, self._why(prefill), self.after)
         try:
             with Attempt(server, span) as attempt:
                 answer = await attempt.begin(
-                    self.forwarder.session, call.method, call.target, headers, body
+                    self.forwarder.session, call.method, call.target, headers, body, timeout
                 )
                 status = answer.status
                 if status != 200 or answer.content_type != EVENTS:
                     data = await attempt.read_all(self.config.max_answer_bytes)
+                    if prefill:
+                        log.warning("%s: %d %r", server.url, status, data[:300])
+                        return None
                     check_lost(status, data)
                     return self._no_stream(server, answer, data)
-                return await self._pass(attempt, answer)
+                return await self._pass(attempt, answer, prefill)
         except ServerLost as caught:
             error = SlowReader() if self._reads_slowly() else caught
             raise error from None
@@ -360,6 +436,13 @@ class RoutedStream:
         finally:
             self.forwarder.note(server, error, status)
 
+    def _why(self, prefill: bool) -> str:
+        if prefill:
+            return "prefill"
+        if self.record.events and not self.handed_over:
+            return "resume"
+        return "retry" if self.after else "first"
+
     def _no_stream(
         self, server: Server, answer: aiohttp.ClientResponse, data: bytes
     ) -> web.StreamResponse | None:
@@ -370,6 +453,8 @@ class RoutedStream:
         if self.response is not None:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
             self.after = f"it does not go on: {answer.status}"
+            if self.handed_over:
+                self._refused_after_first(answer.status, data)
             return None
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
         if not has_no_room(answer.status, data):
@@ -380,8 +465,24 @@ class RoutedStream:
         self.refused = found
         return None
 
-    async def _pass(self, attempt: Attempt, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        splitter = EventSplitter(self.record, self.call.keeps_marks)
+    def _refused_after_first(self, status: int, data: bytes) -> None:
+        """A server refuses a request of which the client has the first token. While it is full,
+        wait, as the request would have waited in its queue; otherwise its error ends the stream."""
+        if not has_no_room(status, data):
+            with suppress(ValueError, RecursionError):
+                self.loss = b"data: " + json.dumps(json.loads(data)).encode()
+            return
+        if is_loss(data):
+            self.call.transfer = None
+        now = time.monotonic()
+        self.no_room_since = self.no_room_since or now
+        if now - self.no_room_since < self.config.resume_wait:
+            self.waits_for_room = True
+
+    async def _pass(
+        self, attempt: Attempt, answer: aiohttp.ClientResponse, prefill: bool
+    ) -> web.StreamResponse | None:
+        splitter = EventSplitter(self.record, self.call.keeps_marks, prefill)
         read = answer.content.readany
         while data := await attempt.of_server(read):
             passed = splitter.feed(data)
@@ -389,6 +490,11 @@ class RoutedStream:
                 if self.response is None:
                     await self._begin(answer)
                 await self._write(passed.out)
+                self.handed_over = False
+            if passed.transfer is not None:
+                self.call.transfer = passed.transfer
+                self.handed_over = self.record.events > 0
+                return None
             if passed.done:
                 assert self.response is not None
                 return self.response

@@ -11,8 +11,9 @@ import aiohttp
 from rorqual.route.attempt import is_own_fault, state_after
 from rorqual.route.config import RouteConfig
 from rorqual.route.metrics import RouteMetrics
-from rorqual.route.servers import DOWN, Server, ServerList
+from rorqual.route.servers import DOWN, READY, Server, ServerList
 
+FIRST_TOKEN = "X-Rorqual-First-Token"
 log = logging.getLogger("rorqual.route")
 
 
@@ -74,6 +75,8 @@ class HealthChecks:
         try:
             async with self.session.get(f"{server.url}/health", timeout=timeout) as answer:
                 state = state_after(answer.status)
+                if state == READY:
+                    server.hands_over = answer.headers.get(FIRST_TOKEN) == "1"
             server.missed = 0
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: bad host
             if is_own_fault(error):

@@ -31,6 +31,12 @@ class RouteMetrics:
         self.resumes = self._counter("resumes", "Streams that went on elsewhere")
         self.streams_lost = self._counter("streams_lost", "Streams that ended with an error")
         self.prefills = self._counter("prefills", "Prompts sent to prefill servers", "outcome")
+        self.first_tokens = self._counter(
+            "first_tokens",
+            "Streams whose prompt was sent to a prefill server, by the role of the server that the "
+            "first token came from",
+            "role",
+        )
         self.in_flight = self._gauge("in_flight", "Requests under way", "server")
         self.up = self._gauge("server_ready", "1 where a server takes requests", "server")
         self.breaker = self._gauge(

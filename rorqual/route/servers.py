@@ -21,7 +21,8 @@ DOWN = "down"
 class Server:
     """`state`: result of the last /health. leases: by role, when its registration ends; None for
     roles configured at start. strikes: consecutive failed requests; after `breaker_failures` it
-    gets none before `closed_until` (circuit breaker), and then one at a time."""
+    gets none before `closed_until` (circuit breaker), and then one at a time. hands_over: it
+    streams the first token of a prompt that another server answers."""
 
     url: str
     leases: dict[str, float | None]
@@ -32,6 +33,7 @@ class Server:
     strikes: int = 0
     closed_until: float = 0.0
     attempts: set[Any] = field(default_factory=set)
+    hands_over: bool = False
     look: asyncio.Event = field(default_factory=asyncio.Event)  # set: check /health now
 
     @property

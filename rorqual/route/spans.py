@@ -41,7 +41,8 @@ def note_call(call: RoutedCall) -> None:
 def attempt_span(
     call: RoutedCall, url: str, why: str, after: BaseException | str = ""
 ) -> RequestSpan:
-    """why: prefill, first, retry (nothing was sent to the client) or resume (the stream goes on).
+    """why: prefill, first, retry (nothing, or only the prefill server's token, was sent to the
+    client) or resume (the stream goes on).
     after: how the previous attempt ended."""
     call.attempts += 1
     if not call.span.recording:

@@ -179,6 +179,7 @@ async def serve(
     """options: of each replica's engine."""
     limits = config.limits
     where = served.tokenizer.folder
+    transfer = config.transfer()
     pool = EnginePool(
         options,
         limits,
@@ -186,12 +187,14 @@ async def serve(
         config.stall,
         config.structured,
         where,
-        config.transfer(),
+        transfer,
         config.events(),
         early,
     )
     shown = _shown(config, options[0]["model"], str(where))
-    api = Api(served, pool, limits, version, shown, config.metrics_names)
+    # with prompts that are answered before their first token there is none to send
+    hands_over = transfer is not None and transfer.sends and not transfer.early
+    api = Api(served, pool, limits, version, shown, config.metrics_names, hands_over)
     routes = create_app(api, config.api_key, profile_dir(config), tracer)
     app = DirectSend(with_cors(routes, config.cors))
     server = HttpServer(_uvicorn(app, limits))

@@ -61,8 +61,11 @@ class Faults:
 
 
 class FakeServer:
-    def __init__(self, name: str = "fake", faults: Faults | None = None):
+    """hands_over: as a prefill server that streams the first token."""
+
+    def __init__(self, name: str = "fake", faults: Faults | None = None, hands_over: bool = False):
         self.name = name
+        self.hands_over = hands_over
         self.faults = faults or Faults()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -94,7 +97,8 @@ class FakeServer:
     async def health(self, request: web.Request) -> web.Response:
         if self.hangs:
             await asyncio.sleep(30)
-        return web.Response(status=self.healthy)
+        more = {"X-Rorqual-First-Token": "1"} if self.hands_over else {}
+        return web.Response(status=self.healthy, headers=more)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
@@ -165,7 +169,9 @@ class FakeServer:
         return response
 
     def events(self, body: dict[str, Any], marked: bool) -> list[bytes]:
-        """Two tokens an event at most, the choices in turns."""
+        """Two tokens an event at most, the choices in turns; or the first token alone."""
+        if (body.get("kv_transfer_params") or {}).get("first_token") and self.hands_over:
+            return self.first_events(body)
         marked = marked and not self.faults.unmarked
         prompt = body["prompt"]
         count = body.get("max_tokens", 8)
@@ -202,6 +208,20 @@ class FakeServer:
             event = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
             found.append(b"data: " + event.encode() + b"\n\n")
         return [*found, b"data: [DONE]\n\n"]
+
+    def first_events(self, body: dict[str, Any]) -> list[bytes]:
+        """The role's event, the first token's, and where the pages are or the end."""
+        prompt = body["prompt"]
+        head = {"id": f"cmpl-{self.name}", "created": 5}
+        token = token_of(prompt, 0, 0)
+        found = [
+            self._event(head, 0, [], "", None, True),
+            self._event(head, 0, [token], f"<{token}>", None, True),
+        ]
+        if body.get("max_tokens", 8) == 1:
+            return [*found, self._event(head, 0, [], "", "length", True), b"data: [DONE]\n\n"]
+        params = json.dumps({"from": self.name, "lease": len(self.bodies), "first_token": True})
+        return [*found, b": rorqual_transfer " + params.encode() + b"\n\n"]
 
     def _event(
         self,

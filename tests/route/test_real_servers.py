@@ -14,7 +14,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,13 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Read:
-    """Texts by choice; error: the code of what ended it before its end."""
+    """Texts by choice, and where requested token ids; error: the code of what ended it before its
+    end."""
 
     texts: dict[int, str]
     ends: dict[int, str]
     error: str | None = None
+    ids: dict[int, list[int]] = field(default_factory=dict)
 
 
 def stream(url: str, asked: dict[str, Any], seen: Callable[[int], None] = lambda n: None) -> Read:
@@ -90,6 +92,8 @@ def stream(url: str, asked: dict[str, Any], seen: Callable[[int], None] = lambda
             for choice in event["choices"]:
                 index = choice["index"]
                 read.texts[index] = read.texts.get(index, "") + choice["text"]
+                if choice.get("token_ids"):
+                    read.ids.setdefault(index, []).extend(choice["token_ids"])
                 if choice["finish_reason"]:
                     assert index not in read.ends
                     read.ends[index] = choice["finish_reason"]

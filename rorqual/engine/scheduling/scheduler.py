@@ -222,12 +222,13 @@ class Scheduler:
         self._release(sequence)
 
     def _cache_tail(self, sequence: Sequence) -> None:
-        """Cache the prompt's partial last page, for the engine that decodes."""
-        prompt = sequence.tokens[: sequence.prompt_len]
+        """Cache the partial last page of what is transferred, for the engine that decodes."""
+        known = sequence.prompt_len + sequence.request.hands_over
+        tokens = sequence.tokens[:known]
         prefix = self.prefix
-        full = prefix.full_pages(len(prompt))
-        if sequence.num_hashed_pages == full and sequence.collected >= len(prompt) - 1:
-            key = prefix.tail(prompt, sequence.key)
+        full = prefix.full_pages(len(tokens))
+        if sequence.num_hashed_pages == full and sequence.collected >= len(tokens) - 1:
+            key = prefix.tail(tokens, sequence.key)
             if key is not None:
                 prefix.insert_tail(key, sequence.pages[full])
 

@@ -52,6 +52,7 @@ from rorqual.serve.messages import Snapshot
 from rorqual.telemetry.spans import RequestTracer
 
 MAX_RETRY_SECONDS = 60
+FIRST_TOKEN = "X-Rorqual-First-Token"  # of /health: this server hands over streams
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request can never be served; `param` names the field."},
@@ -82,7 +83,8 @@ TEXT_ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 class Api:
-    """State of the API process. `draining`: open requests continue, new ones are rejected."""
+    """State of the API process. `draining`: open requests continue, new ones are rejected.
+    hands_over: a stream may end with its first token, for another server to continue."""
 
     def __init__(
         self,
@@ -92,13 +94,15 @@ class Api:
         version: str,
         config: dict[str, Any],
         metrics_names: str = "rorqual",
+        hands_over: bool = False,
     ):
         self.served = served
         self.pool = pool
         self.limits = limits
         self.version = version
         self.config = config
-        self.builder = RequestBuilder(served, pool, limits)
+        self.hands_over = hands_over
+        self.builder = RequestBuilder(served, pool, limits, hands_over)
         self.counts: Counter[str] = Counter()
         self.running: set[EngineJob] = set()
         self.rates = Rates(pool)
@@ -263,7 +267,10 @@ def _state(app: FastAPI, api: Api) -> None:
             return error_response(
                 not_ready("it is shutting down" if api.draining else "an engine is not ready")
             )
-        return _json({"status": "ok"})
+        answer = _json({"status": "ok"})
+        if api.hands_over:
+            answer.headers[FIRST_TOKEN] = "1"
+        return answer
 
     @app.head("/ping", include_in_schema=False)
     @app.post("/ping", include_in_schema=False)

@@ -35,6 +35,7 @@ from rorqual.serve.http.protocol import (
     Sampling,
     TokenizeRequest,
 )
+from rorqual.serve.http.resume.marked import MarkedCall
 from rorqual.serve.http.resume.replay import resume
 from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.http.structured_output import (
@@ -90,10 +91,15 @@ class Served:
 
 
 class RequestBuilder:
-    def __init__(self, served: Served, pool: EnginePool, limits: ServerLimits):
+    """hands_over: see Api."""
+
+    def __init__(
+        self, served: Served, pool: EnginePool, limits: ServerLimits, hands_over: bool = False
+    ):
         self.served = served
         self.pool = pool
         self.limits = limits
+        self.hands_over = hands_over
 
     # ---- chat
 
@@ -492,6 +498,12 @@ class RequestBuilder:
             if not body.stream:
                 raise bad_request("rorqual_resume needs stream to be true", "rorqual_resume")
             await resume(call, given, self.served.vocab_size)
+        if any(request.hands_over for request in call.requests):
+            if not self.hands_over:
+                raise _no_hand_over(
+                    "a server with --role prefill or both, without --kv-overlap or --kv-by-layer"
+                )
+            _hand_over(call, given is not None)
         return call
 
 
@@ -517,6 +529,19 @@ def _set_stream(call: Call, body: Sampling) -> None:
     call.continuous_usage = bool(
         options and options.include_usage and options.continuous_usage_stats
     )
+
+
+def _hand_over(call: Call, resumed: bool) -> None:
+    """End the stream after its first token, so that another server continues it."""
+    only = isinstance(call, MarkedCall) and len(call.requests) == 1 and not resumed
+    if not (only and call.stream) or isinstance(call.replies[0], ZeroTokenChoiceBuilder):
+        raise _no_hand_over("a new stream of one choice with the header X-Rorqual-Resumable: 1")
+    assert isinstance(call, MarkedCall)
+    call.hand_over()
+
+
+def _no_hand_over(needed: str) -> ApiError:
+    return bad_request(f"kv_transfer_params: first_token needs {needed}", "kv_transfer_params")
 
 
 def _wrapped(seed: int) -> int:

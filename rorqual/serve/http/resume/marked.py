@@ -1,6 +1,6 @@
 """Streams with SSE comments before their events that name the tokens each event covers. A client
 that has an event has its comment, and can ask any server with the same model to continue from
-there.
+there. A stream may also end by itself after its first token, for another server to continue.
 
 What was sent for a choice after n tokens follows from these tokens alone, however they were
 grouped. So one engine output makes one event with text: a client that had half of it could not
@@ -10,11 +10,15 @@ express that as a number of tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from rorqual.request import FinishReason
+from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.serve.http.sse import ChatChoice, Entries, chat_logprobs, encode
+from rorqual.serve.messages import Output
 
 HEADER = "x-rorqual-resumable"
 
@@ -33,12 +37,44 @@ def line(choice: int, tokens: list[int], end: bool = False) -> bytes:
     )
 
 
+def handed_over(transfer: dict[str, Any]) -> bytes:
+    """The last comment of a stream that another server continues after its first token: where the
+    pages are."""
+    return b": rorqual_transfer " + encode(transfer) + b"\n\n"
+
+
 class MarkedCall(Call):
     """named: how many tokens of each choice the lines have named."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
         self.named = [0] * len(self.requests)
+
+    def hand_over(self) -> None:
+        """End the stream of the only choice after its first token, unless that ends the choice: the
+        engine samples one token, and events are those of the whole request."""
+        (request,) = self.requests
+        params = request.params
+        if params.max_tokens == 1:
+            self.requests[0] = replace(request, kv_transfer_params=None)
+            return
+        # of several tokens to come only that the first is not the last matters for the first
+        least = min(1, params.min_tokens)
+        self.requests[0] = replace(request, params=replace(params, max_tokens=1, min_tokens=least))
+
+    def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
+        transfer = None
+        for choice, output in items:
+            length = output.finish == FinishReason.LENGTH
+            if length and output.transfer is not None and self.requests[choice].hands_over:
+                transfer = output.transfer
+                output.finish = None
+        events = super().take(items, job)
+        if transfer is not None and self.open:
+            self.open -= 1
+            self.include_usage = False
+            self.end = handed_over(transfer)
+        return events
 
     def _opens(self, choice: int) -> bool:
         """Whether the next event of this choice comes before any token's."""
