@@ -74,8 +74,8 @@ def one_node_or_two() -> list[Line]:
         Line(
             "the overview says",
             "one node: more tokens/s a GPU; two: shorter TTFT and TPOT",
-            "predicted alike, but for TTFT of few requests: a prompt alone gains less from twice "
-            "the GPUs than its messages between nodes cost; at 2,048 it waits less",
+            "predicted alike, but for TTFT of 8 requests: a prompt alone gains less from twice "
+            "the GPUs than its messages between nodes cost; from 64 on it waits less",
         ),
         Line("GPUs", "H20 with 141 GB, 8 a node", "400 Gb/s a GPU between nodes"),
     ]

@@ -121,7 +121,7 @@ def test_one_node_or_two() -> None:
         assert figure(one, "TPOT ") > figure(two, "TPOT ")
         rates = [float(text.split(" tok/s a GPU")[0].split()[-1]) for text in (one, two)]
         assert rates[0] > rates[1]
-        assert (figure(one, "TTFT ") > figure(two, "TTFT ")) == (concurrency == 2048)
+        assert (figure(one, "TTFT ") > figure(two, "TTFT ")) == (concurrency > 8)
 
 
 def test_data_parallel_attention() -> None:
