@@ -687,7 +687,15 @@ class Ops:
         logits = torch.nn.functional.linear(x.to(dtype), w.gate.to(dtype))
         ids, weights = self.route(logits, w.bias, moe)
         weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
-        found = reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
+        return self._finish_choice(ids, weights, w, padded)
+
+    def _finish_choice(
+        self, ids: Tensor, weights: Tensor, w: RouterWeights, padded: PaddedRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """The routed experts' ids and weights [T, K] with fused shared experts, none for
+        padding."""
+        shared = w.num_fused_shared_experts
+        found = reference.with_shared(ids, weights, w.config.num_experts, shared)
         return found if padded is None else padded.without_experts(*found)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:

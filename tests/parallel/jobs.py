@@ -226,17 +226,7 @@ def gather_twice(
                 for _, logits in sorted(driver.turn(ids, turn, 1, "straight").items()):
                     digest.update(logits.numpy().tobytes())
                 tokens = tokens_of(turn, driver.home, mesh.sizes.dp)
-                sent = step_messages(
-                    model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4
-                )
-                add(
-                    expected,
-                    (
-                        (axis, call, value)
-                        for axis, calls in sent.items()
-                        for call, value in calls.items()
-                    ),
-                )
+                add_messages(expected, model, tokens, turn.decode)
         found.append(
             {
                 "logits": digest.hexdigest(),
@@ -288,17 +278,7 @@ def count_bytes(
         driver.turn(ids, turn, mesh.sizes.micro_batches, "chain")
         for part in split(turn, mesh.sizes.micro_batches):
             tokens = tokens_of(part, driver.home, mesh.sizes.dp)
-            found = step_messages(
-                model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4
-            )
-            add(
-                expected,
-                (
-                    (axis, call, value)
-                    for axis, calls in found.items()
-                    for call, value in calls.items()
-                ),
-            )
+            add_messages(expected, model, tokens, turn.decode)
             batch = BatchShape(1, tokens[0], logits=tokens[0])
             work = GroupWork(
                 batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens)
@@ -319,6 +299,15 @@ def add(sums: dict[str, dict[str, int]], found: Iterable[tuple[str, str, int]]) 
     for axis, call, value in found:
         calls = sums.setdefault(axis, {})
         calls[call] = calls.get(call, 0) + value
+
+
+def add_messages(
+    sums: dict[str, dict[str, int]], model: Transformer, tokens: tuple[int, ...], decode: bool
+) -> None:
+    """What a step of these tokens of each data-parallel rank should send."""
+    mesh = model.mesh
+    sent = step_messages(model.config, mesh.sizes, mesh.rank, tokens, decode, itemsize=4)
+    add(sums, ((axis, call, n) for axis, calls in sent.items() for call, n in calls.items()))
 
 
 def gathered(mesh: Mesh, layout: Layout, y: Tensor) -> Tensor:

@@ -411,9 +411,10 @@ class ModelRunner:
         step = batch.step
         if self.captured and metadata.decodes and self.captured.takes(step):
             return self.captured.run("model", self._whole_pass, step)
-        fits = self.pieces and not metadata.decodes and not step.parts
-        if self.pieces and fits and self.pieces.fits(max(metadata.tokens)):
-            return self.pieces.run(step, max(metadata.tokens))
+        if self.pieces and not metadata.decodes and not step.parts:
+            longest = max(metadata.tokens)
+            if self.pieces.fits(longest):
+                return self.pieces.run(step, longest)
         return self.model.compute(step, self._every_row(metadata))
 
     def _whole_pass(self, step: ForwardBatch) -> Tensor:

@@ -358,14 +358,11 @@ class CpuOps(Ops):
     def router(
         self, x: Tensor, w: RouterWeights, padded: PaddedRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        moe = w.config
         known = w.gate.dtype in (x.dtype, torch.float32) and w.gate.is_contiguous()
         native = self._native(x) if known else None
         if native is None:
             return super().router(x, w, padded)
-        ids, weights = native.router(x, w)
-        found = reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
-        return found if padded is None else padded.without_experts(*found)
+        return self._finish_choice(*native.router(x, w), w, padded)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)

@@ -92,7 +92,7 @@ class ServerLink:
         return posted.refused
 
     def end_orders(self) -> None:
-        """Whoever waits for an answer to an order waits no longer. Any thread."""
+        """End all waits for answers to orders. Any thread."""
         with suppress(queue.Empty):
             while True:
                 self.orders.get_nowait().answered.set()
