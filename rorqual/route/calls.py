@@ -109,14 +109,16 @@ class RoutedCall:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def wants_prefill(self, least: int) -> bool:
-        """Whether to prefill on another server: not done yet, and no prompt log probabilities, for
-        which the decoding server computes the whole prompt."""
+        """Whether to prefill on another server: not done yet; no prompt log probabilities, for which
+        the decoding server computes the whole prompt; and no prompt that is cut to leave room for
+        max_tokens, which a prefill request may change."""
         return (
             self.path in CAN_GO_ON
             and self.fields is not None
             and "kv_transfer_params" not in self.fields
             and self.fields.get("prompt_logprobs") is None
             and not self.fields.get("echo")
+            and self.fields.get("truncate_prompt_tokens") != -1
             and len(self.key) >= least
         )
 

@@ -288,7 +288,13 @@ def test_without_a_prefill_server_the_other_computes_the_prompt(faults: Faults, 
 
 @pytest.mark.parametrize(
     "more",
-    [{"echo": True}, {"prompt_logprobs": 1}, {"kv_transfer_params": {"mine": 1}}, {"prompt": "a"}],
+    [
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"truncate_prompt_tokens": -1},
+        {"kv_transfer_params": {"mine": 1}},
+        {"prompt": "a"},
+    ],
 )
 def test_prompts_that_are_not_worth_it(more: dict[str, Any]) -> None:
     async def test() -> None:
