@@ -109,9 +109,9 @@ class RoutedCall:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def wants_prefill(self, least: int) -> bool:
-        """Whether to prefill on another server: not done yet; no prompt log probabilities, for which
-        the decoding server computes the whole prompt; and no prompt that is cut to leave room for
-        max_tokens, which a prefill request may change."""
+        """Whether to prefill on another server: not done yet; no prompt log probabilities, for
+        which the decoding server computes the whole prompt; and no prompt that is cut to leave room
+        for max_tokens, which a prefill request may change."""
         return (
             self.path in CAN_GO_ON
             and self.fields is not None

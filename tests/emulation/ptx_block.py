@@ -249,13 +249,7 @@ class Block(Products):
         where, names = (text[1], vector(text[0])) if head == "ld" else (text[0], vector(text[1]))
         address = np.where(mask, self.address(where), 0)
         if head == "ld":
-            data = (
-                self.shared.load(address, size * len(names), mask)
-                if space == "shared"
-                else self.memory.load(
-                    address, size * len(names), mask, self.shared.row, self.waited
-                )
-            )
+            data = self._loaded(space, "acquire" in rest, address, size * len(names), mask)
             for name, value in zip(names, data.view(KINDS[kind]).T, strict=True):
                 wide = np.dtype(self.code.kind(name)).itemsize
                 self.put(
@@ -275,6 +269,17 @@ class Block(Products):
             self.shared.store(address, values, mask)
         else:
             self.memory.store(address, values, mask, self.shared.row)
+
+    def _loaded(
+        self, space: str, acquires: bool, address: np.ndarray, size: int, mask: np.ndarray
+    ) -> np.ndarray:
+        """Bytes [threads, size]."""
+        if space == "shared":
+            return self.shared.load(address, size, mask)
+        if acquires:
+            assert self.waited[mask].all(), "memory is used before the kernel before is complete"
+            return self.memory.acquire(address, size, mask, self.shared.row)
+        return self.memory.load(address, size, mask, self.shared.row, self.waited)
 
     def atomic(self, rest: list[str], text: list[str], mask: np.ndarray) -> None:
         assert self.waited[mask].all(), "memory is used before the kernel before is complete"

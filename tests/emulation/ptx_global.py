@@ -29,8 +29,9 @@ class Area:
 
 
 class GlobalMemory:
-    """watched: what programs write and others may touch. early: what no kernel before writes, so
-    that nobody waits for it."""
+    """watched: what programs write and others may touch, but for the words at the addresses
+    `counts`: counters that all warps of a program load and its first thread replaces, of which the
+    other warps use nothing. early: what no kernel before writes, so that nobody waits for it."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class GlobalMemory:
         watched: Sequence[Tensor],
         early: Sequence[Tensor],
         clocks: Clocks,
+        counts: Sequence[int] = (),
     ):
         self.clocks = clocks
+        self.counts = np.array(counts, np.int64)
         self.early = {x.untyped_storage().data_ptr() for x in early}
         own = {x.untyped_storage().data_ptr() for x in watched}
         found = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
@@ -70,7 +73,7 @@ class GlobalMemory:
             assert waited[inside].all() or area.begin in self.early, (
                 "memory is read before the kernel before is complete"
             )
-            if area.watch:
+            if area.watch and not np.isin(address[inside], self.counts).all():
                 units = cells[:, :: area.unit] // area.unit
                 rows = row[inside][:, None]
                 assert not area.watch.unseen_writes(units, rows).any(), (
@@ -84,7 +87,7 @@ class GlobalMemory:
         self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, row: np.ndarray
     ) -> None:
         for area, inside, cells in self._pieces(address, value.shape[1], mask):
-            if area.watch:
+            if area.watch and not np.isin(address[inside], self.counts).all():
                 units = cells[:, :: area.unit] // area.unit
                 rows = row[inside][:, None]
                 agents = self.clocks.agent(rows)
@@ -126,6 +129,27 @@ class GlobalMemory:
                 own = np.asarray(warp)
                 self._may_write(area.watch, units, own[None, None], True)
                 area.watch.write(units, self.clocks.agent(own, BULK_WRITES), clock)
+
+    def acquire(
+        self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray
+    ) -> np.ndarray:
+        """A load that acquires: of what atomics release, or of what nobody changes."""
+        out = np.zeros((len(address), size), np.uint8)
+        for t in np.flatnonzero(mask):
+            one = np.arange(len(address)) == t
+            own = row[t : t + 1]
+            ((area, _, cells),) = self._pieces(address, size, one)
+            released = self.released.get(int(address[t]))
+            if area.watch:
+                units = cells[:, :: area.unit] // area.unit
+                assert released is not None or not area.watch.unseen_writes(units, own).any(), (
+                    "a load that acquires what may still be written"
+                )
+                area.watch.read(units, self.clocks.agent(own), self.clocks.now(own))
+            if released is not None:
+                self.clocks.acquire(own, released)
+            out[t] = area.data[cells][0]
+        return out
 
     def atomic(
         self,

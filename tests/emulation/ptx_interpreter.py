@@ -184,7 +184,11 @@ class Grid:
     """Programs of one or more launches that run at the same time, over the same memory."""
 
     def __init__(
-        self, launches: Sequence[Launch], watched: Sequence[Tensor], early: Sequence[Tensor] = ()
+        self,
+        launches: Sequence[Launch],
+        watched: Sequence[Tensor],
+        early: Sequence[Tensor] = (),
+        counts: Sequence[int] = (),
     ):
         codes = {launch.ptx: Program(launch.ptx) for launch in launches}
         self.launches = launches
@@ -201,7 +205,11 @@ class Grid:
             for x in launch.arguments
         ]
         self.memory = GlobalMemory(
-            [x for x in given if isinstance(x, Tensor)] + list(watched), watched, early, self.clocks
+            [x for x in given if isinstance(x, Tensor)] + list(watched),
+            watched,
+            early,
+            self.clocks,
+            counts,
         )
         self.products = 0
 
