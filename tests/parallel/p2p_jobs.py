@@ -7,17 +7,20 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.comm import dispatch_combine
 from rorqual.parallel import mesh as mesh_module
 from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
@@ -109,6 +112,26 @@ def dawdle(pause: random.Random | None) -> None:
         time.sleep(0.01 * pause.random())
 
 
+@contextmanager
+def slow_programs(call: Callable[..., None], seconds: float) -> Iterator[None]:
+    """The first kernel that `call`, of dispatch_combine, launches starts a program every `seconds`.
+    Others are as fast as ever."""
+    builder = interpreter.interpreter_builder
+    start = builder.set_grid_idx
+    launches = itertools.count()
+
+    def later(*index: int) -> None:
+        time.sleep(seconds)
+        start(*index)
+
+    def slowly(*args: Any) -> None:
+        with nullcontext() if next(launches) else mock.patch.object(builder, "set_grid_idx", later):
+            call(*args)
+
+    with mock.patch.object(dispatch_combine, call.__name__, slowly):
+        yield
+
+
 def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: float) -> Exchange:
     """Its experts take `late` seconds between the arrival of rows and reading them."""
     slot_map = SlotMap(tuple(slots), EXPERTS) if slots else SlotMap.identity(EXPERTS)
@@ -183,9 +206,11 @@ def compare(
     start: int,
     rows: int,
     late: int,
+    slow: int,
 ) -> dict[str, Any]:
     """The same calls through shared memory, with no other meeting between them, and then through
-    the process group. late: a rank whose experts take their time."""
+    the process group. late: a rank whose experts take their time; slow: one that takes its time to
+    give back the first call's rows."""
     kind = getattr(torch, dtype)
     pause = random.Random(mesh.rank)
     layer = expert_layer(mesh, slots, kind, 0.05 if mesh.rank == late else 0)
@@ -199,7 +224,8 @@ def compare(
     peers = axis.p2p_dispatch
     assert isinstance(peers, P2PDispatchBuffers)
     axis.traffic.reset()
-    found = list(walk(layer, calls, at_once, pause))
+    with slow_programs(dispatch_combine.send_combine, 0.5) if mesh.rank == slow else nullcontext():
+        found = list(walk(layer, calls, at_once, pause))
     counted = dict(axis.traffic.bytes)
     taken = sum(int(buffer.totals[0]) - start for buffer in peers.buffers)
     axis.p2p_dispatch = None

@@ -57,6 +57,7 @@ def go(
         "start": 0,
         "rows": 4,
         "late": -1,
+        "slow": -1,
         **changes,
     }
     return pool.run(
@@ -135,6 +136,17 @@ def test_a_rank_without_rows_waits_for_one_that_still_reads(pool: RankPool, tmp_
     sizes = LOW_LATENCY[0]
     tokens = [[0, 1], [4, 0]] * 5
     results = go(pool, tmp_path, sizes, tokens, late=1)
+    check(results, sizes, tokens)
+    assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
+
+
+def test_rows_given_back_late_are_those_of_their_call(pool: RankPool, tmp_path: Path) -> None:
+    """Ranks that have their own rows back go on while the last one still gives back others'. The
+    next blocks are longer, so that a rank's lie where those of several ranks were, and none of
+    their rows are for the last rank's experts, as all of the call before are."""
+    sizes = LOW_LATENCY[1]
+    tokens = [[0] * 4] * 7 + [[1] * 4, [4] * 4]
+    results = go(pool, tmp_path, sizes, tokens, slow=3)
     check(results, sizes, tokens)
     assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
 

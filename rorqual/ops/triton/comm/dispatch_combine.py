@@ -17,6 +17,8 @@ rank's buffer (p2p_flags.py):
 | ids     | 4 * world * rows * top_k       | int32, local expert ids; -1: on another rank, or      |
 |         |                                | unused row                                            |
 | weights | 4 * world * rows * top_k       | fp32                                                  |
+| used    | 4 * world * rows               | int32 [world, rows]: 1 if that row of rank r's block  |
+|         |                                | is used, 0 if not                                     |
 | sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r is   |
 |         |                                | from rank r                                           |
 
@@ -36,8 +38,10 @@ ranks make the same calls in the same order on one stream each, and a buffer's n
 follows its last `combine`:
 
 - data, scales, ids, weights of rank B are written by A's next `dispatch`, which follows A's
-  `combine`, which waited for B's `send_combine`, which follows all reads of B's experts and is the
-  last reader of `ids` itself.
+  `combine`, which waited for blocks of B's `send_combine`, which follows all reads of B's experts.
+- A waited only for those blocks of B's `send_combine` that return A's rows. Others may still run.
+  They must not read what A's next `dispatch` writes: not `ids`, where A's block begins elsewhere
+  if the next capacity is another one. They read `used`, where each rank's part has one place.
 - sums of A are written by B's next `send_combine`, which follows B's `recv_dispatch`, which waited
   for A's next `dispatch`, which follows A's `combine`, their reader. For this every rank must wait
   in `combine`, even without rows.
@@ -82,7 +86,7 @@ class Areas:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """(flags, data, scales, ids, weights, sums, end), multiples of 256."""
+        """(flags, data, scales, ids, weights, used, sums, end), multiples of 256."""
         rows = self.world * self.rows
         row = self.columns * self.itemsize
         scales = 4 * -(-self.columns // ACTIVATION_BLOCK)
@@ -94,6 +98,7 @@ class Areas:
             rows * scales,
             rows * topk,
             rows * topk,
+            rows * 4,
             rows * row,
         ):
             found.append(found[-1] + -(-length // 256) * 256)
@@ -198,6 +203,8 @@ def _dispatch_kernel(
     scales_at,
     ids_at,
     weights_at,
+    used_at,
+    limit,
     EACH: tl.constexpr,
     SHARE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -209,8 +216,8 @@ def _dispatch_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends token i, if it exists and is not padding, and marks row i of each peer's block
-    as unused if fewer tokens are sent there."""
+    """Block i sends token i, if it exists and is not padding, and marks row i of its block at each
+    peer as used, or as unused if fewer tokens are sent there. limit: the largest capacity."""
     tokens = real_rows(tokens, requests, each_rows, first_row)  # no kernel writes `requests`
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
@@ -255,6 +262,8 @@ def _dispatch_kernel(
         absent,
         mask=(real & (count <= block))[:, None] & mine[None, :],
     )
+    marks = (bases + used_at).to(tl.pointer_type(tl.int32)) + rank * limit + block
+    tl.store(marks, (block < count).to(tl.int32), mask=real)
 
     scale_blocks = 0
     scale_columns = 0
@@ -308,10 +317,9 @@ def _give_back_kernel(
     columns,
     rank,
     flags_at,
-    ids_at,
+    used_at,
     sums_at,
-    TOP_K: tl.constexpr,
-    PICKS: tl.constexpr,
+    limit,
     SIZE: tl.constexpr,
     WORLD: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -323,12 +331,8 @@ def _give_back_kernel(
     to = (rank + block) % WORLD
     index = block // WORLD
     row = (to * capacity + index).to(tl.int64)
-    pick = tl.arange(0, PICKS)
     offsets = tl.arange(0, SIZE)
-    here = tl.load(
-        at(table, rank, ids_at, tl.int32) + row * TOP_K + pick, mask=pick < TOP_K, other=-1
-    )
-    if tl.max(here) >= 0:
+    if tl.load(at(table, rank, used_at, tl.int32) + to * limit + index) > 0:
         kind: tl.constexpr = y.dtype.element_ty
         values = tl.load(y + row * columns + offsets, mask=offsets < columns)
         target = at(table, to, sums_at, kind) + (rank * capacity + index).to(tl.int64) * columns
@@ -414,7 +418,7 @@ def dispatch(
     assert x.stride(1) == 1
     assert x.element_size() == areas.itemsize
     size = max(128, next_power(columns))
-    starts = buffer.starts[:5]
+    starts = buffer.starts[:6]
     _dispatch_kernel[capacity,](
         buffer.table,
         buffer.totals,
@@ -431,6 +435,7 @@ def dispatch(
         placement.stride,
         placement.first,
         *starts,
+        areas.rows,
         placement.each,
         placement.share,
         areas.top_k,
@@ -467,7 +472,7 @@ def arrived(
     capacity, K]): views of `memory`, this rank's memory in bytes."""
     areas = buffer.areas
     count = areas.world * capacity
-    (_, data, scales, ids, weights, _) = buffer.starts
+    (_, data, scales, ids, weights, *_) = buffer.starts
 
     def part(start: int, columns: int, kind: torch.dtype) -> Tensor:
         return (
@@ -485,7 +490,7 @@ def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
     """Return the partial sums y [world * capacity, columns] to the ranks that sent the rows; unused
     rows are not sent."""
     areas = buffer.areas
-    (flags, _, _, ids, _, sums) = buffer.starts
+    (flags, *_, used, sums) = buffer.starts
     assert y.shape == (areas.world * capacity, areas.columns), (y.shape, capacity, areas)
     assert y.element_size() == areas.itemsize
     assert y.is_contiguous()
@@ -498,10 +503,9 @@ def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
         areas.columns,
         buffer.rank,
         flags,
-        ids,
+        used,
         sums,
-        areas.top_k,
-        next_power(areas.top_k),
+        areas.rows,
         size,
         areas.world,
         num_warps=_warps(size),
@@ -527,7 +531,7 @@ def combine(buffer: DispatchBuffer, like: Tensor, base: Tensor | None = None) ->
         columns,
         buffer.rank,
         buffer.starts[0],
-        buffer.starts[5],
+        buffer.starts[-1],
         size,
         areas.world,
         next_power(areas.world),

@@ -51,10 +51,10 @@ def starts() -> list[int]:
 
 
 def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = None) -> None:
-    """Two calls; experts leave their rows as they are, so each token comes back once from each
-    rank that holds one of its experts."""
+    """Two calls, the second with longer blocks; experts leave their rows as they are, so each token
+    comes back once from each rank that holds one of its experts."""
     torch.manual_seed(seed)
-    flags, data, scales, places, weights_at, sums, end = starts()
+    flags, data, scales, places, weights_at, used, sums, end = starts()
     memory = [torch.full((end // 2,), -1, dtype=torch.int16) for _ in range(RANKS)]
     for own in memory:
         own[: 4 * RANKS] = 0
@@ -65,25 +65,25 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
     launches: list[Launch] = []
     last: list[int | None] = [None] * RANKS
     wanted = []
-    for call in range(2):
+    for call, capacity in enumerate((1, CAPACITY)):
         for rank in range(RANKS):
-            tokens = 3 - 2 * ((rank + call) % 2)
+            tokens = 1 if (rank + call) % 2 else capacity
             me = [rank] if rank != 1 else []
             x = torch.randn(tokens, COLUMNS).bfloat16()
             slots = torch.rand(tokens, RANKS * EACH).topk(TOP_K).indices.int()
             out = torch.full((tokens, COLUMNS), float("nan"), dtype=torch.bfloat16)
-            arrived = memory[rank][data // 2 :][: RANKS * CAPACITY * COLUMNS].view(torch.bfloat16)
+            arrived = memory[rank][data // 2 :][: RANKS * capacity * COLUMNS].view(torch.bfloat16)
             holders = (slots[:, :, None] // EACH == torch.arange(RANKS)).any(1).sum(1, keepdim=True)
             wanted.append((out, (x.float() * holders).bfloat16()))
-            areas = [flags, data, scales, places, weights_at]
-            sizes = [tokens, CAPACITY, COLUMNS, COLUMNS]
+            areas = [flags, data, scales, places, weights_at, used, ROWS]
+            sizes = [tokens, capacity, COLUMNS, COLUMNS]
             own: list[tuple[int, list[object]]] = [
                 (
-                    CAPACITY,
+                    capacity,
                     [x, slots, torch.rand(tokens, TOP_K), rows[rank], *sizes, *me, 0, *areas],
                 ),
                 (1, [*me, flags]),
-                (RANKS * CAPACITY, [arrived, CAPACITY, COLUMNS, *me, flags, places, sums]),
+                (RANKS * capacity, [arrived, capacity, COLUMNS, *me, flags, used, sums, ROWS]),
                 (tokens, [rows[rank], out, tokens, COLUMNS, *me, flags, sums]),
             ]
             for number, (programs, arguments) in enumerate(own):
