@@ -51,8 +51,8 @@ def starts() -> list[int]:
 
 
 def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = None) -> None:
-    """Two calls, the second with longer blocks; experts leave their rows as they are, so each token
-    comes back once from each rank that holds one of its experts."""
+    """Three calls, with longer and then shorter blocks; experts leave their rows as they are, so
+    each token comes back once from each rank that holds one of its experts."""
     torch.manual_seed(seed)
     flags, data, scales, places, weights_at, used, sums, end = starts()
     memory = [torch.full((end // 2,), -1, dtype=torch.int16) for _ in range(RANKS)]
@@ -65,7 +65,7 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
     launches: list[Launch] = []
     last: list[int | None] = [None] * RANKS
     wanted = []
-    for call, capacity in enumerate((1, CAPACITY)):
+    for call, capacity in enumerate((1, CAPACITY, 2)):
         for rank in range(RANKS):
             tokens = 1 if (rank + call) % 2 else capacity
             me = [rank] if rank != 1 else []
