@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,14 +13,13 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+from engine_steps import StepDriver
 from served_load import made_prompts
 from servers_on_cores import BUDGET, PAGE, SEQS, Deployed, on_core, others, played
 
 from rorqual import LLM
 from rorqual.bench.serving.client import Client, RequestRecord, ServerTarget
 from rorqual.bench.serving.load import ArrivalLoad, drive
-from rorqual.engine.engine import Engine
-from rorqual.request import Request, SamplingParams
 
 ROWS = (0, 1, 4, 12, 32)
 STREAMS = 16  # of each server, whose steps tell what a server adds
@@ -31,7 +29,7 @@ WAITING = 8  # prompts at a time, where they are to wait for each other
 ONE_BY_ONE = 24  # such requests; half as many before them are not counted
 
 
-class StepTimes:
+class StepTimes(StepDriver):
     """Of one engine in this process. scheduler: of every server, whose steps have fewer tokens than
     this one's at most."""
 
@@ -45,25 +43,9 @@ class StepTimes:
             num_pages=SEQS * (-(-longest // PAGE) + 1),
             skip_tokenizer_init=True,
         )
+        super().__init__(llm.engine)
         self.llm = llm
-        self.engine: Engine = llm.engine
         self.scheduler = replace(self.engine.scheduler.config, max_num_batched_tokens=BUDGET)
-        self.random = random.Random(0)
-        self.count = 0
-
-    def add(self, length: int, output: int) -> None:
-        self.queue(tuple(self.random.randrange(10, 4000) for _ in range(length)), output)
-
-    def queue(self, tokens: tuple[int, ...], output: int) -> None:
-        self.count += 1
-        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-        self.engine.add(Request(f"r{self.count}", tokens, params))
-
-    def step(self) -> float:
-        """Of processor time, which other programs of the machine change little."""
-        start = time.process_time()
-        self.engine.step()
-        return time.process_time() - start
 
     def at(self, rows: int, prompt: int, length: int, times: int) -> float:
         """The mean over the chunks of `prompt` tokens that prompts of `length` have, of the median
@@ -92,7 +74,7 @@ class StepTimes:
 
     def cached(self, length: int) -> float:
         """The median of prompts of `length` that are cached, all but the last page."""
-        tokens = tuple(self.random.randrange(10, 4000) for _ in range(length))
+        tokens = self.prompt(length)
         found = []
         for _ in range(ONE_BY_ONE):
             self.queue(tokens, 1)

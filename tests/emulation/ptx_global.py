@@ -63,6 +63,19 @@ class GlobalMemory:
         assert not left.any(), f"global memory at {address[left][:4]}, {size} bytes"
         assert not (address[mask] % size).any(), "an address that is not aligned"
 
+    def _watch(self, area: Area, address: np.ndarray) -> Watch | None:
+        """None also for counters."""
+        return None if np.isin(address, self.counts).all() else area.watch
+
+    def _one_by_one(
+        self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray
+    ) -> Iterator[tuple[int, Area, np.ndarray, np.ndarray]]:
+        """(thread, its area, its bytes [1, size], its row) of each thread."""
+        for t in np.flatnonzero(mask):
+            one = np.arange(len(address)) == t
+            ((area, _, cells),) = self._pieces(address, size, one)
+            yield int(t), area, cells, row[t : t + 1]
+
     def load(
         self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray, waited: np.ndarray
     ) -> np.ndarray:
@@ -73,13 +86,13 @@ class GlobalMemory:
             assert waited[inside].all() or area.begin in self.early, (
                 "memory is read before the kernel before is complete"
             )
-            if area.watch and not np.isin(address[inside], self.counts).all():
+            if watch := self._watch(area, address[inside]):
                 units = cells[:, :: area.unit] // area.unit
                 rows = row[inside][:, None]
-                assert not area.watch.unseen_writes(units, rows).any(), (
+                assert not watch.unseen_writes(units, rows).any(), (
                     "read what another warp or program may not have written yet"
                 )
-                area.watch.read(units, self.clocks.agent(rows), self.clocks.now(rows))
+                watch.read(units, self.clocks.agent(rows), self.clocks.now(rows))
             out[inside] = area.data[cells]
         return out
 
@@ -87,15 +100,14 @@ class GlobalMemory:
         self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, row: np.ndarray
     ) -> None:
         for area, inside, cells in self._pieces(address, value.shape[1], mask):
-            if area.watch and not np.isin(address[inside], self.counts).all():
+            if watch := self._watch(area, address[inside]):
                 units = cells[:, :: area.unit] // area.unit
                 rows = row[inside][:, None]
                 agents = self.clocks.agent(rows)
                 clocks = self.clocks.now(rows)
-                self._may_write(
-                    area.watch, units, rows, (area.data[cells] != value[inside])[:, :: area.unit]
-                )
-                area.watch.write(units, agents, clocks)
+                differs = (area.data[cells] != value[inside])[:, :: area.unit]
+                self._may_write(watch, units, rows, differs)
+                watch.write(units, agents, clocks)
                 for place in np.unique(address[inside]) if self.released else ():
                     self.released.pop(int(place), None)  # whoever counts on must know of this store
             area.data[cells] = value[inside]
@@ -135,10 +147,7 @@ class GlobalMemory:
     ) -> np.ndarray:
         """A load that acquires: of what atomics release, or of what nobody changes."""
         out = np.zeros((len(address), size), np.uint8)
-        for t in np.flatnonzero(mask):
-            one = np.arange(len(address)) == t
-            own = row[t : t + 1]
-            ((area, _, cells),) = self._pieces(address, size, one)
+        for t, area, cells, own in self._one_by_one(address, size, mask, row):
             released = self.released.get(int(address[t]))
             if area.watch:
                 units = cells[:, :: area.unit] // area.unit
@@ -163,11 +172,8 @@ class GlobalMemory:
         """What was there before, thread after thread. order: relaxed, acquire, release or
         acq_rel."""
         out = np.zeros(len(address), values[0].dtype)
-        for t in np.flatnonzero(mask):
+        for t, area, cells, own in self._one_by_one(address, out.itemsize, mask, row):
             place = int(address[t])
-            one = np.arange(len(address)) == t
-            own = row[t : t + 1]
-            ((area, _, cells),) = self._pieces(address, out.itemsize, one)
             watch = area.watch
             units = cells[:, :: area.unit] // area.unit
             assert watch is not None, "an atomic on what is not watched"

@@ -6,18 +6,15 @@ processes change them little; measuring and running take turns."""
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 
+from demo.engine_steps import StepDriver
 from rorqual import LLM
 from rorqual.engine.engine import Engine
 from rorqual.planner.simulator.cost_runner import MeasuredCosts
 from rorqual.planner.simulator.results import outcome
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
 from rorqual.planner.simulator.workload import Arrival, Arrivals, LengthDistribution, Workload
-from rorqual.request import Request, SamplingParams
 
 pytestmark = pytest.mark.exhaustive
 
@@ -48,23 +45,7 @@ def engine() -> Engine:
     ).engine
 
 
-class Driver:
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.random = random.Random(0)
-        self.count = 0
-
-    def add(self, prompt: int, output: int) -> None:
-        self.count += 1
-        tokens = tuple(self.random.randrange(10, 4000) for _ in range(prompt))
-        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-        self.engine.add(Request(f"r{self.count}", tokens, params))
-
-    def step(self) -> float:
-        start = time.process_time()
-        self.engine.step()
-        return time.process_time() - start
-
+class Driver(StepDriver):
     def measure(self, rows: int, prompt: int, times: int = 3) -> list[float]:
         """Seconds of steps in which `rows` requests decode and `prompt` prompt tokens are
         computed, in pieces as long as WORK's prompts."""

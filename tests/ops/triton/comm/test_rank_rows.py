@@ -3,8 +3,6 @@ Interpreted where there is no GPU."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ if SKIP_REASON is not None:
 from rorqual.ops.interface import Ops
 from rorqual.ops.rank_rows import RankBlocks, RankParts
 from rorqual.ops.triton.backend import TritonOps
+from tests.emulation.poison import poison
 
 PLAIN = Ops()
 # tokens, ranks, slots of a rank, ranks that share them, experts of a token, rows of a block
@@ -34,14 +33,7 @@ CASES = [
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel fails to write shows."""
     torch.manual_seed(5)
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: Any) -> Tensor:
-        made = plain(*shape, **kwargs)
-        made.view(torch.uint8).fill_(127)
-        return made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def routed(

@@ -18,6 +18,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import int4, int4_gemm
 from rorqual.ops.triton.moe import grouped_gemm, small_batch
+from tests.emulation.poison import poison
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
 
@@ -33,13 +34,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh storage holds NaN: what a kernel fails to write shows."""
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: object) -> Tensor:
-        made = plain(*shape, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def weight(

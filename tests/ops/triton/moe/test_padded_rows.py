@@ -30,6 +30,7 @@ from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.quantized import experts as quantized_experts
 from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
 from rorqual.ops.triton.rowwise import norm
+from tests.emulation.poison import poison
 from tests.ops.triton.moe.test_triton_experts import SIZES, expert_weights, same_sorting
 from tests.ops.triton.quantized import cases
 
@@ -45,17 +46,7 @@ MOE = MoEConfig(EXPERTS, TOP_K, 32, norm_topk_prob=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh storage holds NaN: results of experts that were not computed."""
     torch.manual_seed(11)
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: object) -> Tensor:
-        made = plain(*shape, **kwargs)
-        if made.element_size() == 1:
-            made.view(torch.uint8).fill_(127)
-        else:
-            made.fill_(NAN if made.is_floating_point() else 1 << 29)
-        return made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def padding(real: int, each: int = 1, first: int = 0) -> PaddedRows:

@@ -40,6 +40,7 @@ from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.rowwise import norm, quantize
 from rorqual.parallel.mesh import SINGLE_LAYOUT
+from tests.emulation.poison import poison
 
 pytestmark = pytest.mark.exhaustive
 
@@ -54,17 +55,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh storage holds NaN or absurd integers: what a kernel fails to write shows."""
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: object) -> Tensor:
-        made = plain(*shape, **kwargs)
-        if made.dtype == FP8:
-            made.view(torch.uint8).fill_(127)
-        else:
-            made.fill_(float("nan") if made.is_floating_point() else 1 << 29)
-        return made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

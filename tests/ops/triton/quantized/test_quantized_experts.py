@@ -18,6 +18,7 @@ from rorqual.ops.deferred_sum import summed
 from rorqual.ops.reference import ExpertWeights, RouterWeights
 from rorqual.ops.triton.quantized import experts
 from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
+from tests.emulation.poison import poison
 from tests.ops.triton.quantized.cases import difference, prepared_experts, weight
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
@@ -42,14 +43,7 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: object) -> Tensor:
-        made = plain(*shape, **kwargs)
-        wide = made.is_floating_point() and made.element_size() > 1
-        return made.fill_(float("nan")) if wide else made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def draw(tokens: int, top_k: int, slots: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 
@@ -19,6 +18,7 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.triton.quantized import int4_order, operands, rows
 from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
 from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear
+from tests.emulation.poison import poison
 from tests.ops.triton.quantized.cases import difference, prepared, weight
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
@@ -36,14 +36,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh storage holds NaN: what a kernel fails to write shows."""
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: object) -> Tensor:
-        made = plain(*shape, **kwargs)
-        wide = made.is_floating_point() and made.element_size() > 1
-        return made.fill_(float("nan")) if wide else made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 @pytest.mark.parametrize("activation", ["wide", "int8_token", "fp8_token"])

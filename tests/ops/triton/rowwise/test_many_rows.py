@@ -17,6 +17,7 @@ if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
 from rorqual.ops.triton.attention import rope_kv_write
+from tests.emulation.poison import poison
 
 pytestmark = pytest.mark.exhaustive
 
@@ -28,17 +29,7 @@ MANY = ((rope_kv_write, "FEW_TOKENS", 0),)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel fails to write shows."""
     torch.manual_seed(5)
-    plain = torch.empty
-
-    def empty(*shape: int, **kwargs: Any) -> Tensor:
-        made = plain(*shape, **kwargs)
-        if made.element_size() == 1:
-            made.view(torch.uint8).fill_(127)
-        elif made.is_floating_point():
-            made.fill_(float("nan"))
-        return made
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
