@@ -7,30 +7,46 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
+EMPTY = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
 MOST_THREADS = 16
 
 
-class Blank(TorchFunctionMode):
-    """New tensors are zeroed: the output of a kernel that is not run may be used as an index."""
+@contextmanager
+def blank() -> Iterator[None]:
+    """Inside, new tensors of this thread are zeroed: the output of a kernel that is not run may be
+    used as an index. The functions are replaced, as a mode would be asked about every other one
+    too."""
+    own = threading.get_ident()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in EMPTY and made.device.type != "meta":
-            made.untyped_storage().fill_(0)
+    def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            new = make(*args, **kwargs)
+            if threading.get_ident() == own and new.device.type != "meta":
+                new.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+            return new
+
         return made
+
+    with ExitStack() as stack:
+        for owner, name in EMPTY:
+            stack.enter_context(mock.patch.object(owner, name, zeroed(getattr(owner, name))))
+        yield
 
 
 @contextmanager
@@ -53,7 +69,7 @@ def compiling() -> Iterator[None]:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
             triton.AsyncCompileMode(pool, ignore_errors=True),
-            Blank(),
+            blank(),
         ):
             yield
         _load(list(made.values()), pool)
