@@ -111,6 +111,11 @@ class Platform:
         before, so that nothing has to be compiled or allocated."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        """Run work once before similar work is captured, so that nothing has to be loaded or
+        allocated then."""
+        work()
+
     def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
         """Capture device work in several graphs: `work(gap)` calls gap(what) wherever one ends. The
         result takes a function, replays the graphs, calls the function with each gap's `what` in

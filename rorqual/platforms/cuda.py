@@ -136,6 +136,10 @@ class CudaPlatform(Platform):
         blocking = partial(torch.cuda.Event, blocking=True)
         return pinned.PinnedStaging(torch.cuda, blocking, self.device, size)
 
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        with self.capturing:
+            self._warm(work)
+
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
         """The warm-up runs on a side stream: kernels compile, libraries allocate workspaces. All
         captured graphs share one memory pool."""

@@ -1,9 +1,12 @@
 """Captured decode steps: the whole step, from reading the device rows to writing the sampled tokens
 back. Where some row needs the host (SamplingVariant.FULL), only the forward pass.
 
-One graph per batch bucket, sampling variant and number of drafts, captured before serving or, for
-batch sizes not in `cudagraph_capture_sizes`, on first use. A smaller batch is padded with a row
-whose block table is all null pages, which are never read.
+For each batch bucket and number of drafts there are a graph of a greedy step, one of the forward
+pass, and for each other sampling variant one that samples after the forward pass. A second graph
+costs a step some microseconds; capturing the forward pass for each variant would double the time
+that a start spends in capturing. They are captured before serving or, for batch sizes not in
+`cudagraph_capture_sizes`, on first use. A smaller batch is padded with a row whose block table is
+all null pages, which are never read.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,7 +28,14 @@ from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, SamplingVariant, int], Tensor]
 HEAD = 2  # elements before the slots, which start at a multiple of 16 bytes
-CAPTURED = tuple(SamplingVariant)
+# the forward pass before what samples after it
+CAPTURED = (
+    SamplingVariant.GREEDY,
+    SamplingVariant.FULL,
+    SamplingVariant.PLAIN,
+    SamplingVariant.FILTERED,
+)
+AFTER_FORWARD = (SamplingVariant.PLAIN, SamplingVariant.FILTERED)
 
 
 @runtime_checkable
@@ -38,10 +48,23 @@ class TakesLengths(Protocol):
 class DecodeGraphs:
     """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows `slots`
     [bucket] and returns the sampled tokens, [bucket, ...]; for SamplingVariant.FULL only the
-    forward pass, and its hidden states. The first `num_requests` rows are not padding."""
+    forward pass, and its hidden states. `sample`, with the same arguments, samples from the hidden
+    states of the latest body of this bucket and number of drafts for FULL; without it every variant
+    is captured as one graph. The first `num_requests` rows are not padding. few_layers: a context
+    in which the body launches every kernel, but for a few layers only."""
 
-    def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
+    def __init__(
+        self,
+        body: Body,
+        platform: Platform,
+        most: int,
+        padding_slot: int,
+        sample: Body | None = None,
+        few_layers: Callable[[], AbstractContextManager[None]] | None = None,
+    ):
         self.body = body
+        self.sample = sample
+        self.few_layers = few_layers
         self.calls: StepCalls | None = None  # to expert servers, if any
         self.called: dict[tuple[int, SamplingVariant, int], Step] = {}
         self.platform = platform
@@ -74,9 +97,20 @@ class DecodeGraphs:
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Run every step that `capture` would capture, once."""
-        for size, variant, num_speculative_tokens in self._wanted(variants, draft_counts, sizes):
-            self.body(self._padding(size), variant, num_speculative_tokens)
+        """Run what `capture` would capture, once."""
+        wanted = self._wanted(variants, draft_counts, sizes)
+        if self.sample is None:
+            for size, variant, num_speculative_tokens in wanted:
+                self.body(self._padding(size), variant, num_speculative_tokens)
+            return
+        forwarded: set[tuple[int, int]] = set()
+        for size, variant, num_speculative_tokens in wanted:
+            slots = self._padding(size)
+            if (size, num_speculative_tokens) not in forwarded:
+                self.body(slots, SamplingVariant.FULL, num_speculative_tokens)
+                forwarded.add((size, num_speculative_tokens))
+            if variant is not SamplingVariant.FULL:
+                self.sample(slots, variant, num_speculative_tokens)
 
     def _wanted(
         self,
@@ -100,6 +134,16 @@ class DecodeGraphs:
     def _capture(
         self, size: int, variant: SamplingVariant, num_speculative_tokens: int
     ) -> Callable[[], Tensor]:
+        key = (size, variant, num_speculative_tokens)
+        graph = None
+        if variant in AFTER_FORWARD and self.sample is not None and self.calls is None:
+            graph = self._capture_after_forward(self.sample, *key)
+        self.graphs[key] = graph or self._capture_whole(*key)
+        return self.graphs[key]
+
+    def _capture_whole(
+        self, size: int, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> Callable[[], Tensor]:
         slots = self._padding(size)
         key = (size, variant, num_speculative_tokens)
         calls = self.calls
@@ -107,9 +151,16 @@ class DecodeGraphs:
         same = (size, num_speculative_tokens)
         warm = not self.loaded or calls is not None or same not in self.warmed
         self.warmed.add(same)
+
+        def work() -> Tensor:
+            return self.body(slots, *key[1:])
+
+        if warm and self.loaded and calls is None and self.few_layers is not None:
+            with self.few_layers():
+                self.platform.warm_up(work)
+            warm = False
         with calls.capture_calls() if calls is not None else nullcontext() as found:
-            graph = self.platform.capture(lambda: self.body(slots, *key[1:]), warm)
-        self.graphs[key] = graph
+            graph = self.platform.capture(work, warm)
         if calls is not None:
             assert found is not None
             self.called[key] = found.step()
@@ -117,6 +168,28 @@ class DecodeGraphs:
             calls.announce_step(self.called[key])
             graph()
         return graph
+
+    def _capture_after_forward(
+        self, sample: Body, size: int, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> Callable[[], Tensor] | None:
+        """Capture sampling alone. None where the graph of the forward pass takes more than a
+        replay."""
+        full = (size, SamplingVariant.FULL, num_speculative_tokens)
+        forward = self.graphs.get(full) or self._capture(*full)
+        if isinstance(forward, TakesLengths):
+            return None
+        slots = self._padding(size)
+        if not self.loaded:
+            forward()  # so that the run before capturing samples from hidden states
+        sampled = self.platform.capture(
+            lambda: sample(slots, variant, num_speculative_tokens), not self.loaded
+        )
+
+        def replay() -> Tensor:
+            forward()
+            return sampled()
+
+        return replay
 
     def _padding(self, size: int) -> Tensor:
         """Padding rows: capturing runs a step a few times, which must not change a request's

@@ -108,10 +108,15 @@ class ModelRunner:
                 Uncaptured(platform) if compiled and compiled.fixed_shapes else platform,
                 max_num_seqs,
                 self.rows.padding,
+                self._sample_body,
+                # of several ranks each layer's exchange counts its calls
+                model.one_layer_of_each_kind if model.mesh.is_single else None,
             )
             if graphs
             else None
         )
+        # of captured forward passes, by requests and drafts: what is sampled from
+        self.unsampled: dict[tuple[int, int], tuple[BuiltBatch, Tensor]] = {}
         self.pieces = (
             PiecewiseGraphs(self._piecewise_body, platform, piecewise_tokens)
             if graphs and piecewise_tokens
@@ -167,7 +172,8 @@ class ModelRunner:
                 if self.pieces:
                     self.pieces.calls = self.calls
                     self.pieces.capture()
-                    self._warm_mixed_steps(self.pieces)
+                    if not self.graphs.loaded:
+                        self._warm_mixed_steps(self.pieces)
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
         """Compile the forward pass, where configured and not yet done."""
@@ -188,6 +194,7 @@ class ModelRunner:
             self.captured.forget()
         if self.graphs:
             self.graphs.graphs.clear()
+            self.unsampled.clear()
         if self.pieces:
             self.pieces.graphs.clear()
 
@@ -325,22 +332,41 @@ class ModelRunner:
         value the host would have to read. Returns the sampled tokens (see DecodeSamples.result),
         or, where sampling needs the host, the hidden states [R, num_speculative_tokens + 1,
         hidden]."""
-        rows = self.rows
-        count = slots.shape[0]
-        sizes = self.model.mesh.sizes
-        width = num_speculative_tokens + 1
-        parts = self.micro_batches.decode_parts(count, width, sizes.dp)
-        metadata = StepMetadata.padded(count, sizes.dp, variant, num_speculative_tokens, parts)
+        metadata = self._captured_metadata(slots, variant, num_speculative_tokens)
         requests = self.graphs.num_requests if self.graphs is not None else None
         batch, hidden = self.decode_pass(slots, metadata, requests)
         result = slots
+        if metadata.host:
+            self.unsampled[slots.shape[0], num_speculative_tokens] = batch, hidden
         if self.model.mesh.last_stage and metadata.host:
-            result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
+            result = hidden.unflatten(0, (slots.shape[0], num_speculative_tokens + 1))
         elif self.model.mesh.last_stage:
             result = self.sampler.sample_captured(batch, hidden, metadata)
         self.model.mesh.pp.flush()  # a captured graph must wait for the sends it starts
-        rows.length[rows.padding :].zero_()
+        self.rows.length[self.rows.padding :].zero_()
         return result
+
+    def _sample_body(
+        self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> Tensor:
+        """What `_decode_body` does after the forward pass, for that of its latest call for FULL
+        with as many slots and drafts. Returns the sampled tokens."""
+        batch, hidden = self.unsampled[slots.shape[0], num_speculative_tokens]
+        metadata = self._captured_metadata(slots, variant, num_speculative_tokens)
+        result = slots
+        if self.model.mesh.last_stage:
+            result = self.sampler.sample_captured(batch, hidden, metadata)
+        self.model.mesh.pp.flush()
+        self.rows.length[self.rows.padding :].zero_()
+        return result
+
+    def _captured_metadata(
+        self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> StepMetadata:
+        count = slots.shape[0]
+        dp = self.model.mesh.sizes.dp
+        parts = self.micro_batches.decode_parts(count, num_speculative_tokens + 1, dp)
+        return StepMetadata.padded(count, dp, variant, num_speculative_tokens, parts)
 
     def decode_pass(
         self, slots: Tensor, metadata: StepMetadata, requests: Tensor | None = None

@@ -23,10 +23,13 @@ class ReplayingPlatform(CpuPlatform):
         super().__init__(device)
         self.replays = self.pieces = self.warmed = 0
 
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        self.warmed += 1
+        work()
+
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
         if warm:
-            work()
-            self.warmed += 1
+            self.warm_up(work)
         out = work().clone()
 
         def replay() -> Tensor:

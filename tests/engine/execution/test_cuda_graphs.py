@@ -286,8 +286,8 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(
 def test_kernels_compiled_ahead(
     num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every step that is captured is computed once before, inside what compiles; tokens stay
-    what they are."""
+    """The forward pass of every step that is captured is computed once before, inside what
+    compiles, and so is its sampling; tokens stay what they are."""
     save_with_mtp(tmp_path)
     options = {
         "dtype": "float32",
@@ -315,21 +315,31 @@ def test_kernels_compiled_ahead(
         yield
         inside[0] = False
 
-    plain = ModelRunner._decode_body
+    def noted(name: str) -> None:
+        plain = getattr(ModelRunner, name)
 
-    def body(
-        self: ModelRunner, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
-    ) -> Tensor:
-        computed.append((inside[0], (len(slots), variant, num_speculative_tokens)))
-        return plain(self, slots, variant, num_speculative_tokens)
+        def body(
+            self: ModelRunner, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
+        ) -> Tensor:
+            computed.append((inside[0], name, (len(slots), variant, num_speculative_tokens)))
+            return plain(self, slots, variant, num_speculative_tokens)
 
+        monkeypatch.setattr(ModelRunner, name, body)
+
+    noted("_decode_body")
+    noted("_sample_body")
     monkeypatch.setattr(Ops, "compiling", compiling)
-    monkeypatch.setattr(ModelRunner, "_decode_body", body)
     llm = LLM(tmp_path, **options, precompile_kernels=True)
-    ahead = [key for before, key in computed if before]
+    graphs = set(llm.engine.worker.runner.graphs.graphs)
+    forward = {key for key in graphs if key[1] is SamplingVariant.FULL}
+    ahead = [(name, key) for before, name, key in computed if before]
     assert len(ahead) == len(set(ahead))
-    assert set(ahead) == set(llm.engine.worker.runner.graphs.graphs)
-    assert all(before for before, _ in computed[: len(ahead)])
+    assert {key for name, key in ahead if name == "_decode_body"} == forward
+    assert {key for name, key in ahead if name == "_sample_body"} == graphs - forward
+    assert all(before for before, _, _ in computed[: len(ahead)])
+    # the forward pass is captured for greedy steps, and once for all others
+    captured = {key for before, name, key in computed if not before and name == "_decode_body"}
+    assert captured == forward | {key for key in graphs if key[1] is SamplingVariant.GREEDY}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
 
 
