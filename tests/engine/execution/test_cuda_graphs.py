@@ -3,10 +3,12 @@ variants change no token."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from rorqual.ops.interface import Ops
 from rorqual.parallel.exchange_policy import captured_prompt_tokens
 from rorqual.planner.costs.catalog import published
 from rorqual.request import Logprob, StructuredOutput
+from tests.demo_script import load_demo
 from tests.engine.execution.replaying import ReplayingPlatform
 from tests.engine.execution.test_speculative_requests import GRAMMARS, Automata
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
@@ -341,6 +344,17 @@ def test_kernels_compiled_ahead(
     captured = {key for before, name, key in computed if not before and name == "_decode_body"}
     assert captured == forward | {key for key in graphs if key[1] is SamplingVariant.GREEDY}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+
+
+def test_the_demo_of_sampling_graphs(tmp_path: Path) -> None:
+    demo = load_demo("sampling_graphs")
+    path = tmp_path / "rows.json"
+    words = ["--device", "cpu", "--requests", "1,3", "--layers", "3", "--steps", "2"]
+    rows = demo.main([*words, "--turns", "1", "--json", str(path)])
+    names = ["greedy", "plain", "filtered"]
+    assert [(row.variant, row.requests) for row in rows] == list(product(names, (1, 3)))
+    assert all(row.equal and row.ms > 0 and row.one_graph_ms > 0 for row in rows)
+    assert [row["requests"] for row in json.loads(path.read_text())] == [1, 3] * 3
 
 
 @pytest.mark.parametrize(
