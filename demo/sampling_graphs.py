@@ -57,7 +57,8 @@ class Ways:
     def __init__(self, asked: argparse.Namespace):
         self.asked = asked
         most = max(asked.requests)
-        self.tokens = 8 + 2 * asked.turns * (asked.steps + 2 * WARM)
+        # while all are there, and until the last of them is
+        self.tokens = 64 + most + 2 * asked.turns * (asked.steps + 2 * WARM)
         self.llm = LLM(
             str(model_folder(asked.model, weights=False)),
             weights="random",
