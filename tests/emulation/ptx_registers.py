@@ -291,6 +291,6 @@ class Registers:
         if head == "fma":
             return (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32)
         with np.errstate(all="ignore"):  # lanes that are switched off hold anything
-            if head == "div" and kind[0] in "su":
+            if head == "div" and kind[0] == "s":
                 return np.trunc(x[0] / x[1]).astype(KINDS[kind])
             return SIMPLE[head](*x)

@@ -34,13 +34,7 @@ FEW = [
     StreamKPlan(128, 128, 8, 6, split=2),
     StreamKPlan(128, 64, 4, 3, split=4, waves=2),
 ]
-MANY = [
-    PersistentPlan(256, 4),
-    PersistentPlan(256, 2),
-    PersistentPlan(128, 6),
-    PersistentPlan(128, 8, 64),
-    PersistentPlan(64, 12, 64),
-]
+MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))]
 
 
 def check(plan: StreamKPlan | PersistentPlan, rows: int, columns: int, tokens: int) -> None:

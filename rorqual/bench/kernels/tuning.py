@@ -270,10 +270,9 @@ def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
 
 
 def persistent_candidates(tokens: int) -> Iterator[PersistentPlan]:
-    """Smaller tiles where there may be fewer large ones than multiprocessors."""
-    for m, n, stages in ((256, 128, 4), (128, 128, 6), (128, 128, 4), (128, 64, 8), (64, 64, 12)):
-        if tokens > m // 2 and (n == 128 or tokens <= 1024):
-            yield PersistentPlan(m, stages, n)
+    for m, stages in ((256, 4), (128, 6), (128, 4)):
+        if tokens > m // 2:
+            yield PersistentPlan(m, stages)
 
 
 def gluon_candidates(tokens: int) -> Iterator[LinearPlan]:

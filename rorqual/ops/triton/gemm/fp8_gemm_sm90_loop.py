@@ -2,10 +2,9 @@
 of tiles (also used by moe/grouped_gemm_sm90_fp8.py), the stages between the copying warps and the
 two multiplying warpgroups, and the multiplication.
 
-A program processes tiles of M tokens and N weight rows, one unit of 128 columns at a time. Chunks
+A program processes tiles of M tokens and 128 weight rows, one unit of 128 columns at a time. Chunks
 of 64 tokens alternate between the two warpgroups, which start their products alternately: while one
-promotes its partial sums to fp32, the tensor cores work for the other. In a tile of 64 tokens each
-warpgroup has half of the weight rows.
+promotes its partial sums to fp32, the tensor cores work for the other.
 
 The factors of sums (a token's scale times the weights' scale) are written to shared memory by two
 dedicated warps. Fetched by the warpgroups one unit ahead, scales would arrive after the bulk copies
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rorqual.ops.triton.runtime.sm90_pipeline import next_stage, thread_barrier
 
+N = 128  # weight rows per tile
 SHARED = 227 * 1024 - 1024  # bytes of stages and of the output buffer
 REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of copying and scale warps
 KEPT_BYTES = 2048
@@ -34,11 +34,12 @@ KEPT_BYTES = 2048
 FACTORS = gl.constexpr(KEPT_BYTES // 4)
 
 
-def assert_fits(m: int, n: int, stages: int) -> None:
-    """Shared memory in bytes for tiles of m tokens and n weight rows with this many stages, and 64
-    x n 16-bit results per warpgroup."""
+def assert_fits(m: int, stages: int) -> None:
+    """Shared memory in bytes for tiles of m tokens with this many stages, and 64 x 128 16-bit
+    results per warpgroup."""
+    assert m in (128, 256), m
     assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
-    assert (m + n) * 128 * stages + 4 * 64 * n + KEPT_BYTES <= SHARED, (m, n, stages)
+    assert (m + N) * 128 * stages + 4 * 64 * N + KEPT_BYTES <= SHARED, (m, stages)
 
 
 class Ring(NamedTuple):
@@ -55,11 +56,11 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def new_ring(x_tma, w_tma, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):
+def new_ring(x_tma, w_tma, M: gl.constexpr, STAGES: gl.constexpr):
     """Allocate in shared memory and initialize the barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
-    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
     factors = gl.allocate_shared_memory(gl.float32, [FACTORS // M, M], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -74,10 +75,9 @@ def new_ring(x_tma, w_tma, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexp
 
 
 @gluon.jit
-def share(high, WIDE: gl.constexpr):
-    """(tiles of this program, full rounds of all programs), for `high` token tiles and WIDE weight
-    tiles."""
-    tiles = high * WIDE
+def share(high, ROWS: gl.constexpr):
+    """(tiles of this program, full rounds of all programs), for `high` token tiles."""
+    tiles = high * ((ROWS + 127) // 128)
     workers = gl.num_programs(0)
     return tiles // workers + (workers - 1 - gl.program_id(0) < tiles % workers).to(
         gl.int32
@@ -85,14 +85,14 @@ def share(high, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(turn, rounds, high, WIDE: gl.constexpr):
+def tile_of(turn, rounds, high, ROWS: gl.constexpr):
     """(token tile, weight tile) of a turn. 16 token tiles iterate over all weight tiles together,
     so that both stay in the cache. The last round, with fewer tiles than programs, starts with the
     last program."""
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
-    PER_GROUP: gl.constexpr = 16 * WIDE
+    PER_GROUP: gl.constexpr = 16 * ((ROWS + 127) // 128)
     group = tile // PER_GROUP
     inside = tile % PER_GROUP
     height = gl.minimum(high - group * 16, 16)
@@ -152,12 +152,9 @@ def sums(
     TWO: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Sums of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over the first WIDTH
-    weight rows and the program's BLOCKS units from `first` on. Where the tile is 64 tokens: of
-    these, over the WHO-th WIDTH weight rows. by_turns: 1 if the other warpgroup has equally many
-    products, else 0. tokens: any non-negative number unknown to the compiler."""
-    CHUNK: gl.constexpr = WHO if M > 64 else 0
-    SKIP: gl.constexpr = 0 if M > 64 else WHO * WIDTH
+    """Sums of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight
+    rows and the program's BLOCKS units from `first` on. by_turns: 1 if the other warpgroup has
+    equally many products, else 0. tokens: any non-negative number unknown to the compiler."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low = zero
@@ -168,9 +165,9 @@ def sums(
     for unit in range(first, first + BLOCKS):
         mbarrier.wait(ring.full.index(stage), phase)
         xt = ring.inputs.index(stage)
-        wt = ring.weights.index(stage).slice(SKIP, WIDTH).permute((1, 0))
-        part, turn = _begin(ring, xt.slice(CHUNK * 64, 64), wt, done, never, turn, by_turns, WHO)
-        low_now = _chunk_factors(ring, unit, CHUNK, M, WIDTH)
+        wt = ring.weights.index(stage).slice(0, WIDTH).permute((1, 0))
+        part, turn = _begin(ring, xt.slice(WHO * 64, 64), wt, done, never, turn, by_turns, WHO)
+        low_now = _chunk_factors(ring, unit, WHO, M, WIDTH)
         if TWO:
             high_now = _chunk_factors(ring, unit, WHO + 2, M, WIDTH)
             done = warpgroup_mma_wait(0, deps=[part])

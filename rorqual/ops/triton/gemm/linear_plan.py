@@ -9,8 +9,6 @@ from typing import Any
 
 from rorqual.ops.triton.runtime import tuning
 
-PERSISTENT_TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # tokens, weight rows
-
 
 @dataclass(frozen=True)
 class LinearRow:
@@ -39,7 +37,7 @@ class LinearPlan(tuning.StoredConfig):
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
         if row.tall:
-            return PersistentPlan(row.m, row.stages, row.n)
+            return PersistentPlan(row.m, row.stages)
         return TilePlan(
             row.m, row.n, row.warps, row.stages, row.swap, row.tma, row.split, row.waves, row.halves
         )
@@ -106,21 +104,14 @@ class StreamKPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class PersistentPlan(LinearPlan):
-    """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and n weight
+    """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
     rows."""
 
     m: int
     stages: int
-    n: int = 128
-
-    def __post_init__(self) -> None:
-        if (self.m, self.n) not in PERSISTENT_TILES:
-            raise ValueError(
-                f"no persistent product has tiles of {self.m} tokens and {self.n} weight rows"
-            )
 
     def row(self) -> LinearRow:
-        return LinearRow(self.m, self.n, 4, self.stages, swap=False, tma=True, tall=True)
+        return LinearRow(self.m, 128, 4, self.stages, swap=False, tma=True, tall=True)
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)

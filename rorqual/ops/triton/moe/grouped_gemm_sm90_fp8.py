@@ -85,11 +85,11 @@ def _copy_rows(
 ):
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
-    turns, rounds = share(high, ROWS // 128)
+    turns, rounds = share(high, ROWS)
     stage = 0
     phase = 1
     for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS // 128)
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         first = gl.load(rows.blocks + rows.limit + m_tile)
         w_row = gl.load(rows.blocks + m_tile) * ROWS + n_tile * 128
         chunks = gl.minimum(
@@ -241,11 +241,11 @@ def _multiply_rows(
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
-    turns, rounds = share(high, ROWS // 128)
+    turns, rounds = share(high, ROWS)
     stage = 0
     phase = 0
     for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS // 128)
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         block = rows.blocks + m_tile
         first = gl.load(block + rows.limit) + SKIP
         end = gl.load(block + 2 * rows.limit)

@@ -22,21 +22,15 @@ from tests.emulation.ptx_memory import TensorMap
 
 pytestmark = pytest.mark.exhaustive
 
-CASES = [  # tokens, rows, columns, m, n, stages, programs
-    (300, 320, 384, 256, 128, 3, 2),  # 64 rows in the last tile; the last half tile has no tokens
-    (300, 448, 384, 128, 128, 4, 3),
-    (257, 296, 256, 256, 128, 2, 1),  # 40 rows in the last tile
-    (130, 400, 256, 128, 128, 4, 5),  # fewer tiles in the last round than programs
-    (4500, 320, 128, 256, 128, 3, 7),  # two groups of token tiles
-    (1, 192, 640, 128, 128, 4, 2),  # one tile a program, of one a narrow one
-    (100, 2112, 256, 128, 128, 5, 7),  # three tiles or two, two units each: narrow last ones
-    (1100, 192, 128, 128, 128, 4, 7),  # narrow tiles: two or one of the light programs, then all
-    (500, 64, 128, 128, 128, 4, 3),  # half a weight tile is all there is
-    (513, 192, 384, 256, 128, 2, 5),  # a token in the last tile; stages for as long as factors
-    (300, 424, 384, 128, 64, 5, 4),  # 40 rows in the last tile, of seven
-    (130, 192, 640, 128, 64, 6, 6),  # one tile a program
-    (300, 200, 384, 64, 64, 8, 3),  # eight rows in the last tile, which one warpgroup stores
-    (100, 232, 1280, 64, 64, 11, 8),  # one tile a program, fewer units than stages
+CASES = [  # tokens, rows, columns, m, stages, programs
+    (300, 320, 384, 256, 3, 2),  # 64 rows in the last tile; the last half tile has no tokens
+    (300, 448, 384, 128, 4, 3),
+    (257, 296, 256, 256, 2, 1),  # 40 rows in the last tile
+    (130, 400, 256, 128, 4, 5),  # fewer tiles in the last round than programs
+    (4500, 320, 128, 256, 3, 7),  # two groups of token tiles
+    (1, 192, 640, 128, 4, 2),  # one tile a program
+    (100, 2112, 256, 128, 5, 7),  # three tiles or two, two units each: narrow last ones
+    (513, 192, 384, 256, 2, 5),  # a token in the last tile; stages for as long as factors
 ]
 
 
@@ -45,7 +39,6 @@ def emulate(
     scale: Tensor,
     weight: Weight,
     m: int,
-    n: int,
     stages: int,
     programs: int,
     bias: Tensor | None = None,
@@ -57,17 +50,16 @@ def emulate(
     args = [
         Descriptor(x, [m, 128]),
         scale,
-        Descriptor(weight.data, [n, 128]),
+        Descriptor(weight.data, [128, 128]),
         weight.scale,
         bias,
         y,
-        Descriptor(y, [64, n]),
+        Descriptor(y, [64, 128]),
         tokens,
         *scale.stride(),
         rows,
         columns,
         m,
-        n,
         stages,
         bias is not None,
         *fp8_gemm_sm90_persistent.REGISTERS,
@@ -77,21 +69,22 @@ def emulate(
     return y
 
 
-@pytest.mark.parametrize(("tokens", "rows", "columns", "m", "n", "stages", "programs"), CASES)
+@pytest.mark.parametrize(("tokens", "rows", "columns", "m", "stages", "programs"), CASES)
 def test_emulated_result(
-    tokens: int, rows: int, columns: int, m: int, n: int, stages: int, programs: int
+    tokens: int, rows: int, columns: int, m: int, stages: int, programs: int
 ) -> None:
     torch.manual_seed(tokens)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if tokens == 300 else None
-    y = emulate(x, scale, weight, m, n, stages, programs, bias)
+    y = emulate(x, scale, weight, m, stages, programs, bias)
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
-    reverse = emulate(x, scale, weight, m, n, stages, programs, bias, backwards=True)
-    assert torch.equal(y, reverse), "order of programs"
+    assert torch.equal(y, emulate(x, scale, weight, m, stages, programs, bias, backwards=True)), (
+        "order of programs"
+    )
     if tokens == 130:  # a row does not depend on the others
         some = [7, 129, 64]
         assert torch.equal(
-            emulate(x[some], scale[some].t().contiguous().t(), weight, m, n, stages, programs - 1),
+            emulate(x[some], scale[some].t().contiguous().t(), weight, m, stages, programs - 1),
             y[some],
         )
 
@@ -100,8 +93,7 @@ PLANS = """
 from rorqual.ops.triton.gemm.fp8_gemm import linear
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 PLANS = [(2112, PersistentPlan(256, 4)), (4096, PersistentPlan(256, 4)),
-         (4096, PersistentPlan(128, 6)), (2112, PersistentPlan(128, 8, 64)),
-         (2112, PersistentPlan(64, 12, 64))]
+         (4096, PersistentPlan(128, 6))]
 for rows, plan in PLANS:
     linear(quantized(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
 """
@@ -111,33 +103,27 @@ for (rows, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
     # two warpgroups, one product or two of each unit, in narrow tiles too
-    width = plan.n if plan.m > 64 else plan.n // 2
-    whole = 2 * 4 * max(1, plan.m // 128)
-    expected = {width: whole}
-    if plan.n == 128 and rows % 128:
-        expected[64] = whole
-    for n in (32, 64, 128):
-        product = f"wgmma.mma_async.sync.aligned.m64n{n}k32"
-        assert kernel.ptx.count(product) == expected.get(n, 0), (plan, n)
+    product = "wgmma.mma_async.sync.aligned"
+    whole = 2 * 4 * plan.m // 128
+    assert kernel.ptx.count(product + ".m64n128k32") == whole, plan
+    assert kernel.ptx.count(product + ".m64n64k32") == (whole if rows % 128 else 0), plan
     assert "setmaxnreg.inc.sync.aligned.u32 \\t232;" in kernel.ptx
     assert "griddepcontrol.wait" in kernel.ptx
 """
-FORMS = [  # tokens, rows, columns, m, n, stages, programs, bias
-    (200, 200, 256, 256, 128, 2, 1, True),  # 72 rows in the last tile
-    (200, 168, 256, 128, 128, 4, 1, False),  # narrow last tiles, after which another follows
-    (300, 320, 384, 256, 128, 3, 3, True),  # a chunk without tokens; three programs
-    (130, 192, 640, 128, 128, 4, 3, True),
-    (260, 264, 384, 128, 128, 5, 4, False),
-    (200, 136, 384, 128, 64, 5, 2, True),
-    (150, 200, 1280, 64, 64, 8, 2, True),
+FORMS = [  # tokens, rows, columns, m, stages, programs, bias
+    (200, 200, 256, 256, 2, 1, True),  # 72 rows in the last tile
+    (200, 168, 256, 128, 4, 1, False),  # narrow last tiles, after which another follows
+    (300, 320, 384, 256, 3, 3, True),  # a chunk without tokens; three programs
+    (130, 192, 640, 128, 4, 3, True),
+    (260, 264, 384, 128, 5, 4, False),
 ]
 SMALL = f"""
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
-for tokens, rows, columns, m, n, stages, _, bias in {FORMS}:
+for tokens, rows, columns, m, stages, _, bias in {FORMS}:
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     launch(quantized(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y,
-        PersistentPlan(m, stages, n))
+        PersistentPlan(m, stages))
 """
 
 
@@ -157,14 +143,14 @@ def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: P
 def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
     """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
     is right, and free of races."""
-    tokens, rows, columns, m, n, _, programs, biased = FORMS[form]
+    tokens, rows, columns, m, _, programs, biased = FORMS[form]
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
     y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
     maps = [
         TensorMap(x, (m, 128), 128),
-        TensorMap(weight.data, (n, 128), 128),
+        TensorMap(weight.data, (128, 128), 128),
         TensorMap(y, (64, 64), 128),
     ]
     strides = [*run_time(scale.stride(0)), scale.stride(1)]
