@@ -3,16 +3,18 @@
 A message has three parts: topic, a number that counts up from 0 (8 bytes, big endian), and a batch
 in MessagePack. A subscriber that missed some requests those from a number on at the replay address,
 and receives one message each, then an empty one with the number -1. A block's hash is the first 8
-bytes of its key as an unsigned number.
+bytes of its key as an unsigned number. A batch that was dropped leaves a gap in the numbers, also
+at the replay address: a subscriber that finds one no longer knows what is cached.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from queue import SimpleQueue
+from queue import Full, Queue
 
 import msgspec
 import zmq
@@ -27,7 +29,9 @@ from rorqual.cache.events import (
 from rorqual.errors import ConfigError
 from rorqual.serve.kv_events_config import KVEventsConfig
 
+log = logging.getLogger(__name__)
 KEPT_BATCHES = 10_000  # kept for replay
+WAITING = 10_000  # batches that this process has not encoded yet; more are dropped
 UNSENT = 10_000  # batches queued for a slow subscriber, which then misses some
 MEDIUM = "GPU"
 HOST_MEDIUM = "CPU"
@@ -127,9 +131,11 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig):
         self.config = config
-        self.queue: SimpleQueue[tuple[int, list[CacheEvent]] | None] = SimpleQueue()
+        self.queue: Queue[tuple[int, int, list[CacheEvent]] | None] = Queue(WAITING)
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
-        self.number = 0
+        self.number = 0  # of the next batch
+        self.dropped = 0
+        self.counting = threading.Lock()
         self.context = zmq.Context(1)
         self.sender = self.context.socket(zmq.PUB)
         self.sender.set_hwm(UNSENT)
@@ -149,10 +155,20 @@ class KVEventPublisher:
             raise ConfigError(f"kv_events: cannot listen on {address}: {error.strerror}") from None
 
     def publish(self, rank: int, events: list[CacheEvent]) -> None:
-        self.queue.put((rank, events))
+        """Never waits: drops what does not fit into the queue."""
+        number = self.number
+        self.number += 1
+        try:
+            self.queue.put_nowait((number, rank, events))
+        except Full:
+            self._drop(f"{WAITING} batches wait to be encoded")
 
     def close(self) -> None:
-        self.queue.put(None)
+        """What is queued is still sent, if that takes less than 5 s."""
+        try:
+            self.queue.put(None, timeout=1)
+        except Full:
+            self.ended.set()
         self.thread.join(5)
         self.context.destroy(0)
 
@@ -161,30 +177,47 @@ class KVEventPublisher:
         if self.replayer is not None:
             replaying = threading.Thread(target=self._replay, name="kv-replay", daemon=True)
             replaying.start()
-        while (item := self.queue.get()) is not None:
-            rank, events = item
-            data = msgspec.msgpack.encode(KVEventBatch(time.time(), to_vllm_events(events), rank))
-            number = self.number
-            self.kept.append((number, data))
-            self.number += 1
-            topic = self.config.topic.encode()
-            self.sender.send_multipart((topic, number.to_bytes(8, "big"), data))
+        while (item := self.queue.get()) is not None and not self.ended.is_set():
+            try:
+                self._send(*item)
+            except Exception as error:  # the batches after it are still of use
+                self._drop(f"{type(error).__name__}: {error}")
         self.ended.set()
         if replaying is not None:
             replaying.join(2)
+
+    def _send(self, number: int, rank: int, events: list[CacheEvent]) -> None:
+        data = msgspec.msgpack.encode(KVEventBatch(time.time(), to_vllm_events(events), rank))
+        self.kept.append((number, data))
+        topic = self.config.topic.encode()
+        self.sender.send_multipart((topic, number.to_bytes(8, "big"), data))
+
+    def _drop(self, why: str) -> None:
+        """Count a batch that was dropped; log the first, the tenth, the hundredth and so on."""
+        with self.counting:
+            self.dropped += 1
+            count = self.dropped
+        if str(count).strip("0") == "1":
+            log.warning("kv_events: %d batches were dropped; the last: %s", count, why)
 
     def _replay(self) -> None:
         assert self.replayer is not None
         sock = self.replayer
         while not self.ended.is_set():
-            if not sock.poll(POLL_MS):
-                continue
-            frames = sock.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != SHORTEST_REQUEST:
-                continue  # not a valid request
-            client, _, wanted = frames
-            first = int.from_bytes(wanted, "big")
-            for number, data in list(self.kept):
-                if number >= first:
-                    sock.send_multipart((client, b"", number.to_bytes(8, "big"), data))
-            sock.send_multipart((client, b"", END, b""))
+            try:
+                if sock.poll(POLL_MS):
+                    self._answer(sock, sock.recv_multipart())
+            except zmq.ContextTerminated:
+                return
+            except zmq.ZMQError as error:  # of one client; others may still ask
+                log.warning("kv_events: a replay was not sent: %s", error.strerror)
+
+    def _answer(self, sock: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != SHORTEST_REQUEST:
+            return  # not a valid request
+        client, _, wanted = frames
+        first = int.from_bytes(wanted, "big")
+        for number, data in list(self.kept):
+            if number >= first:
+                sock.send_multipart((client, b"", number.to_bytes(8, "big"), data))
+        sock.send_multipart((client, b"", END, b""))

@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache, root_key
 from rorqual.errors import ConfigError
 from rorqual.serve.config import ServeConfig
+from rorqual.serve.engines import kv_events
 from rorqual.serve.engines.kv_events import (
     END,
     AllBlocksCleared,
@@ -272,6 +275,52 @@ def test_batches_are_told_and_told_again(config: KVEventsConfig, context: Any) -
         assert replayed(context, config, count) == again[-1:]
     finally:
         publisher.close()
+
+
+def test_batches_that_are_dropped_leave_gaps(
+    config: KVEventsConfig,
+    context: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that cannot be encoded, and those for which the queue has no room: those after them are
+    sent, with their own numbers, and the engine's thread never waits."""
+    going_on = threading.Event()
+    begun = threading.Event()
+    plain = kv_events.to_vllm_events
+
+    def held(events: Any) -> Any:
+        begun.set()
+        assert going_on.wait(30)
+        if any(isinstance(event, CacheCleared) for event in events):
+            raise ValueError("no such event")
+        return plain(events)
+
+    monkeypatch.setattr(kv_events, "WAITING", 2)
+    monkeypatch.setattr(kv_events, "to_vllm_events", held)
+    publisher = KVEventPublisher(config)
+    try:
+        stored = [PageStored(b"k" * 32, None, (1, 2, 3))]
+        publisher.publish(0, stored)
+        assert begun.wait(30)
+        publisher.publish(0, [CacheCleared()])
+        publisher.publish(0, stored)  # the queue is full
+        publisher.publish(0, stored)
+        publisher.publish(0, stored)
+        going_on.set()
+        deadline = time.monotonic() + 30
+        while publisher.queue.qsize() or publisher.dropped < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        publisher.publish(0, stored)
+        while [number for number, _ in replayed(context, config, 0)] != [0, 2, 5]:
+            assert time.monotonic() < deadline
+        assert publisher.dropped == 3
+        assert "1 batches were dropped; the last: 2 batches wait to be encoded" in caplog.text
+        assert caplog.text.count("dropped") == 1
+    finally:
+        publisher.close()
+    assert not publisher.thread.is_alive()
 
 
 def test_an_address_that_is_taken(config: KVEventsConfig) -> None:
