@@ -9,7 +9,7 @@ The split is the one over driver handles in a captured step, with the link's own
 bandwidth. Contexts are those of every request; decoding alone. FOLDER has files of `rorqual bench
 offline --json`, called LAYOUT-MODEL-CONTEXT.json: split1, split2, split3, dp2ep2, tp2 or replica
 (one of two); qwen3-30b, v2-lite or v3; 1k, 8k or 32k. Or of `demo/decode_cells.py --json`, called
-LAYOUT-MODEL.json or LAYOUT-MODEL-512.json, whose rows have their own contexts. With --json and
+LAYOUT-MODEL.json, -512.json or -long.json, whose rows have their own contexts. With --json and
 --measured FILE is read, so that what is judged is what was written down before."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONTEXTS = (1024, 8192, 32768)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHOWN = (1, 8, 64, 256)
 PARTS = (1, 2, 3)
-FILES = re.compile(r"(split[123]|dp2ep2|tp2|replica)-(qwen3-30b|v2-lite|v3)(?:-(1|8|32)k|-512)?")
+FILES = re.compile(r"(split[123]|dp2ep2|tp2|replica)-(qwen3-30b|v2-lite|v3)(?:-(1|8|32)k|-512|-long)?")
 FILE_MODELS = dict(zip(("qwen3-30b", "v2-lite", "v3"), MODELS, strict=True))
 FILE_LAYOUTS = {"dp2ep2": "dp 2 ep 2", "tp2": "tp 2", "replica": "two replicas"}
 LAYOUTS = {
