@@ -42,7 +42,9 @@ CONTEXTS = (1024, 8192, 32768)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHOWN = (1, 8, 64, 256)
 PARTS = (1, 2, 3)
-FILES = re.compile(r"(split[123]|dp2ep2|tp2|replica)-(qwen3-30b|v2-lite|v3)(?:-(1|8|32)k|-512|-long)?")
+FILES = re.compile(
+    r"(split[123]|dp2ep2|tp2|replica)-(qwen3-30b|v2-lite|v3)(?:-(1|8|32)k|-512|-long)?"
+)
 FILE_MODELS = dict(zip(("qwen3-30b", "v2-lite", "v3"), MODELS, strict=True))
 FILE_LAYOUTS = {"dp2ep2": "dp 2 ep 2", "tp2": "tp 2", "replica": "two replicas"}
 LAYOUTS = {
