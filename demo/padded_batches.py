@@ -16,27 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
+from graphs_in_turns import DEPTH, WARM, GraphsInTurns, options
 
-from rorqual import LLM, SamplingParams
+from rorqual import SamplingParams
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.layers.moe import MoE
-from rorqual.models.hub import BUNDLED, model_folder
 from rorqual.platforms.base import Uncaptured
 
-PROMPT = 16
-WARM = 4  # steps before those that are timed
-DEPTH = 2  # most steps in flight
 BATCH = 16  # least max_num_seqs: it is a captured size
 
 
@@ -53,30 +47,12 @@ class Padded:
     counted_ms: float
 
 
-class Steps:
+class Steps(GraphsInTurns):
     def __init__(self, asked: argparse.Namespace):
-        self.asked = asked
         most = max(asked.requests)
         # of a request, while all are there
-        self.tokens = most + 4 + 2 * asked.turns * (asked.steps + WARM + DEPTH)
-        options: dict[str, Any] = {
-            "max_num_seqs": max(BATCH, most),
-            "max_model_len": PROMPT + self.tokens,
-            "quantization": asked.quantization,
-            "num_layers": asked.layers,
-            "device": asked.device,
-            # on a CPU not the captured calls, which have no padding
-            "exe_mode": "eager" if asked.device == "cpu" else "auto",
-        }
-        self.llm = LLM(
-            str(model_folder(asked.model, weights=False)),
-            weights="random",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            **options,
-        )
-        self.engine = self.llm.engine
-        self.runner = self.engine.worker.runner
+        tokens = most + 4 + 2 * asked.turns * (asked.steps + WARM + DEPTH)
+        super().__init__(asked, max(BATCH, most), tokens)
         self.eager = self._graphs()
         self.graphs = self.runner.graphs = self.runner.graphs or self.eager
 
@@ -87,12 +63,9 @@ class Steps:
         return DecodeGraphs(runner._decode_body, Uncaptured(runner.platform), padding, padding)
 
     def measure(self, count: int) -> Padded:
-        random = np.random.default_rng(count)
-        vocab = self.engine.model.config.vocab_size
-        prompts = [random.integers(0, vocab, PROMPT).tolist() for _ in range(count)]
         params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
         times: dict[bool, list[float]] = {False: [], True: []}
-        with steady_state_steps(self.engine, prompts, params):
+        with steady_state_steps(self.engine, self.prompts(count), params):
             experts = self.experts(count)
             for _ in range(self.asked.turns):
                 for counted, found in times.items():
@@ -111,17 +84,11 @@ class Steps:
             found = given_for(slots, size)
             return [size if counted else found[0], *found[1:]]
 
-        self.drain()
-        self.runner.graphs = graphs
+        self.use(graphs)
         with mock.patch.object(graphs, "given_for", given):
             yield
             self.drain()
         self.runner.graphs = self.graphs
-
-    def drain(self) -> None:
-        while self.engine.in_flight:
-            self.engine.collect()
-        self.engine.platform.synchronize()
 
     def experts(self, count: int) -> tuple[float, float]:
         """Of one step with all rows counted: a layer's experts of the first `count` rows, and of
@@ -147,33 +114,9 @@ class Steps:
             statistics.mean(len(ids.unique()) for ids in chosen),
         )
 
-    def seconds(self) -> float:
-        for _ in range(WARM):
-            self.engine.step()
-        begin = time.perf_counter()
-        for _ in range(self.asked.steps):
-            self.engine.step()
-        return (time.perf_counter() - begin) / self.asked.steps
-
-
-def numbers(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
-    return found
-
 
 def main(words: list[str] | None = None) -> list[Padded]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", nargs="?", default=BUNDLED, help="a shape, or a folder")
-    parser.add_argument("--requests", type=numbers, default=list(range(1, 10)))
-    parser.add_argument("--layers", type=int, help="of the model's; all by default")
-    parser.add_argument("--quantization", default="auto")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
-    parser.add_argument("--steps", type=int, default=20, help="of a turn")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__.split("\n\n")[0], "1,2,3,4,5,6,7,8,9")
     asked = parser.parse_args(words)
     steps = Steps(asked)
     print(f"{steps.engine.platform.describe()}: {asked.model}, ms a step, experts a layer")

@@ -18,20 +18,16 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from graphs_in_turns import WARM, GraphsInTurns, options
 
-from rorqual import LLM, SamplingParams
+from rorqual import SamplingParams
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.engine.execution.cuda_graphs import CAPTURED, DecodeGraphs
-from rorqual.models.hub import BUNDLED, model_folder
 from rorqual.platforms.base import Uncaptured
 
-PROMPT = 16
-WARM = 4  # steps before those that are timed
 TOKENS = 24  # of a request whose tokens are compared
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -51,27 +47,14 @@ class Row:
     equal: bool
 
 
-class Ways:
+class Ways(GraphsInTurns):
     """An engine with its graphs, and with others in which every variant is one graph."""
 
     def __init__(self, asked: argparse.Namespace):
-        self.asked = asked
         most = max(asked.requests)
         # while all are there, and until the last of them is
-        self.tokens = 64 + most + 2 * asked.turns * (asked.steps + 2 * WARM)
-        self.llm = LLM(
-            str(model_folder(asked.model, weights=False)),
-            weights="random",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            max_num_seqs=most,
-            max_model_len=PROMPT + max(self.tokens, TOKENS),
-            num_layers=asked.layers,
-            device=asked.device,
-            exe_mode="eager" if asked.device == "cpu" else "auto",
-        )
-        self.engine = self.llm.engine
-        self.runner = self.engine.worker.runner
+        tokens = 64 + most + 2 * asked.turns * (asked.steps + 2 * WARM)
+        super().__init__(asked, most, max(tokens, TOKENS))
         platform = self.runner.platform
         self.captured = self.runner.graphs is not None
         of = platform if self.captured else Uncaptured(platform)
@@ -79,7 +62,7 @@ class Ways:
         padding = self.runner.rows.padding
         self.one = DecodeGraphs(body, of, padding, padding)
         self.two = DecodeGraphs(body, of, padding, padding, self.runner._sample_body)
-        self.seconds = {True: self._capture(self.two), False: self._capture(self.one)}
+        self.capture_seconds = {True: self._capture(self.two), False: self._capture(self.one)}
 
     def _capture(self, graphs: DecodeGraphs) -> float:
         """Seconds; kernels have been loaded by the engine's own capture."""
@@ -92,39 +75,23 @@ class Ways:
         return time.perf_counter() - begin
 
     def measure(self, variant: str, count: int) -> Row:
-        random = np.random.default_rng(count)
-        vocab = self.engine.model.config.vocab_size
-        prompts = [random.integers(0, vocab, PROMPT).tolist() for _ in range(count)]
-        options = {**VARIANTS[variant], "ignore_eos": True}
+        prompts = self.prompts(count)
+        sampling = {**VARIANTS[variant], "ignore_eos": True}
         drawn = []
         for graphs in (self.two, self.one):
             self.use(graphs)
-            params = [SamplingParams(max_tokens=TOKENS, seed=i, **options) for i in range(count)]
+            params = [SamplingParams(max_tokens=TOKENS, seed=i, **sampling) for i in range(count)]
             made = self.llm.generate(prompts, params)
             drawn.append([one.outputs[0].token_ids for one in made])
         times: dict[bool, list[float]] = {True: [], False: []}
-        params = SamplingParams(max_tokens=self.tokens, **options)
+        params = SamplingParams(max_tokens=self.tokens, **sampling)
         with steady_state_steps(self.engine, prompts, params):
             for _ in range(self.asked.turns):
                 for both, found in times.items():
                     self.use(self.two if both else self.one)
-                    found.append(self.step_seconds())
+                    found.append(self.seconds())
         ms = (1e3 * statistics.median(found) for found in times.values())
         return Row(variant, count, *ms, drawn[0] == drawn[1])
-
-    def use(self, graphs: DecodeGraphs) -> None:
-        while self.engine.in_flight:
-            self.engine.collect()
-        self.engine.platform.synchronize()
-        self.runner.graphs = graphs
-
-    def step_seconds(self) -> float:
-        for _ in range(WARM):
-            self.engine.step()
-        begin = time.perf_counter()
-        for _ in range(self.asked.steps):
-            self.engine.step()
-        return (time.perf_counter() - begin) / self.asked.steps
 
 
 def names(text: str) -> list[str]:
@@ -135,21 +102,13 @@ def names(text: str) -> list[str]:
 
 
 def main(words: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", nargs="?", default=BUNDLED, help="a shape, or a folder")
-    parser.add_argument("--requests", default="1,8,64", help="numbers, comma-separated")
+    parser = options(__doc__.split("\n\n")[0], "1,8,64")
     parser.add_argument("--variants", type=names, default=list(VARIANTS))
-    parser.add_argument("--layers", type=int, help="of the model's; all by default")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
-    parser.add_argument("--steps", type=int, default=20, help="of a turn")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args(words)
-    asked.requests = [int(part) for part in asked.requests.split(",")]
     ways = Ways(asked)
     print(f"{ways.engine.platform.describe()}: {asked.model}, ms a step")
-    print(f"captured in {ways.seconds[True]:.2f} s, in one graph each {ways.seconds[False]:.2f} s")
+    seconds = [ways.capture_seconds[both] for both in (True, False)]
+    print("captured in {:.2f} s, in one graph each {:.2f} s".format(*seconds))
     print(f"{'sampling':>9}{'requests':>9}{'ms':>9}{'one graph':>11}{'ratio':>8}  tokens")
     found = []
     for variant in asked.variants:
