@@ -110,12 +110,12 @@ def test_steps_stay_whole_on_a_fast_wire(monkeypatch: pytest.MonkeyPatch, tmp_pa
     wide = {"model": str(tmp_path), "weights": "random", "skip_tokenizer_init": True}
     found = []
     for _ in range(4):
-        with engine(monkeypatch, **wide, num_layers=3, exchange="low_latency") as llm:
+        with engine(monkeypatch, EVERY_SIZE, **wide, num_layers=3, exchange="low_latency") as llm:
             llm.generate(PROMPTS, params(max_tokens=6))
             found.append(max(llm.engine.stats.steps_by_parts))
             times = measured(llm)
             assert times.decode.sizes, "it was measured, not left out"
-            assert times.prompts.sizes
+            assert times.prompts.sizes[-1].tokens == OPTIONS["max_num_batched_tokens"]
         if found[-1] == 1:
             return
     pytest.fail(f"parts of the most divided step in each start: {found}; the last: {times}")
