@@ -219,6 +219,7 @@ NO_LIMITS = {
     "SHORTEST_REQUEST",  # of a protocol
     "TIMEOUT",  # of a word to a router
     "UNSENT",  # told where routers are
+    "WAITING_BATCHES",  # told where routers are
     "SNAPSHOT_SECONDS",
     "STARTUP_FAILED",
     "STEP_FAILED",

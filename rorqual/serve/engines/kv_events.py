@@ -31,7 +31,7 @@ from rorqual.serve.kv_events_config import KVEventsConfig
 
 log = logging.getLogger(__name__)
 KEPT_BATCHES = 10_000  # kept for replay
-WAITING = 10_000  # batches that this process has not encoded yet; more are dropped
+WAITING_BATCHES = 10_000  # batches that this process has not encoded yet; more are dropped
 UNSENT = 10_000  # batches queued for a slow subscriber, which then misses some
 MEDIUM = "GPU"
 HOST_MEDIUM = "CPU"
@@ -131,7 +131,7 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig):
         self.config = config
-        self.queue: Queue[tuple[int, int, list[CacheEvent]] | None] = Queue(WAITING)
+        self.queue: Queue[tuple[int, int, list[CacheEvent]] | None] = Queue(WAITING_BATCHES)
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
         self.number = 0  # of the next batch
         self.dropped = 0
@@ -161,7 +161,7 @@ class KVEventPublisher:
         try:
             self.queue.put_nowait((number, rank, events))
         except Full:
-            self._drop(f"{WAITING} batches wait to be encoded")
+            self._drop(f"{WAITING_BATCHES} batches wait to be encoded")
 
     def close(self) -> None:
         """What is queued is still sent, if that takes less than 5 s."""

@@ -296,7 +296,7 @@ def test_batches_that_are_dropped_leave_gaps(
             raise ValueError("no such event")
         return plain(events)
 
-    monkeypatch.setattr(kv_events, "WAITING", 2)
+    monkeypatch.setattr(kv_events, "WAITING_BATCHES", 2)
     monkeypatch.setattr(kv_events, "to_vllm_events", held)
     publisher = KVEventPublisher(config)
     try:
