@@ -217,7 +217,8 @@ class Worker:
             self._graphs(),
             self.speculation,
             self.compiled,
-            self._piecewise_tokens(weight_bytes(self.model)),
+            # counted only where it matters: an NPU's packed int4 weights cannot be counted
+            self._piecewise_tokens(partial(weight_bytes, self.model)),
             self._captured(pool),
         )
         self.runner.mover = self.mover
@@ -364,7 +365,7 @@ class Worker:
         npu = self.platform.name == "npu"
         return npu or not same_rows_on_all_ranks(self.config.parallel, self.model_config.moe)
 
-    def _piecewise_tokens(self, weights: int) -> int:
+    def _piecewise_tokens(self, weights: Callable[[], int]) -> int:
         """Tokens of a rank up to which steps with prompts are captured; 0 on an NPU, whose
         attention takes lengths from the host. weights: bytes of the whole model."""
         if self.compiles or self.platform.name == "npu":
@@ -377,7 +378,7 @@ class Worker:
         elif self.remote is not None:  # only where configured: no measurement shows a gain
             wanted = min(wanted or 0, self.remote.piecewise_rows)
         elif wanted is None:
-            wanted = piecewise_tokens(weights / self.model_config.num_layers)
+            wanted = piecewise_tokens(weights() / self.model_config.num_layers)
         return min(wanted, self.batched_tokens)
 
     @property
@@ -598,7 +599,7 @@ class Worker:
             True,
             self.speculation,
             None,
-            self._piecewise_tokens(weights),
+            self._piecewise_tokens(lambda: weights),
         )
         runner.compile_ahead(*self._captured_steps())
 
