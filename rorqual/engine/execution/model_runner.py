@@ -335,16 +335,9 @@ class ModelRunner:
         metadata = self._captured_metadata(slots, variant, num_speculative_tokens)
         requests = self.graphs.num_requests if self.graphs is not None else None
         batch, hidden = self.decode_pass(slots, metadata, requests)
-        result = slots
         if metadata.host:
             self.unsampled[slots.shape[0], num_speculative_tokens] = batch, hidden
-        if self.model.mesh.last_stage and metadata.host:
-            result = hidden.unflatten(0, (slots.shape[0], num_speculative_tokens + 1))
-        elif self.model.mesh.last_stage:
-            result = self.sampler.sample_captured(batch, hidden, metadata)
-        self.model.mesh.pp.flush()  # a captured graph must wait for the sends it starts
-        self.rows.length[self.rows.padding :].zero_()
-        return result
+        return self._end_captured(slots, batch, hidden, metadata)
 
     def _sample_body(
         self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
@@ -353,10 +346,18 @@ class ModelRunner:
         with as many slots and drafts. Returns the sampled tokens."""
         batch, hidden = self.unsampled[slots.shape[0], num_speculative_tokens]
         metadata = self._captured_metadata(slots, variant, num_speculative_tokens)
+        return self._end_captured(slots, batch, hidden, metadata)
+
+    def _end_captured(
+        self, slots: Tensor, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
+    ) -> Tensor:
+        """What follows the forward pass. Returns what `_decode_body` does."""
         result = slots
-        if self.model.mesh.last_stage:
+        if self.model.mesh.last_stage and metadata.host:
+            result = hidden.unflatten(0, (slots.shape[0], metadata.num_speculative_tokens + 1))
+        elif self.model.mesh.last_stage:
             result = self.sampler.sample_captured(batch, hidden, metadata)
-        self.model.mesh.pp.flush()
+        self.model.mesh.pp.flush()  # a captured graph must wait for the sends it starts
         self.rows.length[self.rows.padding :].zero_()
         return result
 
