@@ -13,6 +13,7 @@ import typer
 
 from rorqual.cli.options import Flags, Given, Model, Recipe, Settings, engine_options, with_options
 from rorqual.config.log import log_to_stderr
+from rorqual.config.process import freeze_loaded
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.parallel.remote.config import read_link_secret
@@ -118,6 +119,7 @@ def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    freeze_loaded()
     print(f"experts at {server.host}:{server.port}", flush=True)
     record = ExpertRecord(f"{server.host}:{server.port}", *announced)
     members = [ExpertMembership(registry, record) for registry in registries]

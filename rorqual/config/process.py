@@ -1,9 +1,11 @@
-"""Process helpers: age, signals to the process group, death of the parent, exit. No torch."""
+"""Process helpers: age, garbage collection, signals to the process group, death of the parent,
+exit. No torch."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -25,6 +27,13 @@ def process_age() -> float:
         "SC_CLK_TCK"
     )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def freeze_loaded() -> None:
+    """Call once a process that serves has started. Otherwise a garbage collection during its work
+    scans all that was loaded (0.1 s where torch is imported), and every stream waits for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from rorqual.config.listen import bound_socket
+from rorqual.config.process import freeze_loaded
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
@@ -276,6 +277,7 @@ async def route(config: RouteConfig, sock: socket.socket, tracer: RequestTracer)
     )
     await runner.setup()
     await web.SockSite(runner, sock, backlog=1024).start()
+    freeze_loaded()
     host, port = sock.getsockname()[:2]
     log.info(
         "routing %d servers on http://%s:%d",

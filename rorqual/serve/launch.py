@@ -23,6 +23,7 @@ import uvicorn
 from rorqual.config.hf import read_config_file
 from rorqual.config.host_memory import check_room
 from rorqual.config.listen import bound_socket
+from rorqual.config.process import freeze_loaded
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
@@ -275,6 +276,7 @@ async def _announce(api: Api, sock: socket.socket, known: Registration | None) -
     """Log once the server is ready; then register with routers while it serves."""
     while not api.pool.healthy:
         await asyncio.sleep(0.05)
+    freeze_loaded()
     check_open_files(api.pool.room)
     slowest = max(api.pool.clients, key=lambda client: client.start_seconds)
     phases = {"api": api.pool.began, **slowest.startup}

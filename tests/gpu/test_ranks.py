@@ -99,8 +99,10 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
         assert stats.allreduce_backend.startswith(
             "one kernel" if layout.get("p2p_memory", True) else "process group (as configured"
         ), stats
-    if "exchange" in layout and layout["exchange"] == "low_latency":
-        assert "memory shared by the GPUs" in stats.all2all_backend, stats
+    if layout.get("exchange") == "low_latency":
+        shared = layout.get("p2p_memory", True)
+        expected_backend = "memory shared by the GPUs" if shared else "process group: as configured"
+        assert expected_backend in stats.all2all_backend, stats
     assert everything(llm, PROMPTS) == expected
 
 

@@ -24,7 +24,12 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on
-from rorqual.config.process import die_with_parent, end_process, ignore_group_signals
+from rorqual.config.process import (
+    die_with_parent,
+    end_process,
+    freeze_loaded,
+    ignore_group_signals,
+)
 from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
@@ -223,6 +228,7 @@ def serve(
         if device_index is not None:
             hello["device_index"] = device_index
         process = WorkerProcess(channel, hello, config)
+        freeze_loaded()
         channel.send(FrameKind.READY)
         process.run()
         if process.worker.mover is not None:

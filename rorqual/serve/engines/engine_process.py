@@ -25,6 +25,7 @@ from rorqual.config.log import log_to_stderr
 from rorqual.config.process import (
     die_with_parent,
     end_process,
+    freeze_loaded,
     ignore_group_signals,
     process_age,
 )
@@ -446,9 +447,7 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     if grammars is not None:
         engine.grammars = grammars
         grammars.warm()
-    ready = process_age()
-    startup = {"imports": imports, **engine.stats.startup, "grammars": ready - loaded}
-    startup["other"] = max(0.0, ready - sum(startup.values()))
+    startup = {"imports": imports, **engine.stats.startup, "grammars": process_age() - loaded}
     transfers = KVTransfers(engine, config.transfer, link.wake) if config.transfer else None
     publisher = None
     if config.events is not None:
@@ -457,6 +456,8 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
         publisher = KVEventPublisher(config.events)
         for rank in range(len(engine.scheduler.schedulers)):
             publisher.publish(rank, [CacheCleared()])  # an earlier engine's pages
+    freeze_loaded()
+    startup["other"] = max(0.0, process_age() - sum(startup.values()))
     link.send(info(engine, eos, startup))
     return EngineProcess(engine, link, grammars, transfers, publisher)
 
