@@ -50,6 +50,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "p2p_memory": False},
     {"tp": 2, "sequence_parallel": True},
     {"tp": 2, "ep": 2, "exe_mode": "eager"},
+    {"tp": 2, "piecewise_tokens": 256, "num_speculative_tokens": 1},
+    {"dp": 2, "ep": 2, "piecewise_tokens": 256},
     {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
     {"dp": 2, "ep": 2, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"dp": 2, "ep": 2, "exchange": "alltoall"},
@@ -99,6 +101,8 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
         assert stats.allreduce_backend.startswith(
             "one kernel" if layout.get("p2p_memory", True) else "process group (as configured"
         ), stats
+    pieces = llm.engine.worker.runner.pieces
+    assert (pieces is not None and bool(pieces.graphs)) == ("piecewise_tokens" in layout)
     if layout.get("exchange") == "low_latency":
         shared = layout.get("p2p_memory", True)
         expected_backend = "memory shared by the GPUs" if shared else "process group: as configured"
