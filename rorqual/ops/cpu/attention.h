@@ -98,8 +98,15 @@ inline void join_parts(const float *sums, int64_t apart_, const float *state, in
     for (int64_t i = 0; i < size; i++) out[i] /= mass;
 }
 
+// Into how many blocks of heads each of `count` units is cut, so that every thread has work. Sums are the same: from PACKED heads on a
+// block has as many, as products do otherwise there.
+inline int64_t head_blocks(int64_t count, int64_t heads) {
+    int64_t least = heads < PACKED ? 4 : PACKED;
+    return std::max<int64_t>(1, std::min<int64_t>((max_threads + count - 1) / count, heads / least));
+}
+
 // Queries [n, groups, heads, d], spread and scaled, of n requests; `group_offset`: from a group's entries to the next's. out [n, groups,
-// heads, dv], spread, ldo apart. Long requests are cut into parts for several threads.
+// heads, dv], spread, ldo apart. Long requests are cut into parts for several threads, and a few short ones into blocks of heads.
 template <class T>
 void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t heads, int64_t d, int64_t dv, const Paged<T> &cache,
                 int64_t group_offset, const int64_t *lens, float *out, int64_t ldo) {
@@ -122,11 +129,13 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
     const int64_t *starts = firsts.data();
     int64_t count = int64_t(all.size()), each = heads * ldo;
     float *sums = scratch(9, count * each), *state = scratch(7, count * heads * 2);
-    share(count, cached * groups * heads * (d + dv), [=, &cache](int64_t i) {
+    int64_t blocks = head_blocks(count, heads);
+    share(count * blocks, cached * groups * heads * (d + dv), [=, &cache](int64_t piece) {
+        int64_t i = piece / blocks, block = piece % blocks, head = heads * block / blocks, some = heads * (block + 1) / blocks - head;
         Unit u = units[i];
         int64_t first = u.part * PART, last = std::min(lens[u.request], first + PART), row = u.request * groups + u.group;
-        attend(q + row * heads * ldq, ldq, heads, d, dv, cache, u.group * group_offset, cache.tables + u.request * cache.width, first, last,
-               sums + i * each, ldo, state + i * heads * 2);
+        attend(q + (row * heads + head) * ldq, ldq, some, d, dv, cache, u.group * group_offset, cache.tables + u.request * cache.width, first,
+               last, sums + i * each + head * ldo, ldo, state + (i * heads + head) * 2);
     });
     split(n * groups, 1, 4 * count * each, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {

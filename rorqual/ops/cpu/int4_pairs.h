@@ -64,7 +64,7 @@ struct Int4Pairs : Int4 {
         }
     }
 
-    // Sums of R rows with N of x; grids are those of the first. `later`: rows that are read later.
+    // Sums of R rows with N of x; grids are those of the first. `later`: what is read later, asked for as it lies in memory.
     template <int R, int N, bool ONE, bool ZEROS>
     INLINE void sums(const uint8_t *first, const uint8_t *later, const float *scale, const float *zero, const bf16 *in, int64_t ld,
                      __m512i numbers, sf (&total)[R][N]) const {
@@ -73,7 +73,7 @@ struct Int4Pairs : Int4 {
         for (; i + STRIDE <= k; i += STRIDE) {
             for (; i >= end; end += group) g++;
             UNROLLED for (int r = 0; r < R; r++) {
-                __builtin_prefetch(later + (r * k + i) / 2);
+                __builtin_prefetch(later + (i / STRIDE * R + r) * BYTES);
                 v[r] = _mm512_loadu_si512(first + (r * k + i) / 2);
             }
             step<R, N, ONE, ZEROS>(v, scale, zero, in, ld, i, g, numbers, total);
@@ -89,15 +89,7 @@ struct Int4Pairs : Int4 {
               __m512i numbers, float *y, int64_t ldy) const {
         sf total[4][N] = {};
         const bf16 *x = (const bf16 *)in;
-        if constexpr (N == 1)
-            for (int r = 0; r < 4; r++) {
-                sf own[1][1] = {};
-                int64_t row = r * k / 2, at = r * in_row;
-                sums<1, 1, ONE, ZEROS>(first + row, later + row, scale + at, zero + at, x, ld, numbers, own);
-                total[r][0] = own[0][0];
-            }
-        else
-            sums<4, N, ONE, ZEROS>(first, later, scale, zero, x, ld, numbers, total);
+        sums<4, N, ONE, ZEROS>(first, later, scale, zero, x, ld, numbers, total);
         put_sums(total, 0, 0, y, ldy, false);
     }
 
@@ -112,7 +104,7 @@ struct Int4Pairs : Int4 {
         ask_for_grid(first + rows, rows);
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) {
-            const uint8_t *from = data + (first + r) * k / 2, *later = from + AHEAD;
+            const uint8_t *from = data + (first + r) * k / 2, *later = from + STREAM_AHEAD;
             const float *by = scale + r * in_row, *none = zero + r * in_row;
             for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
                 int64_t begin = n * t / tiles, held = n * (t + 1) / tiles - begin;

@@ -57,6 +57,27 @@ INLINE void pair_sums(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, in
     }
 }
 
+// y [4] = x [k] times w [4, k] transposed, two rows of the matrix at a time: what comes later is asked for as it lies in memory, and no
+// sum waits for the one before.
+INLINE void pair_stream(const bf16 *w, int64_t ldw, const bf16 *x, int64_t k, float *y) {
+    sf acc[4][1] = {};
+    UNROLLED for (int half = 0; half < 4; half += 2) {
+        const bf16 *mine = w + half * ldw, *later = mine + STREAM_AHEAD / int64_t(sizeof(bf16));
+        int64_t i = 0;
+        for (; i + PAIR <= k; i += PAIR) {
+            sp column = pairs_at(x + i);
+            UNROLLED for (int r = 0; r < 2; r++) {
+                __builtin_prefetch(later + 2 * i + r * PAIR);
+                acc[half + r][0] = add_pairs(acc[half + r][0], pairs_at(mine + r * ldw + i), column);
+            }
+        }
+        if (i < k)
+            UNROLLED for (int r = 0; r < 2; r++)
+                acc[half + r][0] = add_pairs(acc[half + r][0], pairs_within(mine + r * ldw + i, k - i), pairs_at(x + i));
+    }
+    put_sums(acc, 0, 0, y, 4, false);
+}
+
 // Columns of rows that are multiplied at a time, and where sums [4, N] wait until all are.
 struct Piece {
     int64_t columns;
@@ -70,14 +91,7 @@ INLINE void pair_tile(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, Pi
     if (!piece.first)
         UNROLLED for (int r = 0; r < 4; r++)
             UNROLLED for (int n = 0; n < N; n++) acc[r][n] = get(piece.held + (r * N + n) * SPAN);
-    if constexpr (N == 1)
-        UNROLLED for (int r = 0; r < 4; r++) {
-            sf own[1][1] = {{acc[r][0]}};
-            pair_sums<1, 1, P>(w + r * ldw, ldw, x, ldx, piece.columns, next + r * ldw, own);
-            acc[r][0] = own[0][0];
-        }
-    else
-        pair_sums<4, N, P>(w, ldw, x, ldx, piece.columns, next, acc);
+    pair_sums<4, N, P>(w, ldw, x, ldx, piece.columns, next, acc);
     if (piece.last) return put_sums(acc, 0, 0, y, ldy, false);
     UNROLLED for (int r = 0; r < 4; r++)
         UNROLLED for (int n = 0; n < N; n++) put(acc[r][n], piece.held + (r * N + n) * SPAN);
@@ -101,10 +115,7 @@ __attribute__((noinline)) void pair_group(const bf16 *w, int64_t ldw, const bf16
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
 inline void pair_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
     int64_t whole = rows / 4 * 4, r = 0;
-    for (; n == 1 && r < whole; r += 4) {
-        const bf16 *mine = w + r * ldw;
-        pair_tile<1, 1>(mine, ldw, x, ldx, {k, true, true, nullptr}, mine + AHEAD / int64_t(sizeof(bf16)), y + r, ldy);
-    }
+    for (; n == 1 && r < whole; r += 4) pair_stream(w + r * ldw, ldw, x, k, y + r);
     // Rows of x that do not stay in the first cache are multiplied in pieces of even sizes with as many rows of the matrix as their sums
     // leave room for. What is read next is asked for behind the matrix's end too, where the next block often is.
     int64_t pieces = n * k <= MOST_PAIRS ? 1 : (n * k + HELD_PAIRS - 1) / HELD_PAIRS, deep = padded((k + pieces - 1) / pieces);

@@ -84,13 +84,20 @@ INLINE void put_sums(sf (&acc)[R][N], int r, int n, float *y, int64_t ldy, bool 
         if (i < count) put4(four[i], y + i * ldy, more);
 }
 
-// y [N, R] (added to where `more`) = x [N, k] spread, times w [R, k] transposed. `ahead`: elements to what is read next.
-template <int R, int N, class W>
+constexpr int LINE_BYTES = 64;          // of the caches
+constexpr int64_t STREAM_AHEAD = 8192;  // bytes of a matrix between what one row of x is multiplied with and what is asked for
+
+// y [N, R] (added to where `more`) = x [N, k] spread, times w [R, k] transposed. `ahead`: elements to what is read next, row by row, or
+// where LINE as it lies in memory.
+template <int R, int N, class W, bool LINE = false>
 void dot_tile(const W *w, int64_t ldw, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, bool more, int64_t ahead) {
     sf acc[R][N] = {};
     int64_t i = 0;
     for (; i + PAIR <= k; i += PAIR) {
-        UNROLLED for (int r = 0; r < R; r++) __builtin_prefetch(w + r * ldw + i + ahead);
+        if (LINE)
+            UNROLLED for (int j = 0; j < R * PAIR; j += LINE_BYTES / int(sizeof(W))) __builtin_prefetch(w + ahead + i * R + j);
+        else
+            UNROLLED for (int r = 0; r < R; r++) __builtin_prefetch(w + r * ldw + i + ahead);
         add_half<R, N, 0>(acc, w + i, ldw, x + i, ldx);
         add_half<R, N, 1>(acc, w + i, ldw, x + i, ldx);
     }
@@ -103,7 +110,13 @@ void dot_tile(const W *w, int64_t ldw, const float *x, int64_t ldx, int64_t k, f
     if constexpr (R % 4 == 0)
         UNROLLED for (int r = 0; r < R; r += 4)
             UNROLLED for (int n = 0; n < N; n += 4) put_sums(acc, r, n, y + n * ldy + r, ldy, more);
-    else
+    else if constexpr (LINE) {  // in the order in which `put_sums` adds up
+        sf some[4][4] = {};
+        v4 four[4];
+        UNROLLED for (int r = 0; r < R; r++) some[r][0] = acc[r][0];
+        sums_by_row(some, 1, four);
+        UNROLLED for (int r = 0; r < R; r++) y[r] = (more ? y[r] : 0) + four[0][r];
+    } else
         UNROLLED for (int n = 0; n < N; n++)
             UNROLLED for (int r = 0; r < R; r++) y[n * ldy + r] = (more ? y[n * ldy + r] : 0) + sum_of(acc[r][n]);
 }
@@ -117,6 +130,29 @@ void dot_rows(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx
     for (; r < rows; r++) dot_tile<1, N>(w + r * ldw, ldw, x, ldx, k, y + r, ldy, more, 0);
 }
 
+constexpr int64_t DEPTH = 512;  // columns at once: TILE rows of x stay in the first cache
+
+// How many columns are summed up at once from `deep` on: the same for any number of rows of x, so that below PACKED of them a row's
+// result does not depend on those beside it.
+inline int64_t columns_from(int64_t deep, int64_t k) { return k - deep < 3 * DEPTH / 2 ? k - deep : DEPTH; }
+
+// One row of x: two rows of the matrix at a time, each to its end, so that it is read as it lies in memory. Sums are those of `dot_few`.
+template <class W>
+void dot_stream(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t k, float *y) {
+    constexpr int64_t R = 2, AHEAD_ELEMENTS = STREAM_AHEAD / int64_t(sizeof(W));
+    int64_t r = 0;
+    for (; r < rows / 4 * 4; r += R)
+        for (int64_t deep = 0, columns; deep < k; deep += columns) {
+            columns = columns_from(deep, k);
+            dot_tile<R, 1, W, true>(w + r * ldw + deep, ldw, x + deep, 0, columns, y + r, 0, deep > 0, AHEAD_ELEMENTS + deep * (R - 1));
+        }
+    for (; r < rows; r++)
+        for (int64_t deep = 0, columns; deep < k; deep += columns) {
+            columns = columns_from(deep, k);
+            dot_tile<1, 1>(w + r * ldw + deep, ldw, x + deep, 0, columns, y + r, 0, deep > 0, 0);
+        }
+}
+
 // Up to TILE rows of x.
 template <class W>
 void dot_few(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, bool more) {
@@ -128,7 +164,6 @@ void dot_few(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx,
     if (TILE > 4 && n == 6) dot_rows<6>(w, ldw, rows, x, ldx, k, y, ldy, more);
 }
 
-constexpr int64_t DEPTH = 512;  // columns at once: TILE rows of x stay in the first cache
 constexpr int64_t BAND = 32;    // rows of the matrix at once: they stay in the second
 constexpr int64_t HELD = 256;   // rows of x at once: they too
 
@@ -167,10 +202,6 @@ inline void panel_rows(const float *panel, const float *x, int64_t ldx, int64_t 
     for (; i < n; i++) panel_tile<1>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
 }
 
-// How many columns are summed up at once from `deep` on: the same for any number of rows of x, so that below PACKED of them a row's
-// result does not depend on those beside it.
-inline int64_t columns_from(int64_t deep, int64_t k) { return k - deep < 3 * DEPTH / 2 ? k - deep : DEPTH; }
-
 // y [n, rows] (added to where `more`) = x [n, columns] spread, times w [rows, columns] transposed; what is read stays in the caches.
 template <class W>
 void dots_block(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t columns, float *y, int64_t ldy,
@@ -195,6 +226,7 @@ void dots_block(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t l
 // y [n, rows], ldy apart = x [n, k] spread, ldx apart, times w [rows, k] transposed, by one thread.
 template <class W>
 void dots(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
+    if (n == 1) return dot_stream(w, ldw, rows, x, k, y);
     int64_t high = n <= TILE ? BAND : rows;  // few rows of x: a stream, each row of the matrix to its end
     for (int64_t some = 0; some < n; some += HELD)
         for (int64_t band = 0; band < rows; band += high)

@@ -115,7 +115,7 @@ struct Int8 {
                 sb mine[R];
                 UNROLLED for (int r = 0; r < R; r++) {
                     mine[r] = fetch<sb>(w + r * k + i);
-                    __builtin_prefetch(w + (R + r) * k + i);  // the rows that follow
+                    __builtin_prefetch(w + STREAM_AHEAD + i * R + r * BYTES);
                 }
                 add<R, N>(sums, mine, in, ld, i);
             }
@@ -269,6 +269,7 @@ struct Int4Wide : Int4 {
     template <int R>
     void stream(int64_t first, const float *scale, const float *x, float *y) const {
         constexpr int PIECES = 16 / SPAN;
+        const uint8_t *later = data + first * k / 2 + STREAM_AHEAD;
         sf total[R] = {};
         for (int64_t g = 0; g < groups(); g++) {
             sf acc[R] = {};
@@ -277,7 +278,7 @@ struct Int4Wide : Int4 {
                     sf low = get(x + i + p * SPAN), high = get(x + i + 16 + p * SPAN);
                     UNROLLED for (int r = 0; r < R; r++) {
                         const uint8_t *at = data + ((first + r) * k + i) / 2 + p * SPAN;
-                        __builtin_prefetch(at + R * k / 2);  // the rows that follow
+                        __builtin_prefetch(later + i / 2 * R + (r * PIECES + p) * SPAN);
                         sf first_half, second_half;
                         widen_nibbles(at, &first_half, &second_half);
                         acc[r] += first_half * low;
@@ -410,6 +411,7 @@ struct Int4Bytes : Int4 {
     void tile(int64_t first, const float *scale, const float *zero, const float *in, int64_t ld, float *y, int64_t ldy) const {
         sf total[R][N] = {};
         const ub fifteen = ub{} + 15;
+        const uint8_t *later = data + first * k / 2 + STREAM_AHEAD;
         int64_t count = registers();
         const float *sums = in + count * STRIDE * PLANES / 4, *factors = sums + count * SPAN;
         for (int64_t i = 0, g = 0, end = group, at = 0; i < k; i += STRIDE, at++) {
@@ -422,7 +424,7 @@ struct Int4Bytes : Int4 {
                     mine = fetch<ub>(from);
                 else
                     memcpy(&mine, from, held);
-                __builtin_prefetch(from + R * k / 2);  // the rows that follow
+                __builtin_prefetch(later + (at * R + r) * BYTES);
                 ub even = mine & fifteen, odd = nibbles_above(mine);
                 sf by = by_word(scale + r * groups(), i, g), none = zeros ? by_word(zero + r * groups(), i, g) : sf{} + 1;
                 UNROLLED for (int n = 0; n < N; n++) {
