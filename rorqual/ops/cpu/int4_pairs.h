@@ -64,16 +64,21 @@ struct Int4Pairs : Int4 {
         }
     }
 
-    // Sums of R rows with N of x; grids are those of the first. `later`: what is read later, asked for as it lies in memory.
+    struct Later {  // what is read later: bytes from row to row, and from a row's register to its next, over those read now
+        const uint8_t *from;
+        int64_t row, step;
+    };
+
+    // Sums of R rows with N of x; grids are those of the first.
     template <int R, int N, bool ONE, bool ZEROS>
-    INLINE void sums(const uint8_t *first, const uint8_t *later, const float *scale, const float *zero, const bf16 *in, int64_t ld,
+    INLINE void sums(const uint8_t *first, Later later, const float *scale, const float *zero, const bf16 *in, int64_t ld,
                      __m512i numbers, sf (&total)[R][N]) const {
         int64_t i = 0, g = 0, end = group;
         __m512i v[R];
         for (; i + STRIDE <= k; i += STRIDE) {
             for (; i >= end; end += group) g++;
             UNROLLED for (int r = 0; r < R; r++) {
-                __builtin_prefetch(later + (i / STRIDE * R + r) * BYTES);
+                __builtin_prefetch(later.from + i / 2 * later.step + r * later.row);
                 v[r] = _mm512_loadu_si512(first + (r * k + i) / 2);
             }
             step<R, N, ONE, ZEROS>(v, scale, zero, in, ld, i, g, numbers, total);
@@ -85,7 +90,7 @@ struct Int4Pairs : Int4 {
     }
 
     template <int N, bool ONE, bool ZEROS>
-    void tile(const uint8_t *first, const uint8_t *later, const float *scale, const float *zero, const float *in, int64_t ld,
+    void tile(const uint8_t *first, Later later, const float *scale, const float *zero, const float *in, int64_t ld,
               __m512i numbers, float *y, int64_t ldy) const {
         sf total[4][N] = {};
         const bf16 *x = (const bf16 *)in;
@@ -104,7 +109,9 @@ struct Int4Pairs : Int4 {
         ask_for_grid(first + rows, rows);
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) {
-            const uint8_t *from = data + (first + r) * k / 2, *later = from + STREAM_AHEAD;
+            const uint8_t *from = data + (first + r) * k / 2;
+            // of one tile as it lies in memory; of several, each of which asks again, row by row
+            Later later = tiles == 1 ? Later{from + STREAM_AHEAD, BYTES, 4} : Later{from + AHEAD, k / 2, 1};
             const float *by = scale + r * in_row, *none = zero + r * in_row;
             for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
                 int64_t begin = n * t / tiles, held = n * (t + 1) / tiles - begin;
@@ -121,7 +128,7 @@ struct Int4Pairs : Int4 {
                 sf own[1][1] = {};
                 const uint8_t *from = data + (first + r) * k / 2;
                 const bf16 *x = (const bf16 *)(in + i * ld);
-                sums<1, 1, ONE, ZEROS>(from, from, scale + r * in_row, zero + r * in_row, x, ld, numbers, own);
+                sums<1, 1, ONE, ZEROS>(from, {from + STREAM_AHEAD, 0, 1}, scale + r * in_row, zero + r * in_row, x, ld, numbers, own);
                 y[i * ldy + r] = sum_of(own[0][0]);
             }
     }
