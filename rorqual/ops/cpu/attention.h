@@ -98,8 +98,8 @@ inline void join_parts(const float *sums, int64_t apart_, const float *state, in
     for (int64_t i = 0; i < size; i++) out[i] /= mass;
 }
 
-// Into how many blocks of heads each of `count` units is cut, so that every thread has work. Sums are the same: from PACKED heads on a
-// block has as many, as products do otherwise there.
+// Into how many blocks of heads each of `count` units is cut, so that every thread has work. Where there are PACKED heads, from which on
+// products add up in another order, every block has as many: so sums are the same.
 inline int64_t head_blocks(int64_t count, int64_t heads) {
     int64_t least = heads < PACKED ? 4 : PACKED;
     return std::max<int64_t>(1, std::min<int64_t>((max_threads + count - 1) / count, heads / least));

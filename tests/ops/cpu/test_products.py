@@ -192,6 +192,24 @@ def test_decode_attention(
 
 
 @DTYPES
+@pytest.mark.parametrize("heads", [3, 8, 27, 28, 61])
+def test_attention_does_not_depend_on_threads(
+    native: Native, dtype: torch.dtype, heads: int
+) -> None:
+    """One short request, whose heads are divided among threads."""
+    plane, tables, _ = paged(dtype, [500], 1, 64)
+    q = draw(dtype, 1, heads, 64)
+    found = []
+    for threads in (1, 2, 5):
+        native.lib.rq_threads(threads)
+        found.append(native.gqa_decode(q, (plane, plane), tables, torch.tensor([500]), 0.2))
+    native.lib.rq_threads(1)
+    assert found[0].isfinite().all()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@DTYPES
 @pytest.mark.parametrize(
     "mla", [MLAConfig(3, None, 64, 20, 6, 18), MLAConfig(8, None, 72, 48, 32, 64)]
 )
