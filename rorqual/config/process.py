@@ -37,6 +37,20 @@ def freeze_loaded() -> None:
 
 
 @contextmanager
+def loaded_frozen() -> Iterator[None]:
+    """The same while something is measured. Objects that were frozen before stay frozen."""
+    if gc.get_freeze_count():
+        gc.collect()
+        yield
+        return
+    freeze_loaded()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def group_signals_blocked() -> Iterator[None]:
     """Use around the start of a child that will call `ignore_group_signals`: until then the signals
     are blocked in it, so that only the parent handles an interrupt while the child imports."""

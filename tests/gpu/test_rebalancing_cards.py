@@ -3,7 +3,6 @@ hardly longer. `-s` prints the times."""
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.config.process import freeze_loaded
+from rorqual.config.process import loaded_frozen
 from rorqual.engine.balance import policy
 from rorqual.engine.distributed.executor import DistributedExecutor
 
@@ -80,12 +79,11 @@ def test_steps_during_a_move(capsys: pytest.CaptureFixture[str]) -> None:
         return outs
 
     llm.engine.step = timed  # type: ignore[method-assign]
-    freeze_loaded()  # as a server does: a collection of all that tests loaded takes several steps
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    llm.generate(prompts(128, 64, 100_000), params)
+    with loaded_frozen():  # as in a server: to collect all that tests loaded takes several steps
+        llm.generate(prompts(128, 64, 100_000), params)
     stats = balancer.stats
     llm.engine.close()
-    gc.unfreeze()
     p99 = [sorted(times)[int(0.99 * len(times))] for times in (still[20:], moving)]
     with capsys.disabled():
         print(

@@ -4,7 +4,6 @@ the same checkpoint, prompts, dtype and threads."""
 
 from __future__ import annotations
 
-import gc
 import json
 import platform as host
 import statistics
@@ -23,7 +22,7 @@ from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
-from rorqual.config.process import process_age
+from rorqual.config.process import loaded_frozen, process_age
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -115,42 +114,37 @@ def run(
     bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(
         llm.engine.platform
     )
-    gc.collect()
-    # freeze loaded objects: otherwise a garbage collection during a run would scan them, in either
-    # engine. Objects that were frozen before stay frozen.
-    own = not gc.get_freeze_count()
-    if own:
-        gc.freeze()
-    report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-    # a single rank has only its own requests
-    here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
-    profiled = []
-    for count in concurrency:
-        made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
-        groups = [
-            made[start : start + count // here] for start in range(0, len(made), count // here)
-        ]
-        floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
-        report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
-        _tell(report.rows[-1])
-        profiled.append((report.rows[-1], groups[0]))
-        if compare in IN_PROCESS:
-            peer = TransformersBaseline(llm, groups[0])
-            once, settings = (
-                peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
-            )
-            report.rows.append(_row(compare, groups[:1], work, once, floor))
-            report.rows[-1].settings = settings
+    with loaded_frozen():  # for either engine
+        report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
+        # a single rank has only its own requests
+        here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
+        profiled = []
+        for count in concurrency:
+            made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
+            groups = [
+                made[start : start + count // here] for start in range(0, len(made), count // here)
+            ]
+            floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
+            report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
             _tell(report.rows[-1])
-    # at the end: a profiler that has been there slows what follows
-    for row, prompts in profiled if work.profile else ():
-        if llm.engine.platform.name == "cuda":
-            row.profile = profile_steps(llm, prompts, work.profile_steps)
-        drafts = row.num_speculative_tokens
-        prefix = work.trace_prefix(row.concurrency, drafts, len(profiled) == 1)
-        row.traces = trace_steps(llm, prompts, work.profile_steps, prefix)
-    if own:
-        gc.unfreeze()
+            profiled.append((report.rows[-1], groups[0]))
+            if compare in IN_PROCESS:
+                peer = TransformersBaseline(llm, groups[0])
+                once, settings = (
+                    peer.compiled()
+                    if compare == "transformers-compiled"
+                    else peer.best(work.output)
+                )
+                report.rows.append(_row(compare, groups[:1], work, once, floor))
+                report.rows[-1].settings = settings
+                _tell(report.rows[-1])
+        # at the end: a profiler that has been there slows what follows
+        for row, prompts in profiled if work.profile else ():
+            if llm.engine.platform.name == "cuda":
+                row.profile = profile_steps(llm, prompts, work.profile_steps)
+            drafts = row.num_speculative_tokens
+            prefix = work.trace_prefix(row.concurrency, drafts, len(profiled) == 1)
+            row.traces = trace_steps(llm, prompts, work.profile_steps, prefix)
 
 
 def _tell(row: OfflineRow) -> None:

@@ -4,7 +4,6 @@ timestamps, or several of these."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import resource
 import time
@@ -16,6 +15,7 @@ import numpy as np
 
 from rorqual.bench.serving.client import Client, RequestRecord
 from rorqual.bench.serving.prompts import Prompt
+from rorqual.config.process import loaded_frozen
 from rorqual.errors import ConfigError
 
 DESCRIPTORS = 65536
@@ -95,12 +95,6 @@ async def drive(
     _raise_descriptor_limit()
     bodies = [client.target.body(prompt) for prompt in prompts]
     gate = asyncio.Semaphore(load.concurrency or max(1, len(prompts)))
-    gc.collect()
-    # freeze the prompts: otherwise a garbage collection during a run would scan them. Objects that
-    # were frozen before stay frozen.
-    own = not gc.get_freeze_count()
-    if own:
-        gc.freeze()
 
     async def one(body: bytes, record: RequestRecord) -> None:
         try:
@@ -110,32 +104,31 @@ async def drive(
         finally:
             gate.release()
 
-    before = _cpu_seconds()
-    start = time.perf_counter()
-    records = [
-        RequestRecord(prompt.input_len, prompt.output_len, start + at)
-        for prompt, at in zip(prompts, arrivals, strict=True)
-    ]
-    sent = 0
-    limit = None if math.isinf(load.run_seconds) else load.run_seconds
-    with suppress(TimeoutError):  # those that were open are found below
-        async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
-            for body, record in zip(bodies, records, strict=True):
-                if (wait := record.due - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                await gate.acquire()
-                if sent and time.perf_counter() - start > load.send_seconds:
-                    break
-                group.create_task(one(body, record))
-                sent += 1
-    for record in records[:sent]:
-        if record.finish is None and record.error is None:
-            record.error = f"not done when the run had taken {limit:g} s"
-            record.end = time.perf_counter()
-    wall = time.perf_counter() - start
-    cpu = _cpu_seconds() - before
-    if own:
-        gc.unfreeze()
+    with loaded_frozen():  # the prompts too
+        before = _cpu_seconds()
+        start = time.perf_counter()
+        records = [
+            RequestRecord(prompt.input_len, prompt.output_len, start + at)
+            for prompt, at in zip(prompts, arrivals, strict=True)
+        ]
+        sent = 0
+        limit = None if math.isinf(load.run_seconds) else load.run_seconds
+        with suppress(TimeoutError):  # those that were open are found below
+            async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
+                for body, record in zip(bodies, records, strict=True):
+                    if (wait := record.due - time.perf_counter()) > 0:
+                        await asyncio.sleep(wait)
+                    await gate.acquire()
+                    if sent and time.perf_counter() - start > load.send_seconds:
+                        break
+                    group.create_task(one(body, record))
+                    sent += 1
+        for record in records[:sent]:
+            if record.finish is None and record.error is None:
+                record.error = f"not done when the run had taken {limit:g} s"
+                record.end = time.perf_counter()
+        wall = time.perf_counter() - start
+        cpu = _cpu_seconds() - before
     return Run(records[:sent], start, wall, cpu)
 
 

@@ -64,7 +64,7 @@ struct Int4Pairs : Int4 {
         }
     }
 
-    struct Later {  // what is read later: bytes from row to row, and from a row's register to its next, over those read now
+    struct Later {  // with byte b of row r, what lies at from + b * step + r * row is asked for
         const uint8_t *from;
         int64_t row, step;
     };
