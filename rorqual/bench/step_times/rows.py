@@ -24,6 +24,8 @@ ENGINES: tuple[Engine, ...] = (
 # one step at a time, launch included.
 LEARNT = (
     (1, 1024, 0, 0),
+    (4, 1024, 0, 0),
+    (8, 1024, 0, 0),
     (32, 1024, 0, 0),
     (128, 1024, 0, 0),
     (256, 1024, 0, 0),
