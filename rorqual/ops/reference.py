@@ -584,7 +584,8 @@ def decode_rows(
 
     length, last_token [S] and drafts [S, at least num_speculative_tokens] by slot; tables [R,
     pages]: block tables of these requests. All int64. Returns ids, positions and slot mapping, [R
-    (num_speculative_tokens + 1)] each, and the cache lengths [R] after the step."""
+    (num_speculative_tokens + 1)] each, and the cache lengths [R] after the step: 0 for a padding
+    row, whose first page is the null page, so that attention does not read for it."""
     first = length.index_select(0, slots)
     ids = last_token.index_select(0, slots)
     spread = first[:, None]
@@ -599,7 +600,7 @@ def decode_rows(
         ids,
         positions,
         held * page_size + positions % page_size,
-        first + (num_speculative_tokens + 1),
+        torch.where(tables[:, 0] == 0, 0, first + (num_speculative_tokens + 1)),
     )
 
 
@@ -634,13 +635,13 @@ def commit_tokens(
     num_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Update last_token and length, by slot, of requests in `slots` [R] after a step that wrote
-    cache entries up to lens [R]. Of tokens [R, n + 1] each request keeps num_accepted [R] drafts
-    and one token more.
+    cache entries up to lens [R], 0 for padding rows, whose length stays 0. Of tokens [R, n + 1]
+    each request keeps num_accepted [R] drafts and one token more.
 
     Returns (the token after each row of the step, 0 after rejected rows, [R (n + 1)]; the row of
     each request's last kept token, [R])."""
     width = tokens.shape[1]
     last_token.index_copy_(0, slots, tokens.gather(1, num_accepted[:, None]).squeeze(1))
-    length.index_copy_(0, slots, lens - width + 1 + num_accepted)
+    length.index_copy_(0, slots, (lens - width + 1 + num_accepted).clamp(min=0))
     first = torch.arange(0, tokens.numel(), width, device=tokens.device)
     return tokens.clamp(min=0).flatten(), first + num_accepted

@@ -637,12 +637,13 @@ class NpuOps(Ops):
         page_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Padding rows write to different entries of the null page, since operators do not allow a
-        slot twice."""
+        slot twice, and attend to those, since the host gives the lengths to a captured step."""
         ids, positions, mapping, lens = super().decode_rows(
             length, last_token, drafts, tables, slots, num_speculative_tokens, page_size
         )
         own = torch.arange(mapping.shape[0], device=mapping.device) % page_size
-        return ids, positions, torch.where(mapping < page_size, own, mapping), lens
+        mapping = torch.where(mapping < page_size, own, mapping)
+        return ids, positions, mapping, lens.clamp(min=num_speculative_tokens + 1)
 
     # ---- sampling
 

@@ -1,5 +1,6 @@
-"""Padding rows of captured steps have no experts, in replays of whole steps and of pieces, and are
-in no expert's load. The kernels' side: tests/ops/triton/moe/test_padded_rows.py."""
+"""Padding rows of captured steps have no experts, in replays of whole steps and of pieces, are in
+no expert's load, and have no cached tokens to attend to. The kernels' side of experts:
+tests/ops/triton/moe/test_padded_rows.py."""
 
 from __future__ import annotations
 
@@ -72,8 +73,24 @@ def test_replays_have_no_experts_for_padding(
             found["steps" if whole else "pieces"].add((len(ids), count))
         return ids, weights
 
+    plain_rows = Ops.decode_rows
+    padding = runner.rows.padding
+    attended: set[tuple[int, int]] = set()
+
+    def decode_rows(self: Ops, length: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        rows = plain_rows(self, length, *rest)
+        if length is runner.rows.length:  # not a draft's pass
+            slots = rest[3]
+            assert not rows[3][slots == padding].any()
+            assert (rows[3][slots < padding] > 0).all()
+            attended.add((len(slots), int((slots < padding).sum())))
+        return rows
+
     monkeypatch.setattr(Ops, "router", router)
+    monkeypatch.setattr(Ops, "decode_rows", decode_rows)
     llm.generate(PROMPTS, PARAMS)
+    assert (4, 3) in attended
+    assert not runner.rows.length[padding].any()
     assert replaying.replays
     assert replaying.pieces
     width = options.get("num_speculative_tokens", 0) + 1

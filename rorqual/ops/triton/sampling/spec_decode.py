@@ -48,7 +48,8 @@ def _rows_kernel(
     tl.store(ids + out_row, tl.where(row == 0, tl.load(last_token + slot), draft), mask=here)
     tl.store(positions + out_row, position, mask=here)
     tl.store(mapping + out_row, page * PAGE + position % PAGE, mask=here)
-    tl.store(lens + request, first + ROWS)
+    padding = tl.load(tables + request * table_row) == 0
+    tl.store(lens + request, tl.where(padding, 0, first + ROWS))
 
 
 def decode_rows(
@@ -180,7 +181,7 @@ def _move_kernel(
     tl.store(following + request * ROWS + row, tl.maximum(token, 0), mask=row < ROWS)
     tl.store(last + request, request * ROWS + newest)
     tl.store(last_token + slot, tl.load(tokens + request * ROWS + newest))
-    tl.store(length + slot, tl.load(lens + request) - ROWS + 1 + newest)
+    tl.store(length + slot, tl.maximum(tl.load(lens + request) - ROWS + 1 + newest, 0))
 
 
 def commit_tokens(

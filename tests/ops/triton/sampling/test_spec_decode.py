@@ -65,6 +65,26 @@ def test_rows_past_the_table_go_to_the_null_page() -> None:
     assert lens.tolist() == [18]
 
 
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+def test_padding_rows_have_no_cache(num_speculative_tokens: int) -> None:
+    """Their table has null pages alone; they attend to nothing and their length stays 0."""
+    width = num_speculative_tokens + 1
+    slots = torch.tensor([1, 2, 2], device=DEVICE)
+    tables = torch.tensor([[3, 0], [0, 0], [0, 0]], device=DEVICE)
+    for ops in (spec_decode, reference):
+        length = torch.tensor([0, 5, 0], device=DEVICE)
+        last = torch.zeros_like(length)
+        drafts = torch.zeros(3, MOST, dtype=torch.int64, device=DEVICE)
+        _, _, mapping, lens = ops.decode_rows(
+            length, last, drafts, tables, slots, num_speculative_tokens, PAGE
+        )
+        assert lens.tolist() == [5 + width, 0, 0]
+        assert mapping.max() < 4 * PAGE
+        tokens = torch.zeros(3, width, dtype=torch.int64, device=DEVICE)
+        ops.commit_tokens(last, length, slots, lens, tokens, torch.zeros_like(slots))
+        assert length.tolist() == [0, 6, 0]
+
+
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 9])
