@@ -184,10 +184,10 @@ class EngineConfig:
     piecewise_tokens: int | None = _execution(
         None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
-        "attention is launched; 0 for none. If left out, 4096 on one GPU, or none where a layer "
-        "has more than 4 GiB of weights, which take longer to read than to launch. With several "
-        "ranks, and with --experts over shared memory, none if left out. Not with --pp; steps that "
-        "use the all-to-all exchange are not recorded.",
+        "attention is launched; 0 for none. If left out, 4096, or none where a GPU holds more than "
+        "4 GiB of weights of a layer, which take longer to read than to launch. With --experts "
+        "over shared memory none if left out. Not with --pp; steps that use the all-to-all "
+        "exchange are not recorded.",
     )
     precompile_kernels: bool = _execution(
         True,

@@ -30,6 +30,7 @@ from rorqual import LLM
 from rorqual.config.parallel import ParallelConfig
 from rorqual.ops import reference
 from rorqual.parallel.collectives import Axis
+from rorqual.parallel.exchange_policy import captured_prompt_tokens
 from rorqual.parallel.mesh import Mesh
 from tests.child_process import environment
 from tests.engine.distributed.test_executor import (
@@ -101,8 +102,13 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
         assert stats.allreduce_backend.startswith(
             "one kernel" if layout.get("p2p_memory", True) else "process group (as configured"
         ), stats
-    pieces = llm.engine.worker.runner.pieces
-    assert (pieces is not None and bool(pieces.graphs)) == ("piecewise_tokens" in layout)
+    worker = llm.engine.worker
+    pieces = worker.runner.pieces
+    captured = captured_prompt_tokens(
+        worker.mesh.sizes, worker.model_config.moe, worker.batched_tokens
+    )
+    in_pieces = captured > 0 and layout.get("exe_mode") != "eager"
+    assert (pieces is not None and bool(pieces.graphs)) == in_pieces
     if layout.get("exchange") == "low_latency":
         shared = layout.get("p2p_memory", True)
         expected_backend = "memory shared by the GPUs" if shared else "process group: as configured"

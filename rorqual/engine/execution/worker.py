@@ -367,18 +367,21 @@ class Worker:
 
     def _piecewise_tokens(self, weights: Callable[[], int]) -> int:
         """Tokens of a rank up to which steps with prompts are captured; 0 on an NPU, whose
-        attention takes lengths from the host. weights: bytes of the whole model."""
+        attention takes lengths from the host. Collective. weights: bytes of the whole model on this
+        rank."""
         if self.compiles or self.platform.name == "npu":
             return 0
         wanted = self.config.piecewise_tokens
-        if not self.mesh.is_single:  # only where configured: not measured
+        if self.remote is not None:  # only where configured: no measurement shows a gain
+            most = self.remote.piecewise_rows if self.mesh.is_single else 0
+            return min(wanted or 0, most, self.batched_tokens)
+        if wanted is None and self.config.single_rank_bench and not self.mesh.is_single:
+            return 0  # only where configured: not measured
+        if wanted is None:
+            wanted = self._agree(piecewise_tokens(weights() / self.model_config.num_layers))
+        if not self.mesh.is_single:
             sizes, moe = self.mesh.sizes, self.model_config.moe
-            captured = captured_prompt_tokens(sizes, moe, self.batched_tokens)
-            wanted = min(wanted or 0, captured) if self.remote is None else 0
-        elif self.remote is not None:  # only where configured: no measurement shows a gain
-            wanted = min(wanted or 0, self.remote.piecewise_rows)
-        elif wanted is None:
-            wanted = piecewise_tokens(weights() / self.model_config.num_layers)
+            wanted = min(wanted, captured_prompt_tokens(sizes, moe, self.batched_tokens))
         return min(wanted, self.batched_tokens)
 
     @property
@@ -781,11 +784,12 @@ class Worker:
             )
         return pages, step
 
-    def _agree(self, pages: int) -> int:
-        """All ranks share one block table, so the rank with the fewest pages decides."""
+    def _agree(self, count: int) -> int:
+        """The smallest count of any rank: all ranks have one block table, and replay the same
+        steps."""
         if self.mesh.is_single or self.config.single_rank_bench:
-            return pages
-        least = torch.tensor(pages, device=self.platform.device)
+            return count
+        least = torch.tensor(count, device=self.platform.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 

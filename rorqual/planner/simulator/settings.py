@@ -126,7 +126,9 @@ class SimulationSettings:
     max_num_seqs: int | None = _engine(
         None, "Sequences at once on a rank; as many as fit, 256 at most, if left out."
     )
-    max_num_batched_tokens: int = _engine(2048, "Tokens of a rank's step.")
+    max_num_batched_tokens: int = _engine(
+        8192, "Tokens of a rank's step; the engine's on a GPU or NPU if left out."
+    )
     max_model_len: int | None = _engine(
         None, "Longest sequence; what the workload needs if left out."
     )

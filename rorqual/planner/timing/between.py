@@ -4,7 +4,6 @@ of whole engines minus the kernels' times. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
@@ -45,13 +44,4 @@ def learn(
     return {
         key: [[at, round(sum(found) / len(found), 3)] for at, found in sorted(rows.items())]
         for key, rows in sums.items()
-    }
-
-
-def rates_ratio(measured: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, float]:
-    """By limiter, how much slower kernels are on the device of `measured` than on that of
-    `tables`."""
-    return {
-        "memory": tables["bandwidth_gb_s"] / measured["bandwidth_gb_s"],
-        "compute": tables["bf16_tflops"] / measured["bf16_tflops"],
     }

@@ -19,6 +19,7 @@ from rorqual.config.quant import WIDE, WeightScheme
 from rorqual.engine.scheduling.buckets import bucket_of, piecewise_tokens, token_buckets
 from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
+from rorqual.parallel.exchange_policy import captured_prompt_tokens
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
 from rorqual.planner.costs.messages import CostedMessage
 from rorqual.planner.costs.parallel_costs import RankOp, RankStep, rank_step
@@ -190,9 +191,11 @@ class StepModel:
 
     @cached_property
     def _piecewise(self) -> int:
-        if not self.sizes.is_single:
-            return 0
-        return piecewise_tokens(self.weight_bytes / self.config.num_layers)
+        """Tokens up to which steps with prompts are captured in pieces: the engine's default."""
+        most = piecewise_tokens(self.weight_bytes / self.config.num_layers)
+        if self.sizes.is_single:
+            return most
+        return min(most, captured_prompt_tokens(self.sizes, self.config.moe, most))
 
     def _padded(self, op: RankOp, more: float) -> RankOp:
         """With `more` times the rows: those of padding are one and the same token, which attends to
@@ -202,14 +205,7 @@ class StepModel:
             return replace(grown, shape=(op.shape[0] * more, *op.shape[1:]))
         if op.kind == "bmm":
             return replace(grown, shape=(op.shape[0], op.shape[1] * more, *op.shape[2:]))
-        if op.kind != "experts":
-            return op
-        tokens, pairs, distinct, *rest, local = op.shape
-        moe = self.config.moe
-        used = distinct + moe.top_k * local / moe.num_experts * (1 - distinct / local)
-        shape = (tokens * more, pairs * more, used, *rest, local)
-        weight = op.weight_bytes * used / max(distinct, 1e-9)
-        return replace(grown, shape=shape, weight_bytes=weight)
+        return op
 
     def kernels(self, work: GroupWork) -> float:
         """Seconds of the operations in sequence, without anything in between."""
@@ -357,8 +353,7 @@ class StepModel:
         floor, limiter = self.floor(op)
         there, _ = self.floor(op, measured)
         if op.kind != "experts" and measured.name not in (self.device.name, self.device.measured):
-            start = min(self.profile.small_us * 1e-6, seconds)
-            seconds = start + (seconds - start) * floor / there
+            seconds += floor - there  # what is above the floor is not the peaks' doing
         # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
         if op.dtype != "float32":
             seconds = max(seconds, floor)
@@ -372,7 +367,7 @@ class StepModel:
 
     def _experts(self, op: RankOp, table: KernelTables) -> float:
         """The nearest measured time, in proportion to the floors of what was read and multiplied
-        there and is here."""
+        there and is here; of another device than the table's, with the difference of its floor."""
         found = table.expert_rows(op)
         tokens, pairs, distinct, hidden, inner, local = op.shape
         if (
@@ -386,15 +381,15 @@ class StepModel:
         width = 1.0 if op.dtype in ("fp8", "int8") else 2.0
         if held_dtype(op).startswith("int4"):
             width = op.weight_bytes / (3 * hidden * inner * op.shape[2])
-        there = self._expert_floor(
-            found.hidden, found.inner, found.pairs, found.distinct, op, _device(table.device), width
-        )
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
-        here = self._expert_floor(
-            hidden, inner, pairs + extra * tokens, distinct + extra, op, self.device, width
-        )
+        measured = _device(table.device)
+        shape = (hidden, inner, pairs + extra * tokens, distinct + extra, op)
+        at_row = (found.hidden, found.inner, found.pairs, found.distinct, op)
+        here = self._expert_floor(*shape, measured, width)
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
-        seconds = start + (found.seconds - start) * here / there
+        ratio = here / self._expert_floor(*at_row, measured, width)
+        seconds = start + (found.seconds - start) * ratio
+        seconds += self._expert_floor(*shape, self.device, width) - here
         return seconds * self.profile.expert_factor
 
     def _fused_shared(self) -> bool:

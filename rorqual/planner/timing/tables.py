@@ -110,7 +110,6 @@ class KernelTables:
         self.device: str = data["meta"]["device"]
         self.source: str = data["meta"]["source"]
         self.own = data["meta"].get("engine") == "rorqual"
-        self.rates: Mapping[str, float] = data["meta"].get("rates", {})
         self.digests: Mapping[str, str] = data["meta"].get("kernels", {})
         self.base = base
         self._relative = {kind: nest(rows) for kind, rows in data.get("relative", {}).items()}

@@ -4,15 +4,14 @@ tables were made from. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rorqual.config.hardware import DATA, DeviceSpec, load_device
+from rorqual.config.hardware import DATA
 from rorqual.errors import ConfigError
-from rorqual.planner.timing.between import rates_ratio, step_model
+from rorqual.planner.timing.between import step_model
 from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
-from rorqual.planner.timing.tables import STALE, KernelTables
+from rorqual.planner.timing.tables import STALE
 from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 from rorqual.planner.validation.points import ValidationGroup, ValidationPoint
 
@@ -36,19 +35,7 @@ def own_groups(path: Path, kernels: str | None) -> list[ValidationGroup]:
     grouped: dict[tuple[Any, ...], dict[TimedStep, StepMeasurement]] = {}
     for step, measured in rows_of(data).items():
         grouped.setdefault((*step.engine, step.kind), {})[step] = measured
-    return [_group(steps, meta, profile, tables) for steps in grouped.values()]
-
-
-def _device(meta: Mapping[str, Any], tables: KernelTables) -> DeviceSpec:
-    """The steps' GPU. Of another kind than the tables': with the bandwidth and the rate that it
-    reached, of those that the tables' GPU reached."""
-    found = load_device(meta["device"])
-    if meta["device"] == tables.device or not tables.rates:
-        return found
-    theirs = load_device(tables.device)
-    slower = rates_ratio(meta["rates"], tables.rates)
-    flops = {kind: rate / slower["compute"] for kind, rate in theirs.flops.items()}
-    return replace(found, bandwidth=theirs.bandwidth / slower["memory"], flops=flops)
+    return [_group(steps, meta, profile) for steps in grouped.values()]
 
 
 def shipped_groups() -> list[ValidationGroup]:
@@ -62,19 +49,13 @@ def _group(
     steps: Mapping[TimedStep, StepMeasurement],
     meta: Mapping[str, Any],
     profile: Profile,
-    tables: KernelTables,
 ) -> ValidationGroup:
     first = next(iter(steps))
     device = meta["device"]
-    model = replace(step_model(first, device, profile), device=_device(meta, tables))
-    same = device == tables.device and tables.rates
-    slower = rates_ratio(meta["rates"], tables.rates) if same else {}
+    model = step_model(first, device, profile)
     points = []
     for step, measured in steps.items():
-        seconds = 0.0
-        for work in step.works(measured.context):
-            found = model.step(work).by("limiter")
-            seconds += sum(time * slower.get(limiter, 1.0) for limiter, time in found.items())
+        seconds = sum(model.step(work).seconds for work in step.works(measured.context))
         label = step.name.removeprefix(first.model).strip()
         points.append(ValidationPoint(label, "step", "ms", measured.ms, seconds * 1e3))
     quant = "" if first.quant == "auto" else f"-{first.quant}"

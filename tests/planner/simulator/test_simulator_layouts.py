@@ -27,12 +27,15 @@ from rorqual.planner.simulator.cost_runner import IDLE, StepLoad
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts, coarse, rounded, shared
 from rorqual.planner.simulator.micro_batches import Stage, makespan, play
 from rorqual.planner.simulator.results import Outcome, outcome
+from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulator import Deployment, Simulation
 from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Workload
 from rorqual.planner.timing.page_times import PageTimes
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import split_step
+from rorqual.platforms.cuda import CudaPlatform
+from rorqual.platforms.npu import NpuPlatform
 
 pytestmark = pytest.mark.exhaustive
 
@@ -232,6 +235,12 @@ def test_deployments_of_every_kind() -> None:
     assert itl["apart"] < itl["together"], "no prompts between tokens"
     ttft = {name: outcome.ttft.mean for name, outcome in found.items()}
     assert ttft["measured"] > ttft["apart"] + 0.01, "the first token waits for its pages"
+
+
+def test_a_step_has_as_many_tokens_as_the_engine_takes() -> None:
+    default = SimulationSettings.max_num_batched_tokens
+    assert default == pools.PoolSettings(1000).max_num_batched_tokens
+    assert default == CudaPlatform.default_batched_tokens == NpuPlatform.default_batched_tokens
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -62,20 +62,17 @@ def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None
 
 
 # Figures that docs/planning.md tells of; what kernels do later, `stale` says.
-MISSED = {
-    "steps-h200-deepseek-v2-lite-w4a16-decode": (0.05, 0.13),
-}
+# targets: decode steps 5 %, 10 % at worst, of another kind of GPU 7 %; the rest 8 %
+LIMITS = {"decode": (0.05, 0.09), "prompts": (0.08, 0.12), "mixed": (0.05, 0.06)}
+MISSED = {"steps-h100-deepseek-v2-lite-w4a16-prompts": (0.11, 0.13)}
 
 
 def test_own_steps(groups: dict[str, ValidationGroup]) -> None:
     for name, group in groups.items():
-        mean, worst = (0.05, 0.10) if name.endswith("decode") else (0.08, 0.09)
-        if name.startswith("steps-h200"):
-            mean, worst = MISSED.get(name, (mean, worst))
+        if name.startswith("steps-"):
+            mean, worst = MISSED.get(name, LIMITS[name.rpartition("-")[2]])
         elif name.startswith("now-"):
             mean, worst = 0.03, 0.05
-        elif name.startswith("steps-h100"):
-            mean, worst = (0.14, 0.14) if name.endswith("mixed") else (0.07, 0.11)
         else:
             continue
         assert group.mean_error("step") < mean, name
@@ -87,7 +84,7 @@ def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
     assert served.worst_error("output") < 0.05
     assert served.worst_error("TPOT") < 0.05
     assert served.mean_error("TTFT p50") < 0.10
-    assert served.worst_error("TTFT p50") < 0.16  # a prompt alone
+    assert served.worst_error("TTFT p50") < 0.13  # a prompt alone
     assert served.mean_error("TTFT p99") < 0.10
 
 
