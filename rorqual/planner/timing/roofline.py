@@ -353,7 +353,8 @@ class StepModel:
         floor, limiter = self.floor(op)
         there, _ = self.floor(op, measured)
         if op.kind != "experts" and measured.name not in (self.device.name, self.device.measured):
-            seconds += floor - there  # what is above the floor is not the peaks' doing
+            start = min(self.profile.small_us * 1e-6, seconds)
+            seconds = _elsewhere(seconds, start, there, floor, limiter)
         # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
         if op.dtype != "float32":
             seconds = max(seconds, floor)
@@ -367,7 +368,7 @@ class StepModel:
 
     def _experts(self, op: RankOp, table: KernelTables) -> float:
         """The nearest measured time, in proportion to the floors of what was read and multiplied
-        there and is here; of another device than the table's, with the difference of its floor."""
+        there and is here."""
         found = table.expert_rows(op)
         tokens, pairs, distinct, hidden, inner, local = op.shape
         if (
@@ -385,12 +386,12 @@ class StepModel:
         measured = _device(table.device)
         shape = (hidden, inner, pairs + extra * tokens, distinct + extra, op)
         at_row = (found.hidden, found.inner, found.pairs, found.distinct, op)
-        here = self._expert_floor(*shape, measured, width)
+        there, _ = self._expert_floor(*shape, measured, width)
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
-        ratio = here / self._expert_floor(*at_row, measured, width)
+        ratio = there / self._expert_floor(*at_row, measured, width)[0]
         seconds = start + (found.seconds - start) * ratio
-        seconds += self._expert_floor(*shape, self.device, width) - here
-        return seconds * self.profile.expert_factor
+        here, limiter = self._expert_floor(*shape, self.device, width)
+        return _elsewhere(seconds, start, there, here, limiter) * self.profile.expert_factor
 
     def _fused_shared(self) -> bool:
         """Shared experts run as so many more routed experts: only where both are cut alike over
@@ -411,11 +412,10 @@ class StepModel:
         op: RankOp,
         device: DeviceSpec,
         width: float,
-    ) -> float:
-        return max(
-            3 * hidden * inner * distinct * width / device.bandwidth,
-            6 * hidden * inner * pairs / device.peak(op.dtype),
-        )
+    ) -> tuple[float, str]:
+        memory = 3 * hidden * inner * distinct * width / device.bandwidth
+        compute = 6 * hidden * inner * pairs / device.peak(op.dtype)
+        return (compute, "compute") if compute > memory else (memory, "memory")
 
     def _sent(self, message: CostedMessage, prefill: bool) -> Timed:
         seconds, measured = self.message_seconds(message, prefill)
@@ -451,6 +451,15 @@ class StepModel:
 
 def _device(name: str) -> DeviceSpec:
     return load_device(name)
+
+
+def _elsewhere(seconds: float, start: float, there: float, here: float, limiter: str) -> float:
+    """A kernel that takes `seconds` on one device, on another: there, here: its floors on the two;
+    limiter: of the latter. Where memory limits it, what it takes besides stays. Where computing
+    does, it keeps the fraction of the peak that it reached, apart from `start` seconds."""
+    if limiter == "memory":
+        return seconds + here - there
+    return start + (seconds - start) * here / there
 
 
 def activation_bytes(

@@ -166,8 +166,8 @@ def test_skewed_routing_reads_fewer_experts() -> None:
     assert skewed.step(work).by("name")["experts"] < even.step(work).by("name")["experts"]
 
 
-def test_another_gpu_takes_longer_by_the_difference_of_the_floors() -> None:
-    """What a kernel takes besides stays: a start is no faster where memory is."""
+def test_slower_memory_adds_the_difference_of_the_floors() -> None:
+    """What a kernel takes besides stays: a start is no slower where memory is."""
     here = model()
     there = model(device="h100")
     slower = load_device("h200").bandwidth / load_device("h100").bandwidth
@@ -182,6 +182,18 @@ def test_another_gpu_takes_longer_by_the_difference_of_the_floors() -> None:
             assert limiter == "memory"
             assert more - taken == pytest.approx(floor * (slower - 1))
     assert model(device="h100").profile.check(load_device("h100")) is False
+
+
+def test_where_computing_limits_the_fraction_of_the_peak_stays() -> None:
+    here = model()
+    there = model(device="h20-96")
+    slower = load_device("h200").peak("fp8") / load_device("h20-96").peak("fp8")
+    ops = rank_step(R1, here.sizes, GroupWork(None, (BatchShape(8, 4096),))).ops
+    (op,) = [op for op in ops if op.name == "o_proj"][:1]
+    (taken, more) = (each.time_of([op]) / op.layers for each in (here, there))
+    assert here.floor(op)[1] == there.floor(op)[1] == "compute"
+    start = here.profile.small_us * 1e-6
+    assert more - start == pytest.approx((taken - start) * slower)
 
 
 def test_measured_collectives_come_first() -> None:
