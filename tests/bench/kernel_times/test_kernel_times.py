@@ -17,7 +17,14 @@ from rorqual.bench.kernel_times.rows import TimedRow
 from rorqual.bench.kernels import gemm_and_experts as cases
 from rorqual.bench.layers.timing import DeviceRates
 from rorqual.bench.step_times import run as step_times
-from rorqual.bench.step_times.measure import DoesNotFit, StepTimer, rates, settled
+from rorqual.bench.step_times.measure import (
+    MOST_BLOCKS,
+    STEPS,
+    DoesNotFit,
+    StepTimer,
+    rates,
+    settled,
+)
 from rorqual.bench.step_times.rows import steps
 from rorqual.cli.main import app
 from rorqual.config.hardware import load_device
@@ -287,8 +294,8 @@ def test_a_step_of_a_real_engine_is_timed() -> None:
         timer.close()
     assert 0 < decode.ms < mixed.ms
     assert prompts.ms > 0
-    assert abs(decode.context - 300) < 30
-    assert abs(mixed.context - 300) < 60
+    for found in (decode, mixed):  # longer where blocks had to be repeated
+        assert 270 < found.context < 300 + MOST_BLOCKS * (STEPS + 4) / 2
 
 
 # ---- on a user's command line
