@@ -194,6 +194,7 @@ def linked(llm: LLM, count: int) -> None:
     raise AssertionError(llm.engine.worker.experts.describe())
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
     secret_file: str, expected: list[list[int]], driver: MemfdDriver
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
 from tests.parallel.pool import RankPool
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")

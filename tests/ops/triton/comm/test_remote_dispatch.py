@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.emulation.triton_interpreter import DEVICE, needs_triton  # before kernels are defined
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 
 from rorqual.ops import reference  # noqa: E402
 from rorqual.ops.padded_rows import PaddedRows  # noqa: E402
