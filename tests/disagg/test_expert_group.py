@@ -408,7 +408,7 @@ def test_what_a_group_cannot_do_is_refused_before_anything_is_built(
         LLM(**COMMON, expert_transport="group", **given)
 
 
-@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [{"micro_batches": 2}, {}, {"fp8_dispatch": True}], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_server_launches_steps_as_on_a_gpu(

@@ -57,6 +57,7 @@ def offer(**changes: object) -> bytes:
 # ---- with servers in this process
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_one_process_s_until_a_server_goes_and_after(
     start: Start, secret_file: str
 ) -> None:

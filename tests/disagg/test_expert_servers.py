@@ -137,7 +137,7 @@ def many() -> list[list[int]]:
         llm.engine.close()
 
 
-@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("parts", "drafts"), [(8, 0), (8, 1), (5, 0), (5, 2), (6, 0), (6, 1), (7, 1)]
 )

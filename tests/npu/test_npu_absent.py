@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A module in the place of torch_npu that fails on import, as the real one does without CANN.
@@ -54,6 +56,7 @@ def test_no_module_of_the_package_imports_torch_npu(tmp_path: Path) -> None:
     assert int(done.stdout) > 100
 
 
+@pytest.mark.exhaustive
 def test_the_check_sees_an_import(tmp_path: Path) -> None:
     (tmp_path / "imports_npu.py").write_text("import torch_npu\n")
     done = imports_all(tmp_path, "imports_npu")

@@ -34,6 +34,7 @@ gc.freeze = frozen
 """
 
 
+@pytest.mark.exhaustive
 def test_later_collections_skip_what_was_loaded(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(RECORD)
     figures = tmp_path / "figures"

@@ -156,6 +156,7 @@ def random_times(draw: random.Random) -> StepTimes:
     return StepTimes(draw.randint(1, 60), *phases)
 
 
+@pytest.mark.exhaustive
 def test_never_in_parts_where_the_measured_passes_say_loss() -> None:
     """Of every size that was measured."""
     draw = random.Random(5)
