@@ -165,19 +165,22 @@ class PartsTimer:
 
     @contextmanager
     def _rows(self) -> Iterator[None]:
-        """Device rows of dummy requests: random tokens, all pages the null page. Their routed
-        experts are not counted."""
+        """Device rows of dummy requests: random tokens, all pages but the first the null page (a
+        row without a first page is padding, and attends to nothing). Their routed experts are not
+        counted. No request has pages yet."""
         rows = self.runner.rows
         counted = [(layer.exchange, layer.exchange.record_load) for layer in self._moe()]
         generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         drawn = torch.randint(rows.vocab, rows.last_token.shape, generator=generator)
         try:
             rows.last_token.copy_(drawn)
+            rows.tables[: rows.padding, 0] = 1
             for exchange, _ in counted:
                 exchange.record_load = False
             yield
         finally:
             rows.last_token.zero_()
+            rows.tables[: rows.padding, 0] = 0
             rows.length.zero_()
             for exchange, counts in counted:
                 exchange.record_load = counts
