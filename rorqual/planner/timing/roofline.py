@@ -198,8 +198,8 @@ class StepModel:
         return min(most, captured_prompt_tokens(self.sizes, self.config.moe, most))
 
     def _padded(self, op: RankOp, more: float) -> RankOp:
-        """With `more` times the rows: products compute those of padding, which attend to nothing and
-        have no experts."""
+        """With `more` times the rows: products compute those of padding, which attend to nothing
+        and have no experts."""
         grown = replace(op, flops=op.flops * more, activation_bytes=op.activation_bytes * more)
         if op.kind == "gemm":
             return replace(grown, shape=(op.shape[0] * more, *op.shape[1:]))
