@@ -39,6 +39,10 @@ class AttentionMetadata:
     tokens. query_lens, max_kv_lens: host tuples; query lengths are exact, KV lengths equal kv_lens
     if `exact`, else they are upper bounds (while speculative steps are in flight only the device
     knows how many tokens were accepted).
+
+    What the builder knows already, else None: query_starts, key_starts [R + 1] int64, sums of
+    query_lens and of max_kv_lens; key_slots [sum of max_kv_lens] int64, the cache positions of all
+    keys in request order.
     """
 
     def __init__(
@@ -55,6 +59,9 @@ class AttentionMetadata:
         self.max_kv_lens = max_kv_lens
         self.exact = exact
         self.tokens = sum(query_lens)
+        self.query_starts: Tensor | None = None
+        self.key_starts: Tensor | None = None
+        self.key_slots: Tensor | None = None
         self.scratch: Any = None  # what a backend derives once per step: masks, tile schedules
 
     def __len__(self) -> int:

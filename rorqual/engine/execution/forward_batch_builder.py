@@ -111,19 +111,25 @@ class ForwardBatchBuilder:
         return BatchPart(ids, positions, mapping, logit_rows, slots, segment, bounds)
 
     def prefill(self, output: SchedulerOutput) -> BatchPart:
-        """The host knows everything about prompts: a single copy brings it to the device."""
+        """The host knows everything about prompts: a single copy brings it to the device. Until
+        the first layer is launched the GPU waits, so there are as few operations as possible."""
         rows = self.rows
-        host = _ChunkColumns(output.chunks, self.modules)
+        host = _ChunkColumns(output.chunks, self.modules, rows.tables.shape[1], self.page_size)
         columns = _columns_on_device(host.columns(), self.platform)
-        ids, positions, owner, following, slots, lens, logit_rows, drawn, scored, ends, after = (
-            columns
-        )
+        (
+            ids, positions, pages, inside, following, slots, lens, query_starts, key_starts,
+            logit_rows, drawn, scored, ends, after,
+        ) = columns  # fmt: skip
         rows.length.index_copy_(0, slots, lens)
+        held = rows.tables.view(-1).index_select(0, pages)
+        mapping = torch.add(inside, held, alpha=self.page_size)
         bounds = tuple(chunk.stop for chunk in output.chunks)
-        tables = rows.tables[slots, : self._pages(max(bounds))]
+        tables = rows.tables[:, : self._pages(max(bounds))].index_select(0, slots)
         segment = AttentionMetadata(tables, lens, host.lengths, bounds)
-        held = tables[owner, positions // self.page_size]
-        mapping = held * self.page_size + positions % self.page_size
+        segment.query_starts = query_starts
+        segment.key_starts = key_starts
+        if bounds == host.lengths:  # whole prompts: their keys are the step's tokens
+            segment.key_slots = mapping
         return BatchPart(
             ids,
             positions,
@@ -142,11 +148,15 @@ class ForwardBatchBuilder:
 
 
 class _ChunkColumns:
-    """The device's columns for a step's chunks. modules: see ForwardBatchBuilder."""
+    """The device's columns for a step's chunks. modules: see ForwardBatchBuilder. tokens: of each
+    its id, its position, where its page stands in the block tables of all slots (max_pages each),
+    its place in the page, and the prompt's token after it."""
 
-    def __init__(self, chunks: list[PrefillChunk], modules: int):
+    def __init__(self, chunks: list[PrefillChunk], modules: int, max_pages: int, page_size: int):
+        self.max_pages = max_pages
+        self.page_size = page_size
         self.lengths = tuple(len(chunk.tokens) for chunk in chunks)
-        self.tokens = np.empty((4, sum(self.lengths)), np.int64)
+        self.tokens = np.empty((5, sum(self.lengths)), np.int64)
         self.slots = [chunk.slot for chunk in chunks]
         self.stops = [chunk.stop for chunk in chunks]
         self.logit_rows: list[int] = []
@@ -154,16 +164,18 @@ class _ChunkColumns:
         self.scored: list[int] = []
         self.ends: list[int] = []
         self.after: list[int] = []
-        start = 0
-        for index, chunk in enumerate(chunks):
-            self._add(index, chunk, start, modules)
-            start += self.lengths[index]
+        self.query_starts = [*accumulate(self.lengths, initial=0)]
+        self.key_starts = [*accumulate(self.stops, initial=0)]
+        for chunk, start in zip(chunks, self.query_starts, strict=False):
+            self._add(chunk, start, modules)
 
     def columns(self) -> tuple[Ints | list[int], ...]:
         return (
             *self.tokens,
             self.slots,
             self.stops,
+            self.query_starts,
+            self.key_starts,
             self.logit_rows,
             self.sampled_slots,
             self.scored,
@@ -171,13 +183,14 @@ class _ChunkColumns:
             self.after,
         )
 
-    def _add(self, index: int, chunk: PrefillChunk, start: int, modules: int) -> None:
+    def _add(self, chunk: PrefillChunk, start: int, modules: int) -> None:
         """The chunk's tokens are rows `start` and on."""
-        last = start + self.lengths[index] - 1
-        ids, positions, owner, following = self.tokens[:, start : last + 1]
+        last = start + len(chunk.tokens) - 1
+        ids, positions, pages, inside, following = self.tokens[:, start : last + 1]
         ids[:] = chunk.tokens
         positions[:] = np.arange(chunk.start, chunk.stop)
-        owner[:] = index
+        np.divmod(positions, self.page_size, pages, inside)
+        pages += chunk.slot * self.max_pages
         following[:-1] = ids[1:]
         following[-1] = chunk.following[0] if chunk.following else 0
         if chunk.following and modules > 1:

@@ -111,27 +111,25 @@ class RequestState:
             self.tables[slots, indices] = pages
 
     def _write(self, rows: Sequence[NewRequest]) -> None:
-        """Write the columns that all rows have, for all new rows at once: before the step's first
-        kernel, launches are the cost."""
+        """Write the columns that all rows have, for all new rows at once, from one copy: before the
+        step's first kernel, launches are the cost."""
         to_device = self.platform.to_device
         asked = [row.params for row in rows]
         width = max(len(row.pages) for row in rows)
-        known = np.zeros((4 + width, len(rows)), np.int64)
+        known = np.zeros((8 + width, len(rows)), np.int64)
         known[0] = [row.slot for row in rows]
         known[1] = [row.seed for row in rows]
         known[2] = [self.most_drafts if params.speculate else 0 for params in asked]
         known[3] = [params.seed is not None or params.greedy for params in asked]
-        for column, row in enumerate(rows):
-            known[4 : 4 + len(row.pages), column] = row.pages
-        settings = torch.tensor(
-            [(params.temperature, params.top_p, params.min_p, params.top_k) for params in asked],
-            dtype=torch.float64,
-        )
+        settings = known[4:8].view(np.float64)
+        for column, (row, params) in enumerate(zip(rows, asked, strict=True)):
+            settings[:, column] = params.temperature, params.top_p, params.min_p, params.top_k
+            known[8 : 8 + len(row.pages), column] = row.pages
         moved = to_device(torch.from_numpy(known))
         slots = moved[0]
         self.tables.index_fill_(0, slots, 0)
-        self.tables[slots, :width] = moved[4:].T
-        self.settings.index_copy_(0, slots, to_device(settings))
+        self.tables[slots, :width] = moved[8:].T
+        self.settings.index_copy_(0, slots, moved[4:8].view(torch.float64).T)
         self.seed.index_copy_(0, slots, moved[1])
         if self.most_drafts:
             self.num_drafts.index_fill_(0, slots, 0)

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
 
 from rorqual.engine.execution.forward_batch_builder import ForwardBatchBuilder
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.scheduling.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
+from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.triton.attention.metadata import Derived
 from rorqual.platforms import make_platform
 from rorqual.request import SamplingParams
 
@@ -42,7 +47,7 @@ def chunks_of(seed: int, modules: int) -> list[PrefillChunk]:
     draw = random.Random(seed)
     made = []
     for slot in draw.sample(range(SLOTS), draw.randint(1, SLOTS)):
-        start, length = draw.randint(0, 30), draw.randint(1, 30)
+        start, length = draw.randint(0, 30) * (seed % 2), draw.randint(1, 30)
         ids = [draw.randrange(99) for _ in range(length)]
         behind = draw.randint(0, max(1, modules))
         first = draw.randint(start, start + length)
@@ -53,10 +58,30 @@ def chunks_of(seed: int, modules: int) -> list[PrefillChunk]:
     return made
 
 
+def same_as_derived(segment: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """What the builder knows is what a backend computes without it. Returns both starts."""
+    given = segment.query_starts, segment.key_starts
+    assert given[0] is not None
+    assert given[1] is not None
+    slots = segment.key_slots
+    segment.query_starts = segment.key_starts = segment.key_slots = None
+    plain = Derived(segment)
+    assert given[0].equal(plain.query_starts())
+    assert given[1].equal(plain.key_starts())
+    assert slots is None or slots.equal(plain.gather_slots(PAGE))
+    segment.query_starts, segment.key_starts = given
+    segment.key_slots = slots
+    known = Derived(segment)
+    assert known.query_starts() is given[0]
+    assert known.key_starts() is given[1]
+    assert known.gather_slots(PAGE).equal(plain.gather_slots(PAGE))
+    return given
+
+
 @pytest.mark.parametrize("modules", [0, 1, 2, 3])
 def test_chunks_are_on_the_device_as_they_were_planned(modules: int) -> None:
     build, rows = make(modules)
-    ends_seen = scored_seen = 0
+    ends_seen = scored_seen = whole_seen = 0
     for seed in range(40):
         chunks = chunks_of(seed, modules)
         part = build.prefill(SchedulerOutput(chunks=chunks))
@@ -99,10 +124,17 @@ def test_chunks_are_on_the_device_as_they_were_planned(modules: int) -> None:
         if part.ends is not None:
             assert [found.tolist() for found in part.ends] == [ends, after]
             ends_seen += 1
-        for column in (part.ids, part.positions, part.following, part.logit_rows, part.slots):
+        whole = all(chunk.start == 0 for chunk in chunks)
+        assert (part.segment.key_slots is not None) == whole
+        whole_seen += whole
+        starts = same_as_derived(part.segment)
+        for column in (
+            part.ids, part.positions, part.following, part.logit_rows, part.slots, *starts
+        ):  # fmt: skip
             assert column.dtype == torch.int64
             assert column.storage_offset() % 2 == 0, "kernels are compiled for 16 bytes"
     assert scored_seen > 10
+    assert 10 < whole_seen < 30
     assert ends_seen > 10 or modules < 2
 
 

@@ -55,11 +55,13 @@ class Derived:
 
     def query_starts(self) -> Tensor:
         """[R + 1] int64"""
-        return self._starts("queries", self.segment.query_lens)
+        known = self.segment.query_starts
+        return self._starts("queries", self.segment.query_lens) if known is None else known
 
     def key_starts(self) -> Tensor:
         """[R + 1] int64"""
-        return self._starts("keys", self.segment.max_kv_lens)
+        known = self.segment.key_starts
+        return self._starts("keys", self.segment.max_kv_lens) if known is None else known
 
     def _starts(self, name: str, lens: tuple[int, ...]) -> Tensor:
         if name not in self._kept:
@@ -77,6 +79,8 @@ class Derived:
     def gather_slots(self, page: int) -> Tensor:
         """The cache position of every packed key, [sum of max_kv_lens] int64; 0 (page 0) past a
         request's end."""
+        if self.segment.key_slots is not None:
+            return self.segment.key_slots
         if page not in self._kept:
             starts = self.key_starts()
             count = sum(self.segment.max_kv_lens)
