@@ -258,15 +258,13 @@ class Registers:
                 .reshape(-1)
             )
         if head == "mad" or (head == "mul" and "wide" in rest):
-            wide = "wide" in rest
             a = self.get(text[0], kind)
             b = self.get(text[1], kind)
-            if wide:
-                a = a.astype(f"{kind[0].replace('s', 'i')}8")
-                b = b.astype(f"{kind[0].replace('s', 'i')}8")
-            return a * b + (
-                self.get(text[2], kind[0] + "64" if wide else kind) if head == "mad" else 0
-            )
+            if "wide" in rest:
+                kind = f"{kind[0]}{2 * int(kind[1:])}"
+                a = a.astype(KINDS[kind])
+                b = b.astype(KINDS[kind])
+            return a * b + (self.get(text[2], kind) if head == "mad" else 0)
         if head == "mul" and "hi" in rest and kind == "u64":
             a, b = (self.get(name, kind).astype(object) for name in text[:2])
             return (a * b >> 64).astype(np.uint64)

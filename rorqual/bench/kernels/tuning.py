@@ -34,6 +34,7 @@ from rorqual.ops.triton.moe.align import moe_align_block_size
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import is_hopper, next_power
 
+PROCESSORS = 132  # of an H100 and an H200
 # how far a kept configuration's output may be from that of the one in use
 ALIKE = {"bf16": 1e-4, "fp8": 1e-3, "int4": 1e-4}
 SHOWN = 5
@@ -269,15 +270,24 @@ def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
             yield StreamKPlan(m, n, n // 16, stages, split=split, waves=waves)
 
 
-def persistent_candidates(tokens: int) -> Iterator[PersistentPlan]:
+def persistent_candidates(tokens: int, rows: int, columns: int) -> Iterator[PersistentPlan]:
+    """Tiles are split where they are too few for all of the GPU's multiprocessors."""
     for m, stages in ((256, 4), (128, 6), (128, 4)):
         if tokens > m // 2:
             yield PersistentPlan(m, stages)
+    if tokens <= 64:
+        return
+    high = -(-tokens // 128)
+    for split in (2, 3, 4, 6, 7, 8, 14):
+        for stages in (6, 4):
+            plan = PersistentPlan(128, stages, split)
+            if plan.parts(rows, columns, high, PROCESSORS)[0] > 1:
+                yield plan
 
 
-def gluon_candidates(tokens: int) -> Iterator[LinearPlan]:
+def gluon_candidates(tokens: int, rows: int, columns: int) -> Iterator[LinearPlan]:
     yield from stream_candidates(tokens)
-    yield from persistent_candidates(tokens)
+    yield from persistent_candidates(tokens, rows, columns)
 
 
 def linear_candidates(tokens: int) -> Iterator[TilePlan]:
@@ -324,7 +334,7 @@ def tune_linear(
         return [partial(fp8_gemm.linear, packed, w, plan=plan) for w in weights]
 
     used = fp8_gemm.plan_for(weights[0], tokens)
-    candidates = (gluon_candidates if gluon else linear_candidates)(tokens)
+    candidates = gluon_candidates(tokens, rows, columns) if gluon else linear_candidates(tokens)
     results = timed(f"linear {rows}x{columns} M{tokens}", [used, *candidates], calls)
 
     def named(plan: LinearPlan) -> dict[str, Any]:

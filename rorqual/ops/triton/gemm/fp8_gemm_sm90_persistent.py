@@ -6,6 +6,10 @@ to STAGES units ahead, also across tiles. The last column of tiles may have 64 w
 takes half the time; it is processed last, by the programs with the least work. Scales are loaded
 for four units at once.
 
+Few tiles would leave multiprocessors without work: then SPLIT programs share the columns of a tile,
+and half as many those of a narrow tile. All but the last to finish put their sums aside in fp32; it
+waits for them, which are about to be there, and adds all in the order of the columns.
+
 The bottleneck is shared memory, 128 bytes per cycle: a product of 64 x 128 x 32 reads 6 KB in its
 64 cycles and a unit of 256 tokens writes 48 KB in 1024, together 144 bytes per cycle, so at most
 0.89 of the tensor cores' rate; with 128 tokens 160 and 0.80, with products of 64 x 64 x 32 (as in
@@ -14,6 +18,7 @@ Triton's kernel with halves) 192 and 0.67.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +42,7 @@ from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
     tile_of,
 )
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
@@ -48,10 +53,45 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 
 
 @gluon.jit
-def _unit_at(unit, rounds, high, ROWS: gl.constexpr, BLOCKS: gl.constexpr):
+def _parts_of(narrow, SPLIT: gl.constexpr):
+    """Programs that share a tile."""
+    return gl.where(narrow, max(1, SPLIT // 2), SPLIT)
+
+
+@gluon.jit
+def _part(high, ROWS: gl.constexpr, SPLIT: gl.constexpr):
+    """(tile, token tile, weight tile, part, whether the tile is narrow) of this program, which has
+    a part of one tile. Narrow tiles come last. At most 16 token tiles."""
+    NARROW: gl.constexpr = ROWS % 128 > 0 and ROWS % 128 <= 64
+    worker = gl.program_id(0)
+    whole = high * (ROWS // 128 if NARROW else (ROWS + 127) // 128)
+    narrow = worker >= whole * SPLIT
+    parts = _parts_of(narrow, SPLIT)
+    worker = worker - gl.where(narrow, whole * SPLIT, 0)
+    tile = worker // parts + gl.where(narrow, whole, 0)
+    return tile, tile % high, tile // high, worker % parts, narrow
+
+
+@gluon.jit
+def _share(high, ROWS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
+    """(units of this program, full rounds of all programs)"""
+    if SPLIT > 1:
+        _, _, _, _, narrow = _part(high, ROWS, SPLIT)
+        return BLOCKS // _parts_of(narrow, SPLIT), high
+    else:
+        tiles, rounds = share(high, ROWS)
+        return tiles * BLOCKS, rounds
+
+
+@gluon.jit
+def _unit_at(unit, rounds, high, ROWS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr):
     """(token tile, weight tile, block of columns) of a program's unit."""
-    m_tile, n_tile = tile_of(unit // BLOCKS, rounds, high, ROWS)
-    return m_tile, n_tile, unit % BLOCKS
+    if SPLIT > 1:
+        _, m_tile, n_tile, part, narrow = _part(high, ROWS, SPLIT)
+        return m_tile, n_tile, part * (BLOCKS // _parts_of(narrow, SPLIT)) + unit
+    else:
+        m_tile, n_tile = tile_of(unit // BLOCKS, rounds, high, ROWS)
+        return m_tile, n_tile, unit % BLOCKS
 
 
 @gluon.jit
@@ -63,15 +103,15 @@ def _copy(
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     high = (tokens + M - 1) // M
-    tiles, rounds = share(high, ROWS)
-    units = tiles * BLOCKS
+    units, rounds = _share(high, ROWS, BLOCKS, SPLIT)
     # weights are copied before the wait for the previous kernel: no kernel of a step writes them
     for unit in range(gl.minimum(units, STAGES)):
-        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS)
+        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS, SPLIT)
         mbarrier.expect(ring.full.index(unit), (M + 128) * 128)
         tma.async_copy_global_to_shared(
             w_tma, [n_tile * 128, block * 128], ring.full.index(unit), ring.weights.index(unit)
@@ -80,7 +120,7 @@ def _copy(
     stage = 0
     phase = 1
     for unit in range(units):
-        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS)
+        m_tile, n_tile, block = _unit_at(unit, rounds, high, ROWS, BLOCKS, SPLIT)
         mbarrier.wait(ring.empty.index(stage), phase)
         more = unit >= STAGES
         mbarrier.expect(ring.full.index(stage), (M + 128) * 128, pred=more)
@@ -111,10 +151,11 @@ def _factors_of(
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """A unit's factors [M]: its tokens' scales times its weights' scale."""
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    m_tile, n_tile, block = _unit_at(gl.minimum(unit, units - 1), rounds, high, ROWS, BLOCKS)
+    m_tile, n_tile, block = _unit_at(gl.minimum(unit, units - 1), rounds, high, ROWS, BLOCKS, SPLIT)
     token = m_tile * M + gl.arange(0, M, TOKENS)
     scale = gl.load(x_scale + block * xs_block + token * xs_row, mask=token < tokens, other=0.0)
     return scale * gl.load(w_scale + n_tile * BLOCKS + block)
@@ -131,31 +172,32 @@ def _scale(
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
-    tiles, rounds = share(high, ROWS)
-    units = tiles * BLOCKS
+    units, rounds = _share(high, ROWS, BLOCKS, SPLIT)
     stage = 0
     free = 0
     phase = 0
     for unit in range(0, units, 4):
         a = _factors_of(
-            x_scale, w_scale, unit, units, rounds, high, tokens, xs_row, xs_block, M, ROWS, BLOCKS
-        )
+            x_scale, w_scale, unit, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
+            BLOCKS, SPLIT,
+        )  # fmt: skip
         b = _factors_of(
             x_scale, w_scale, unit + 1, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
-            BLOCKS,
+            BLOCKS, SPLIT,
         )  # fmt: skip
         c = _factors_of(
             x_scale, w_scale, unit + 2, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
-            BLOCKS,
+            BLOCKS, SPLIT,
         )  # fmt: skip
         d = _factors_of(
             x_scale, w_scale, unit + 3, units, rounds, high, tokens, xs_row, xs_block, M, ROWS,
-            BLOCKS,
+            BLOCKS, SPLIT,
         )  # fmt: skip
         stage, free, phase = leave(ring, a, unit, unit < units, stage, free, phase, M, STAGES)
         stage, free, phase = leave(
@@ -200,6 +242,47 @@ def _store(y, acc, first, n_tile, tokens, ROWS: gl.constexpr, ACC: gl.constexpr)
 
 
 @gluon.jit
+def _add_up(
+    partials,
+    counters,
+    acc,
+    tile,
+    part,
+    SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
+    WHO: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """(The sums of all parts of a chunk, whether this is the last of its programs, which alone has
+    them)."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    token = gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    row = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+    chunk = tile * 2 + WHO
+    places = partials + (chunk * (SPLIT * 64 * 128) + token * WIDTH)[:, None] + row[None, :]
+    begun = counters + 2 * chunk
+    written = begun + 1
+    last = gl.atomic_add(begun, 1, sem="relaxed") == PARTS - 1
+    total = acc
+    if last:
+        while gl.atomic_add(written, 0, sem="acquire") < PARTS - 1:
+            pass
+        total = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
+        for other in range(part):
+            total = total + gl.load(places + other * (64 * 128), cache_modifier=".cg")
+        total = total + acc
+        for other in range(part + 1, PARTS):
+            total = total + gl.load(places + other * (64 * 128), cache_modifier=".cg")
+        gl.store(begun, 0)
+        gl.store(written, 0)
+    else:
+        gl.store(places + part * (64 * 128), acc)
+        thread_barrier()  # all threads have stored before it is counted
+        gl.atomic_add(written, 1, sem="release")
+    return total, last
+
+
+@gluon.jit
 def _put_chunk(
     y,
     y_tma,
@@ -228,8 +311,12 @@ def _tile(
     y_tma,
     out,
     bias,
+    partials,
+    counters,
     ring,
     unit,
+    tile,
+    part,
     m_tile,
     n_tile,
     tokens,
@@ -239,18 +326,25 @@ def _tile(
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     WHO: gl.constexpr,
     WIDTH: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """A warpgroup's part of a tile, which starts with the program's unit `unit`."""
+    """A warpgroup's part of a tile or of the program's part of it, which starts with the program's
+    unit `unit`."""
+    PARTS: gl.constexpr = SPLIT if WIDTH == 128 else max(1, SPLIT // 2)
     TWO: gl.constexpr = M == 256
     low, high, stage, phase, turn = sums(
-        ring, unit, stage, phase, turn, 1, tokens, M, BLOCKS, STAGES, WHO, TWO, WIDTH
+        ring, unit, stage, phase, turn, 1, tokens, M, BLOCKS // PARTS, STAGES, WHO, TWO, WIDTH
     )
     first = m_tile * M + WHO * 64
-    if first < tokens:  # without a branch here the compiler spills in the loop
+    last = first < tokens
+    if PARTS > 1:  # noqa: SIM102 (known when compiled)
+        if last:
+            low, last = _add_up(partials, counters, low, tile, part, SPLIT, PARTS, WHO, WIDTH)
+    if last:  # without a branch here the compiler spills in the loop
         _put_chunk(y, y_tma, out, bias, low, first, n_tile, tokens, ROWS, WIDTH, BIAS)
         if TWO:
             _put_chunk(y, y_tma, out, bias, high, first + 128, n_tile, tokens, ROWS, WIDTH, BIAS)
@@ -263,11 +357,14 @@ def _multiply(
     y,
     y_tma,
     out,
+    partials,
+    counters,
     ring,
     tokens,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     WHO: gl.constexpr,
     BIAS: gl.constexpr,
@@ -276,21 +373,29 @@ def _multiply(
     """One of the two warpgroups."""
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
-    tiles, rounds = share(high, ROWS)
     stage = 0
     phase = 0
     turn = 1 - WHO
-    for tile in range(tiles):
-        m_tile, n_tile = tile_of(tile, rounds, high, ROWS)
+    tile = 0
+    part = 0
+    if SPLIT > 1:
+        tile, m_tile, n_tile, part, _ = _part(high, ROWS, SPLIT)
+        tiles = 1
+        rounds = 1
+    else:
+        tiles, rounds = share(high, ROWS)
+    for done in range(tiles):
+        if SPLIT == 1:
+            m_tile, n_tile = tile_of(done, rounds, high, ROWS)
         if ROWS % 128 > 0 and ROWS % 128 <= 64 and n_tile * 128 + 128 > ROWS:
             stage, phase, turn = _tile(
-                y, y_tma, out, bias, ring, tile * BLOCKS, m_tile, n_tile, tokens,
-                stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 64, BIAS,
+                y, y_tma, out, bias, partials, counters, ring, done * BLOCKS, tile, part, m_tile,
+                n_tile, tokens, stage, phase, turn, M, ROWS, BLOCKS, SPLIT, STAGES, WHO, 64, BIAS,
             )  # fmt: skip
         else:
             stage, phase, turn = _tile(
-                y, y_tma, out, bias, ring, tile * BLOCKS, m_tile, n_tile, tokens,
-                stage, phase, turn, M, ROWS, BLOCKS, STAGES, WHO, 128, BIAS,
+                y, y_tma, out, bias, partials, counters, ring, done * BLOCKS, tile, part, m_tile,
+                n_tile, tokens, stage, phase, turn, M, ROWS, BLOCKS, SPLIT, STAGES, WHO, 128, BIAS,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -304,19 +409,25 @@ def _tall_kernel(
     bias,
     y,
     y_tma,
+    partials,
+    counters,
     tokens,
     xs_row,
     xs_block,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     M: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     BIAS: gl.constexpr,
     MULTIPLIER: gl.constexpr,
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: at most one program per tile. M: 128 or 256 tokens per tile."""
+    """Grid: at most one program per tile, or if SPLIT > 1 one per part of a tile. M: 128 or 256
+    tokens per tile. partials: [tiles, 2, SPLIT, 64, 128] fp32. counters: of each tile's two chunks
+    of 64 tokens, how many parts are finished and how many of them are written, zero before and
+    after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
     let_next_start(DEPENDENT)
@@ -326,23 +437,23 @@ def _tall_kernel(
             (
                 _multiply,
                 (
-                    bias, y, y_tma, outs.index(0), ring, tokens,
-                    M, ROWS, BLOCKS, STAGES, 0, BIAS, DEPENDENT,
+                    bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
+                    M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    bias, y, y_tma, outs.index(1), ring, tokens,
-                    M, ROWS, BLOCKS, STAGES, 1, BIAS, DEPENDENT,
+                    bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
+                    M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
                 ),
             ),
-            (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
+            (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
             (
                 _scale,
                 (
                     x_scale, w_scale, ring, tokens, xs_row, xs_block,
-                    M, ROWS, BLOCKS, STAGES, DEPENDENT,
+                    M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
                 ),
             ),
         ],
@@ -369,8 +480,16 @@ def launch(
     assert_fits(m, stages)
     plain = bulk_layout(8)
     wide = bulk_layout(16)
-    tiles = -(-tokens // m) * -(-rows // N)
-    _tall_kernel[min(tiles, multiprocessors(device)),](
+    high = -(-tokens // m)
+    tiles = high * -(-rows // N)
+    programs = min(tiles, multiprocessors(device))
+    partials = counters = None
+    split, shared = plan.parts(rows, columns, high, multiprocessors(device))
+    if split > 1:
+        programs = shared
+        partials = torch.empty(tiles, 2, split, 64, N, dtype=torch.float32, device=device)
+        counters = zeroed_counters(device, 4 * tiles)
+    _tall_kernel[programs,](
         TensorDescriptor.from_tensor(x.data, [m, 128], plain),
         x.scale,
         TensorDescriptor.from_tensor(weight.data, [N, 128], plain),
@@ -378,11 +497,14 @@ def launch(
         bias,
         y,
         TensorDescriptor.from_tensor(y, [64, N], wide),
+        partials,
+        counters,
         tokens,
         *x.scale.stride(),
         rows,
         columns,
         m,
+        split,
         stages,
         bias is not None,
         *REGISTERS,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.launch import COUNTERS
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LinearPlan(tuning.StoredConfig):
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
         if row.tall:
-            return PersistentPlan(row.m, row.stages)
+            return PersistentPlan(row.m, row.stages, row.split)
         return TilePlan(
             row.m, row.n, row.warps, row.stages, row.swap, row.tma, row.split, row.waves, row.halves
         )
@@ -105,13 +106,35 @@ class StreamKPlan(LinearPlan):
 @dataclass(frozen=True)
 class PersistentPlan(LinearPlan):
     """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
-    rows."""
+    rows. split: so many programs share a tile's columns (m 128 alone)."""
 
     m: int
     stages: int
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        if self.split > 1 and self.m != 128:
+            raise ValueError(f"tiles of {self.m} tokens are not split")
+
+    def parts(self, rows: int, columns: int, high: int, processors: int) -> tuple[int, int]:
+        """(programs that share a tile, programs) for `high` tiles of tokens: (1, 0) if not split.
+        All programs run at once. Each part has two blocks of 128 columns or more (of one, the
+        compiler clears registers after the fence of the product that uses them)."""
+        blocks, left = divmod(columns // 128, self.split)
+        wide, rest = divmod(rows, 128)
+        narrow = 0 < rest <= 64  # such tiles have half as many parts
+        whole = wide + (rest > 64)
+        programs = high * (whole * self.split + narrow * max(1, self.split // 2))
+        even = self.split % 2 == 0 or not narrow
+        few = high <= 16 and programs <= processors and 4 * high * (whole + narrow) <= COUNTERS
+        if self.split == 1 or left or blocks < 2 or not even or not few:
+            return 1, 0
+        return self.split, programs
 
     def row(self) -> LinearRow:
-        return LinearRow(self.m, 128, 4, self.stages, swap=False, tma=True, tall=True)
+        return LinearRow(
+            self.m, 128, 4, self.stages, swap=False, tma=True, tall=True, split=self.split
+        )
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)

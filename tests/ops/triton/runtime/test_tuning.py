@@ -374,7 +374,7 @@ def test_case_names_of_searches_are_those_of_the_table() -> None:
 
 def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
     for tokens in (1, 8, 20, 64, 128, 200, 4096):
-        for plan in kernels_tuning.gluon_candidates(tokens):
+        for plan in kernels_tuning.gluon_candidates(tokens, 2112, 7168):
             tall = isinstance(plan, PersistentPlan)
             rows = 128 if tall else plan.n
             assert tall != isinstance(plan, StreamKPlan)
@@ -390,7 +390,7 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     monkeypatch.setattr(gemm_and_experts, "ROTATE", 1)
     monkeypatch.setattr(kernels_tuning, "is_hopper", lambda device: True)
     plan = StreamKPlan(8, 64, 4, 6, split=64)
-    monkeypatch.setattr(kernels_tuning, "gluon_candidates", lambda tokens: [plan])
+    monkeypatch.setattr(kernels_tuning, "gluon_candidates", lambda *shape: [plan])
     before = linear_plan(9, 128, 256)
     kernels_tuning.tune_linear(128, 256, 8, torch.device(DEVICE), gluon=True)
     assert linear_plan(2, 128, 256) == linear_plan(8, 128, 256) == plan
