@@ -288,6 +288,8 @@ class Registers:
             return field.astype(KINDS[kind])
         if head == "fma":
             return (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32)
+        if "relu" in rest:
+            return np.maximum(SIMPLE[head](*x), 0).astype(KINDS[kind])
         with np.errstate(all="ignore"):  # lanes that are switched off hold anything
             if head == "div" and kind[0] == "s":
                 return np.trunc(x[0] / x[1]).astype(KINDS[kind])

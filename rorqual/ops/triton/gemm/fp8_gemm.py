@@ -214,9 +214,14 @@ def supported(weight: Weight) -> bool:
 
 def plan_for(weight: Weight, tokens: int) -> LinearPlan:
     rows, columns = weight.data.shape
-    return tuning.config_for(
-        "linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns
-    )
+    shape = {
+        "tokens": tokens,
+        "rows": rows,
+        "columns": columns,
+        # of 128 x 128: with less than a GPU has multiprocessors, these decide more than the sizes
+        "tiles": triton.cdiv(tokens, 128) * triton.cdiv(rows, 128),
+    }
+    return tuning.config_for("linear_fp8", LinearPlan, weight.data.device, **shape)
 
 
 def linear(

@@ -63,7 +63,7 @@ def emulate(
     rows = weight.data.shape[0]
     y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
     args = [
-        Descriptor(x, [m, 128]),
+        Descriptor(x, [64, 128]),
         scale,
         Descriptor(weight.data, [128, 128]),
         weight.scale,
@@ -129,7 +129,7 @@ for (rows, plan), kernel in zip(PLANS, launched):
     assert "griddepcontrol.wait" in kernel.ptx
 """
 FORMS = [  # tokens, rows, columns, m, stages, programs, bias, parts of a tile
-    (200, 200, 256, 256, 2, 1, True, 1),  # 72 rows in the last tile
+    (256, 200, 256, 256, 2, 1, True, 1),  # 72 rows in the last tile
     (200, 168, 256, 128, 4, 1, False, 1),  # narrow last tiles, after which another follows
     (300, 320, 384, 256, 3, 3, True, 1),  # a chunk without tokens; three programs
     (130, 192, 640, 128, 4, 3, True, 1),
@@ -169,7 +169,7 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
     y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
     shared = run_time(*set_aside(tokens, rows, m, split))
     maps = [
-        TensorMap(x, (m, 128), 128),
+        TensorMap(x, (64, 128), 128),
         TensorMap(weight.data, (128, 128), 128),
         TensorMap(y, (64, 64), 128),
     ]

@@ -28,7 +28,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
-from rorqual.ops.triton.gemm import gemv, int4_gemm, skinny_gemm
+from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, skinny_gemm
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.quantized import experts as quantized_experts
@@ -84,9 +84,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def linear_plan(tokens: int, rows: int = 2112, columns: int = 7168) -> LinearPlan:
-    return tuning.config_for(
-        "linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns
-    )
+    return fp8_gemm.plan_for(Weight(torch.empty(rows, columns, device=DEVICE)), tokens)
 
 
 # ---- what ships
@@ -102,6 +100,16 @@ def test_every_shipped_rule_is_a_configuration() -> None:
         assert rules.keys() == KINDS.keys()
         for kernel, made in KINDS.items():
             assert all(isinstance(tuning.build(made, rule.config), made) for rule in rules[kernel])
+
+
+def test_no_product_of_many_columns_leaves_half_of_the_multiprocessors_idle() -> None:
+    for tokens in range(65, 513, 13):
+        for rows in range(1536, 8192, 576):
+            plan = linear_plan(tokens, rows, 7168)
+            high = -(-tokens // 128)
+            tiles = high * -(-rows // 128)
+            if isinstance(plan, PersistentPlan) and tiles <= 66:
+                assert plan.parts(rows, 7168, high, 132)[0] > 1, (tokens, rows)
 
 
 def test_plans_of_products_are_written_as_they_were_read() -> None:
@@ -131,9 +139,9 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         16,
         32,
         64,
+        64,
+        64,
         128,
-        64,
-        64,
         128,
     ]
     assert [linear_plan(t).m for t in (1024, 1025)] == [128, 256]
@@ -144,11 +152,11 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         256,
     ]
     kinds = (StreamKPlan, PersistentPlan)
-    assert tuple(type(linear_plan(t)) for t in (512, 513)) == kinds
-    assert tuple(type(linear_plan(t, rows=4096)) for t in (256, 257)) == kinds
+    assert tuple(type(linear_plan(t)) for t in (256, 257)) == kinds
+    assert tuple(type(linear_plan(t, rows=4096)) for t in (128, 129)) == kinds
     deep = [linear_plan(t, rows=7168, columns=16384) for t in (8, 9, 64, 128, 129, 512)]
     assert [plan.row().n for plan in deep] == [128, 64, 64, 128, 128, 128]
-    assert [type(plan) for plan in deep] == 4 * [StreamKPlan] + 2 * [PersistentPlan]
+    assert [type(plan) for plan in deep] == 3 * [StreamKPlan] + 3 * [PersistentPlan]
     assert [plan.m for plan in deep] == [8, 16, 64, 128, 128, 256]
     assert tuple(type(linear_plan(t, rows=24576, columns=1536)) for t in (64, 65)) == kinds
     assert [linear_plan(t, rows=36864).stages for t in (64, 128)] == [6, 2]
