@@ -94,6 +94,7 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
         self.events: CacheEvents | None = None  # None: not recorded
+        self.read_by_peers = False  # at any time, not in the order of steps
         self.host: HostTier | None = None  # where evicted pages go
         self.uncopied: dict[int, None] = {}  # cached pages without a host copy, oldest first
 

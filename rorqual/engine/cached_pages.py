@@ -23,6 +23,8 @@ class KeptPages:
 class CachedPages:
     def __init__(self, engine: Engine):
         self.engine = engine
+        for prefix in self.prefixes:
+            prefix.read_by_peers = True
 
     def prefix(self, dp_rank: int) -> PrefixCache:
         """The current one: an error during a step replaces it."""

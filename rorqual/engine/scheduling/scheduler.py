@@ -141,6 +141,8 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
+        # of the last step: requests with a chunk, and their lengths after it
+        self._scheduled: list[tuple[Sequence, int]] = []
         self._blocked: Blocked | None = None
         self._order = 0
         self._seeds = random.SystemRandom()
@@ -288,6 +290,7 @@ class Scheduler:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
         self.loads.begin()
+        self._keep_scheduled()
         if self.waiting:
             self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
@@ -312,12 +315,24 @@ class Scheduler:
         self._schedule_copies(output)
         if not output.decode_slots and not output.chunks and not output.copies:
             return None
+        self._scheduled = computed
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
         step.scored = [sequence for (sequence, _), chunk in chunks if chunk.num_scored]
         if self.config.pipeline_turns > 1:
             self.in_flight.append(step)
         return step
+
+    def _keep_scheduled(self) -> None:
+        """Let this step's requests find the pages of the last step's prompts, which may not have
+        been computed yet: steps run in the order they were scheduled. Copies to host memory and to
+        peers do not wait for steps, so with them pages are kept once they are collected."""
+        scheduled, self._scheduled = self._scheduled, []
+        if self.prefix.host is not None or self.prefix.read_by_peers:
+            return
+        for sequence, stop in scheduled:
+            if sequence.slot >= 0 and sequence.finish is None:
+                self._cache_full_pages(sequence, min(stop, sequence.num_computed_tokens))
 
     def _queue_again(self, found: list[Sequence]) -> None:
         """Put requests whose host pages have been loaded back at the head of the queue."""
@@ -645,7 +660,7 @@ class Scheduler:
                     sequence.collected, min(stop, sequence.num_computed_tokens)
                 )
                 if sequence.collected >= sequence.next_hash:
-                    self._cache_full_pages(sequence)
+                    self._cache_full_pages(sequence, sequence.collected)
         step.scored_before = [len(sequence.prompt_logprobs) for sequence in step.scored]
         for sequence, found in zip(step.scored, result.prompt_logprobs, strict=True):
             sequence.prompt_logprobs += found
@@ -682,6 +697,7 @@ class Scheduler:
         launched before may still write to its pages, but it runs before later steps, which set up
         every row and compute every entry again."""
         config = self.config
+        self._scheduled = []
         counts = self.prefix
         policy = (config.page_size, config.prefix_caching, config.lookahead)
         live = [sequence for sequence in self.sequences.values() if sequence.finish is None]
@@ -693,6 +709,7 @@ class Scheduler:
         self.prefix.queries = counts.queries
         self.prefix.hits = counts.hits
         self.prefix.events = counts.events
+        self.prefix.read_by_peers = counts.read_by_peers
         if counts.host is not None:
             self.prefix.host = counts.host.emptied()
         self.loads = HostLoads(self.prefix)
@@ -737,7 +754,7 @@ class Scheduler:
             # All tokens but the newest have cache entries.
             sequence.collected = length - 1
             if length > sequence.next_hash:
-                self._cache_full_pages(sequence)
+                self._cache_full_pages(sequence, sequence.collected)
         reason = None
         if token in sequence.stop_ids and length > sequence.min_len:
             reason = FinishReason.STOP
@@ -748,11 +765,13 @@ class Scheduler:
             self.finish(sequence, reason)
         return TokenOut(sequence, token, logprobs, reason)
 
-    def _cache_full_pages(self, sequence: Sequence) -> None:
-        """Add full pages whose entries are written and whose tokens are known to the prefix
+    def _cache_full_pages(self, sequence: Sequence, written: int) -> None:
+        """Add full pages among the first `written` entries, whose tokens are known, to the prefix
         cache."""
         size = self.config.page_size
-        full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size
+        full = min(written, len(sequence.tokens) - self.config.lookahead) // size
+        if full <= sequence.num_hashed_pages:
+            return
         for i in range(sequence.num_hashed_pages, full):
             sequence.key = self.prefix.insert(
                 sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i]

@@ -79,6 +79,7 @@ class SimulatedRank:
         assert len(acceptance) == config.num_speculative_tokens
         self.sleeping = SleepingScheduler(config) if SLEEPING and not acceptance else None
         self.scheduler = self.sleeping or Scheduler(config)
+        self.scheduler.prefix.read_by_peers = remote or first_only
         self.acceptance = tuple(acceptance)
         self.random = draw
         self.remote = remote

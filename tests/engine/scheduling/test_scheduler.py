@@ -576,6 +576,53 @@ def test_a_request_may_share_while_the_first_still_runs() -> None:
     check_idle(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("others", "cached"), [("steps", 40), ("host memory", 0), ("peers", 0)], ids=str
+)
+def test_the_next_step_finds_a_prompt_that_is_still_being_computed(
+    others: str, cached: int
+) -> None:
+    """Unless something that does not wait for steps reads pages, too."""
+    scheduler = make(**({"host_pages": 8, "host_step_pages": 8} if "host" in others else {}))
+    scheduler.prefix.read_by_peers = others == "peers"
+    shared = [i % VOCAB for i in range(40)]
+    scheduler.add(ask("a", [*shared, 1]))
+    assert scheduler.schedule() is not None
+    scheduler.add(ask("b", [*shared, 2]))
+    assert scheduler.schedule() is not None
+    a, b = (scheduler.sequences[name] for name in "ab")
+    assert b.num_cached_prompt == cached
+    assert (a.pages[:5] == b.pages[:5]) == (cached > 0)
+
+
+def test_a_prompt_that_ended_before_the_next_step_is_not_found() -> None:
+    scheduler = make()
+    shared = [i % VOCAB for i in range(40)]
+    scheduler.add(ask("a", [*shared, 1]))
+    assert scheduler.schedule() is not None
+    scheduler.abort("a")
+    scheduler.add(ask("b", [*shared, 2]))
+    assert scheduler.schedule() is not None
+    assert scheduler.sequences["b"].num_cached_prompt == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_burst_computes_its_prefix_in_one_step(depth: int) -> None:
+    shared = [i % VOCAB for i in range(40)]
+    requests = [ask(f"r{i}", [*shared, i, i + 1], 5) for i in range(20)]
+    hits = []
+    for waits in (False, True):
+        scheduler = make(max_num_seqs=32)
+        scheduler.prefix.read_by_peers = waits
+        loop = loop_of(scheduler, depth)
+        run_all(loop, requests)
+        assert_expected(loop, requests)
+        hits.append(scheduler.prefix.hits)
+    # 64 tokens a step: one whole prompt and the beginning of a second
+    assert hits[0] >= 18 * 40
+    assert hits[1] <= hits[0] - (depth - 1) * 40
+
+
 @pytest.mark.parametrize("budget", [16, 12])
 def test_a_full_page_is_offered_as_soon_as_it_is_known_to_be_written(budget: int) -> None:
     """After each step, all full pages of what was collected are in the prefix cache: prompts'
