@@ -32,9 +32,8 @@ from rorqual.ops.triton.moe import small_batch as direct
 from rorqual.ops.triton.moe import topk
 from rorqual.ops.triton.moe.align import moe_align_block_size
 from rorqual.ops.triton.runtime import tuning
-from rorqual.ops.triton.runtime.launch import is_hopper, next_power
+from rorqual.ops.triton.runtime.launch import is_hopper, multiprocessors, next_power
 
-PROCESSORS = 132  # of an H100 and an H200
 # how far a kept configuration's output may be from that of the one in use
 ALIKE = {"bf16": 1e-4, "fp8": 1e-3, "int4": 1e-4}
 SHOWN = 5
@@ -270,7 +269,9 @@ def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
             yield StreamKPlan(m, n, n // 16, stages, split=split, waves=waves)
 
 
-def persistent_candidates(tokens: int, rows: int, columns: int) -> Iterator[PersistentPlan]:
+def persistent_candidates(
+    tokens: int, rows: int, columns: int, processors: int
+) -> Iterator[PersistentPlan]:
     """Tiles are split where they are too few for all of the GPU's multiprocessors."""
     for m, stages in ((256, 4), (128, 6), (128, 4)):
         if tokens > m // 2:
@@ -281,13 +282,13 @@ def persistent_candidates(tokens: int, rows: int, columns: int) -> Iterator[Pers
     for split in (2, 3, 4, 6, 7, 8, 14):
         for stages in (6, 4):
             plan = PersistentPlan(128, stages, split)
-            if plan.parts(rows, columns, high, PROCESSORS)[0] > 1:
+            if plan.parts(rows, columns, high, processors)[0] > 1:
                 yield plan
 
 
-def gluon_candidates(tokens: int, rows: int, columns: int) -> Iterator[LinearPlan]:
+def gluon_candidates(tokens: int, rows: int, columns: int, processors: int) -> Iterator[LinearPlan]:
     yield from stream_candidates(tokens)
-    yield from persistent_candidates(tokens, rows, columns)
+    yield from persistent_candidates(tokens, rows, columns, processors)
 
 
 def linear_candidates(tokens: int) -> Iterator[TilePlan]:
@@ -334,7 +335,11 @@ def tune_linear(
         return [partial(fp8_gemm.linear, packed, w, plan=plan) for w in weights]
 
     used = fp8_gemm.plan_for(weights[0], tokens)
-    candidates = gluon_candidates(tokens, rows, columns) if gluon else linear_candidates(tokens)
+    candidates: Iterator[LinearPlan] = (
+        gluon_candidates(tokens, rows, columns, multiprocessors(device))
+        if gluon
+        else linear_candidates(tokens)
+    )
     results = timed(f"linear {rows}x{columns} M{tokens}", [used, *candidates], calls)
 
     def named(plan: LinearPlan) -> dict[str, Any]:

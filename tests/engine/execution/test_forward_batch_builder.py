@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from rorqual.engine.execution.forward_batch_builder import ForwardBatchBuilder
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.scheduling.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
 from rorqual.ops.interface import AttentionMetadata
-from rorqual.ops.triton.attention.metadata import Derived
 from rorqual.platforms import make_platform
 from rorqual.request import SamplingParams
 
@@ -58,12 +56,23 @@ def chunks_of(seed: int, modules: int) -> list[PrefillChunk]:
     return made
 
 
-def same_as_derived(segment: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """What the builder knows is what a backend computes without it. Returns both starts."""
+def starts_of(segment: AttentionMetadata) -> tuple[Tensor, Tensor]:
     given = segment.query_starts, segment.key_starts
     assert given[0] is not None
     assert given[1] is not None
+    return given
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_what_the_builder_knows_is_what_a_backend_derives_without_it(seed: int) -> None:
+    pytest.importorskip("triton")
+    from rorqual.ops.triton.attention.metadata import Derived
+
+    build, _ = make(0)
+    segment = build.prefill(SchedulerOutput(chunks=chunks_of(seed, 0))).segment
+    given = starts_of(segment)
     slots = segment.key_slots
+    assert (slots is None) == bool(seed % 2)
     segment.query_starts = segment.key_starts = segment.key_slots = None
     plain = Derived(segment)
     assert given[0].equal(plain.query_starts())
@@ -75,7 +84,6 @@ def same_as_derived(segment: AttentionMetadata) -> tuple[Tensor, Tensor]:
     assert known.query_starts() is given[0]
     assert known.key_starts() is given[1]
     assert known.gather_slots(PAGE).equal(plain.gather_slots(PAGE))
-    return given
 
 
 @pytest.mark.parametrize("modules", [0, 1, 2, 3])
@@ -127,7 +135,11 @@ def test_chunks_are_on_the_device_as_they_were_planned(modules: int) -> None:
         whole = all(chunk.start == 0 for chunk in chunks)
         assert (part.segment.key_slots is not None) == whole
         whole_seen += whole
-        starts = same_as_derived(part.segment)
+        starts = starts_of(part.segment)
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        assert starts[0].tolist() == [*accumulate(lengths, initial=0)]
+        assert starts[1].tolist() == [*accumulate((chunk.stop for chunk in chunks), initial=0)]
+        assert not whole or part.segment.key_slots.equal(part.slot_mapping)
         for column in (
             part.ids, part.positions, part.following, part.logit_rows, part.slots, *starts
         ):  # fmt: skip

@@ -113,7 +113,9 @@ from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 PLANS = [(2112, PersistentPlan(256, 4)), (4096, PersistentPlan(256, 4)),
          (4096, PersistentPlan(128, 6)), (2112, PersistentPlan(128, 6, split=4))]
 for rows, plan in PLANS:
-    linear(quantized(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
+    tokens = 4096 if plan.split == 1 else 256  # many tiles are not split
+    assert plan.split in (1, plan.parts(rows, 7168, -(-tokens // plan.m), 132)[0])
+    linear(quantized(tokens, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
 """
 CHECKS = """
 assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
@@ -127,6 +129,7 @@ for (rows, plan), kernel in zip(PLANS, launched):
     assert kernel.ptx.count(product + ".m64n64k32") == (whole if rows % 128 else 0), plan
     assert "setmaxnreg.inc.sync.aligned.u32 \\t232;" in kernel.ptx
     assert "griddepcontrol.wait" in kernel.ptx
+    assert ("atom.global.gpu.release" in kernel.ptx) == (plan.split > 1)
 """
 FORMS = [  # tokens, rows, columns, m, stages, programs, bias, parts of a tile
     (256, 200, 256, 256, 2, 1, True, 1),  # 72 rows in the last tile

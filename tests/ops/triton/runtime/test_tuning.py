@@ -382,7 +382,7 @@ def test_case_names_of_searches_are_those_of_the_table() -> None:
 
 def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
     for tokens in (1, 8, 20, 64, 128, 200, 4096):
-        for plan in kernels_tuning.gluon_candidates(tokens, 2112, 7168):
+        for plan in kernels_tuning.gluon_candidates(tokens, 2112, 7168, 132):
             tall = isinstance(plan, PersistentPlan)
             rows = 128 if tall else plan.n
             assert tall != isinstance(plan, StreamKPlan)
