@@ -43,6 +43,9 @@ class AttentionMetadata:
     What the builder knows already, else None: query_starts, key_starts [R + 1] int64, sums of
     query_lens and of max_kv_lens; key_slots [sum of max_kv_lens] int64, the cache positions of all
     keys in request order.
+
+    may_share: block tables of several requests may begin with the same pages; a backend may then
+    read these once. The result does not depend on it.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class AttentionMetadata:
         self.query_starts: Tensor | None = None
         self.key_starts: Tensor | None = None
         self.key_slots: Tensor | None = None
+        self.may_share = False
         self.scratch: Any = None  # what a backend derives once per step: masks, tile schedules
 
     def __len__(self) -> int:

@@ -78,6 +78,7 @@ class ModelRunner:
         self.calls: StepCalls | None = None  # to expert servers, from the device
         # whether a step is dropped: requested after it; the reply waits for the device
         self.agree: Callable[[], Callable[[], str]] | None = None
+        self.shares_prefixes = False  # whether requests may have pages in common
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
         self.watch: WrittenLayers | None = None  # of the next step, where transfers read its pages
@@ -308,6 +309,7 @@ class ModelRunner:
             decode = self.build.decode(
                 slots, tuple(output.decode_bounds), metadata.num_speculative_tokens
             )
+            decode.segment.may_share = self.shares_prefixes
         if output.chunks:
             prefill = self.build.prefill(output)
         return self._built(decode, prefill, metadata)
@@ -377,6 +379,7 @@ class ModelRunner:
         count = slots.shape[0]
         width = metadata.num_speculative_tokens + 1
         decode = self.build.decode(slots, (self.max_len,) * count, width - 1)
+        decode.segment.may_share = self.shares_prefixes
         padded = None if requests is None else PaddedRows(requests, width)
         batch = self._built(decode, None, metadata, padded)
         return batch, self._forward(batch, metadata)

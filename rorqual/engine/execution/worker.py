@@ -222,6 +222,7 @@ class Worker:
             self._captured(pool),
         )
         self.runner.mover = self.mover
+        self.runner.shares_prefixes = config.enable_prefix_caching
         if self.remote is not None:
             self.runner.calls = self.remote.calls
             if self.remote.group is not None:
@@ -604,6 +605,7 @@ class Worker:
             None,
             self._piecewise_tokens(lambda: weights),
         )
+        runner.shares_prefixes = self.config.enable_prefix_caching
         runner.compile_ahead(*self._captured_steps())
 
     def _check_memory(self) -> Transformer:

@@ -58,7 +58,7 @@ from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.rank_rows import RankBlocks, RankParts
 from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
-from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
+from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write, shared_prefix
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention.metadata import Derived, derived
 from rorqual.ops.triton.comm import rank_rows
@@ -678,14 +678,16 @@ def _gqa_decode(
     width = q.shape[2]
     groups = k_plane.shape[2]
     config = gqa.config_for(q, k_plane, len(where), known.longest)
+    shared = None
+    if where.may_share and len(where) >= shared_prefix.FEWEST_REQUESTS:
+        shared = known.shared_prefixes(k_plane.shape[1], (heads, groups), width, q.dtype)
+    lens = where.kv_lens if shared is None else shared.own_lens
     plan = known.plan(
-        (config, heads, width, groups),
-        lambda: gqa.gqa_plan(
-            where.kv_lens, known.longest, known.most_queries, heads, groups, width, config
-        ),
+        (config, heads, width, groups, shared is None),
+        lambda: gqa.gqa_plan(lens, known.longest, known.most_queries, heads, groups, width, config),
     )
     cached = (where.tables, where.kv_lens, scale, known.longest, plan)
-    return gqa.gqa_decode(q, k_plane, v_plane, *cached, config=config, scales=scales)
+    return gqa.gqa_decode(q, k_plane, v_plane, *cached, config=config, scales=scales, shared=shared)
 
 
 def _mla_decode(

@@ -27,6 +27,7 @@ from rorqual.ops.triton.attention.mla_decode import (
     fetch_rows_ahead,
     widened,
 )
+from rorqual.ops.triton.attention.shared_prefix import SharedPrefixes, attend, prefix_state
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
@@ -149,6 +150,10 @@ def _gqa_decode_kernel(
     partial,
     lse,
     counters,
+    first_pages,
+    parts,
+    prefix_partial,
+    prefix_lse,
     factor,
     q_token,
     q_head,
@@ -173,12 +178,14 @@ def _gqa_decode_kernel(
     PRECISION: tl.constexpr,
     FINISH: tl.constexpr,
     SCALED: tl.constexpr,
+    PREFIX_ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a
     head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
     key/value heads], where FINISH: zero, and left zero. SCALED: the cache is an 8-bit one; a key's
-    scale goes to its scores, a value's to its weights."""
+    scale goes to its scores, a value's to its weights. PREFIX_ROWS > 0: requests begin with what
+    shared_prefix.attend found, rows of its results; kv_lens count what follows."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -205,6 +212,8 @@ def _gqa_decode_kernel(
             tile = position - tl.load(starts + request, cache_modifier=".cg")
             length = tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
             table = tables + request.to(tl.int64) * table_row
+            if PREFIX_ROWS > 0:
+                table += tl.load(first_pages + request, cache_modifier=".cg")
             slots = _slots(table, tile * BLOCK_N + offsets, length, PAGE) * kv_row
             bytes_of: tl.constexpr = SIZE * k_plane.dtype.element_ty.primitive_bitwidth // 8
             fetch_rows_ahead(k_plane + group * kv_head + slots, bytes_of, DEPENDENT)
@@ -234,6 +243,8 @@ def _gqa_decode_kernel(
         if stop > position:
             length = tl.load(kv_lens + request).to(tl.int32)
             table = tables + request.to(tl.int64) * table_row
+            if PREFIX_ROWS > 0:
+                table += tl.load(first_pages + request)
             token = request.to(tl.int64) * QUERIES + query
             q_rows = q + token * q_token + head * q_head
             queries = tl.load(
@@ -243,6 +254,22 @@ def _gqa_decode_kernel(
             # finite, so that a row that has seen no key yet gives no NaN
             peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
+            if PREFIX_ROWS > 0:  # noqa: SIM102 - known to the compiler
+                if position == begin:
+                    acc, peak, total = prefix_state(
+                        prefix_partial,
+                        prefix_lse,
+                        parts + 3 * request,
+                        group,
+                        tl.num_programs(0),
+                        rows,
+                        row_ok,
+                        PREFIX_ROWS,
+                        QUERIES * SHARE,
+                        BLOCK_H,
+                        WIDTH,
+                        4,
+                    )
             low = position - begin
             high = stop - begin
             # tiles that every query token sees in full
@@ -396,6 +423,7 @@ def gqa_decode(
     out: Tensor | None = None,
     config: GqaDecodeConfig | None = None,
     scales: Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """Attention of R requests with the same number of query tokens each (T / R), causal among them.
 
@@ -403,17 +431,25 @@ def gqa_decode(
     same dtype; tables [R, columns] int, entries past a request's end are never used; kv_lens [R]
     int, cached tokens including this step's (0 gives zeros). Returns [T, H, D]. Nothing is read
     back to the host. `plan` (from gqa_plan, same config) saves making it anew in each layer.
-    scales [pages, page, G, 2] fp32: of an 8-bit cache (`reference.pack_heads`).
+    scales [pages, page, G, 2] fp32: of an 8-bit cache (`reference.pack_heads`). shared: prefixes of
+    these tables and kv_lens, read once a group; `plan` is then of shared.own_lens.
     """
     tokens, heads, width = q.shape
     requests = kv_lens.shape[0]
     config = config or config_for(q, k_plane, requests, max_kv_len)
+    if scales is not None:
+        assert scales.is_contiguous()
+        number = EIGHT_BIT_NUMBERS[k_plane.dtype]
+        k_plane, v_plane = k_plane.view(number), v_plane.view(number)
+    if shared is not None:
+        attend(q, (k_plane, v_plane), scales, tables, shared, scale)
+        kv_lens = shared.own_lens
     plan = plan or gqa_plan(
         kv_lens, max_kv_len, tokens // requests, heads, k_plane.shape[2], width, config
     )
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
     finish = config.finish and requests * k_plane.shape[2] <= COUNTERS
-    work = (tables, kv_lens, scale * LOG2E, plan, out, config, finish)
+    work = (tables, kv_lens, scale * LOG2E, plan, out, config, finish, shared)
     _launch(q, (k_plane, v_plane), scales, *work)
     if not finish:
         combine(plan, out, requests)
@@ -431,11 +467,9 @@ def _launch(
     out: Tensor,
     config: GqaDecodeConfig,
     finish: bool,
+    shared: SharedPrefixes | None,
 ) -> None:
     """finish: the last program merges the partial results."""
-    if scales is not None:
-        assert scales.is_contiguous()
-        planes = tuple(plane.view(EIGHT_BIT_NUMBERS[plane.dtype]) for plane in planes)
     for plane in planes:
         assert plane.is_contiguous()
         assert plane.shape == planes[0].shape
@@ -459,6 +493,11 @@ def _launch(
         plan.partial,
         plan.lse,
         zeroed_counters(q.device, requests * groups) if finish else None,
+        *(
+            (shared.first_pages, shared.parts, shared.partial, shared.lse)
+            if shared
+            else (None,) * 4
+        ),
         factor,
         *q.stride()[:2],
         *planes[0].stride()[1:3],
@@ -480,6 +519,7 @@ def _launch(
         "ieee" if q.dtype == torch.float32 else "tf32",
         finish,
         scales is not None,
+        shared.rows if shared else 0,
         num_warps=config.warps,
         **dependent(q.device),
     )

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.interface import AttentionMetadata, Share, shares_of
+from rorqual.ops.triton.attention import shared_prefix
+from rorqual.ops.triton.attention.gqa_decode import padded
+from rorqual.ops.triton.attention.shared_prefix import SharedPrefixes
 from rorqual.ops.triton.attention.split_kv import SplitPlan
 
 DECODE_QUERIES = 4  # most query tokens per request for the decode kernels
@@ -32,6 +35,7 @@ class Derived:
         self._kept: dict[Hashable, Tensor] = {}
         self._by_token: AttentionMetadata | None = None
         self._shares: dict[tuple[int, int], list[Share]] = {}
+        self._prefixes: dict[Hashable, SharedPrefixes | None] = {}
 
     @property
     def decodes(self) -> bool:
@@ -46,6 +50,17 @@ class Derived:
         if key not in self._plans:
             self._plans[key] = make()
         return self._plans[key]
+
+    def shared_prefixes(
+        self, page: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+    ) -> SharedPrefixes | None:
+        """As shared_prefix.find, in the first layer that asks."""
+        key = (page, heads, width, dtype)
+        if key not in self._prefixes:
+            where = self.segment
+            given = (where.tables, where.kv_lens, self.most_queries)
+            self._prefixes[key] = shared_prefix.find(*given, page, heads, padded(width), dtype)
+        return self._prefixes[key]
 
     def shares(self, tokens: int, page: int) -> list[Share]:
         key = (tokens, page)
