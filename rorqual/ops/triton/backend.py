@@ -679,12 +679,16 @@ def _gqa_decode(
     groups = k_plane.shape[2]
     config = gqa.config_for(q, k_plane, len(where), known.longest)
     shared = None
-    if where.may_share and len(where) >= shared_prefix.FEWEST_REQUESTS:
-        shared = known.shared_prefixes(k_plane.shape[1], (heads, groups), width, q.dtype)
+    fits = config.per_sm <= shared_prefix.MOST_PROGRAMS
+    if where.may_share and fits and len(where) >= shared_prefix.FEWEST_REQUESTS:
+        workers = gqa.gqa_workers(len(where), known.longest, groups, config, q.device)
+        page = k_plane.shape[1]
+        shared = known.shared_prefixes(page, (heads, groups), width, q.dtype, workers)
     lens = where.kv_lens if shared is None else shared.own_lens
+    sizes = (known.longest, known.most_queries, heads, groups, width)
     plan = known.plan(
         (config, heads, width, groups, shared is None),
-        lambda: gqa.gqa_plan(lens, known.longest, known.most_queries, heads, groups, width, config),
+        lambda: gqa.gqa_plan(lens, *sizes, config, shared is not None),
     )
     cached = (where.tables, where.kv_lens, scale, known.longest, plan)
     return gqa.gqa_decode(q, k_plane, v_plane, *cached, config=config, scales=scales, shared=shared)

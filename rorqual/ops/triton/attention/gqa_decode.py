@@ -27,13 +27,18 @@ from rorqual.ops.triton.attention.mla_decode import (
     fetch_rows_ahead,
     widened,
 )
-from rorqual.ops.triton.attention.shared_prefix import SharedPrefixes, attend, prefix_state
+from rorqual.ops.triton.attention.shared_prefix import (
+    SharedPrefixes,
+    attend_prefixes,
+    combine_shared,
+)
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     COUNTERS,
     dependent,
     multiprocessors,
+    next_power,
     wait_for_inputs,
     zeroed_counters,
 )
@@ -152,6 +157,10 @@ def _gqa_decode_kernel(
     counters,
     first_pages,
     parts,
+    prefix_starts,
+    prefix_owners,
+    prefix_counts,
+    prefix_members,
     prefix_partial,
     prefix_lse,
     factor,
@@ -179,13 +188,17 @@ def _gqa_decode_kernel(
     FINISH: tl.constexpr,
     SCALED: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
+    PREFIX_TILE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    REQUESTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a
     head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
     key/value heads], where FINISH: zero, and left zero. SCALED: the cache is an 8-bit one; a key's
-    scale goes to its scores, a value's to its weights. PREFIX_ROWS > 0: requests begin with what
-    shared_prefix.attend found, rows of its results; kv_lens count what follows."""
+    scale goes to its scores, a value's to its weights. PREFIX_ROWS > 0: kv_lens count
+    what follows prefixes, which are attended to in tiles of PREFIX_ROWS rows and PREFIX_TILE
+    tokens (shared_prefix.py)."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -219,6 +232,41 @@ def _gqa_decode_kernel(
             fetch_rows_ahead(k_plane + group * kv_head + slots, bytes_of, DEPENDENT)
             fetch_rows_ahead(v_plane + group * kv_head + slots, bytes_of, DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    if PREFIX_ROWS > 0:
+        attend_prefixes(
+            q,
+            k_head,
+            v_head,
+            scale_head,
+            tables,
+            prefix_starts,
+            prefix_owners,
+            prefix_counts,
+            prefix_members,
+            prefix_partial,
+            prefix_lse,
+            factor,
+            q_token,
+            q_head,
+            kv_row,
+            scale_row,
+            table_row,
+            requests,
+            group,
+            worker,
+            tl.num_programs(1),
+            SHARE,
+            QUERIES,
+            MEMBERS,
+            SIZE,
+            WIDTH,
+            PAGE,
+            PREFIX_ROWS,
+            PREFIX_TILE,
+            REQUESTS,
+            PRECISION,
+            SCALED,
+        )
     if FINISH:  # noqa: SIM102 - known to the compiler
         if worker == 0:  # those before the first tile
             _zero_empty(
@@ -254,22 +302,6 @@ def _gqa_decode_kernel(
             # finite, so that a row that has seen no key yet gives no NaN
             peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
-            if PREFIX_ROWS > 0:  # noqa: SIM102 - known to the compiler
-                if position == begin:
-                    acc, peak, total = prefix_state(
-                        prefix_partial,
-                        prefix_lse,
-                        parts + 3 * request,
-                        group,
-                        tl.num_programs(0),
-                        rows,
-                        row_ok,
-                        PREFIX_ROWS,
-                        QUERIES * SHARE,
-                        BLOCK_H,
-                        WIDTH,
-                        4,
-                    )
             low = position - begin
             high = stop - begin
             # tiles that every query token sees in full
@@ -319,17 +351,20 @@ def _gqa_decode_kernel(
                 acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
 
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            if (position == begin) & (stop == end):
+            alone = (position == begin) & (stop == end)
+            finished = alone
+            if PREFIX_ROWS > 0:
+                finished = alone & (tl.load(parts + 3 * request + 1) == 0)
+            if finished:
                 place = (
                     out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
                 )
                 tl.store(place, acc.to(DTYPE), mask=row_ok[:, None] & inside)
             else:
-                slot = (
-                    (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * (QUERIES * HEADS)
-                    + query * HEADS
-                    + head
-                )
+                part = 2 * worker + (position == begin).to(tl.int32)
+                if PREFIX_ROWS > 0:
+                    part = tl.where(alone, 2 * tl.num_programs(1) + request, part)
+                slot = part.to(tl.int64) * (QUERIES * HEADS) + query * HEADS + head
                 _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, WIDTH)
                 if FINISH:
                     sharing = (end - 1) // chunk - begin // chunk + 1
@@ -379,6 +414,17 @@ def _gqa_decode_kernel(
         request += 1
 
 
+def gqa_workers(
+    requests: int, max_kv_len: int, groups: int, config: GqaDecodeConfig, device: torch.device
+) -> int:
+    """Programs of a key/value head."""
+    tiles = requests * triton.cdiv(max(max_kv_len, 1), config.block_n)
+    return min(
+        max(1, multiprocessors(device) * config.per_sm // groups),
+        triton.cdiv(tiles, config.min_tiles),
+    )
+
+
 def gqa_plan(
     kv_lens: Tensor,
     max_kv_len: int,
@@ -387,17 +433,20 @@ def gqa_plan(
     groups: int,
     width: int,
     config: GqaDecodeConfig,
+    shared: bool = False,
 ) -> SplitPlan:
     """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R],
-    known on the host."""
-    tiles = kv_lens.shape[0] * triton.cdiv(max(max_kv_len, 1), config.block_n)
-    workers = min(
-        max(1, multiprocessors(kv_lens.device) * config.per_sm // groups),
-        triton.cdiv(tiles, config.min_tiles),
-    )
-    return split_plan(
-        kv_lens, workers, config.block_n, config.min_tiles, queries * heads, padded(width)
-    )
+    known on the host. shared: kv_lens are SharedPrefixes.own_lens, and each request has a slot for
+    a partial result."""
+    requests = kv_lens.shape[0]
+    workers = gqa_workers(requests, max_kv_len, groups, config, kv_lens.device)
+    rows = queries * heads
+    plan = split_plan(kv_lens, workers, config.block_n, config.min_tiles, rows, padded(width))
+    if not shared:
+        return plan
+    slots = 2 * workers + requests
+    partial = plan.partial.new_empty(slots, rows, padded(width))
+    return replace(plan, partial=partial, lse=plan.lse.new_empty(slots, rows))
 
 
 def padded(width: int) -> int:
@@ -441,17 +490,17 @@ def gqa_decode(
         assert scales.is_contiguous()
         number = EIGHT_BIT_NUMBERS[k_plane.dtype]
         k_plane, v_plane = k_plane.view(number), v_plane.view(number)
-    if shared is not None:
-        attend(q, (k_plane, v_plane), scales, tables, shared, scale)
-        kv_lens = shared.own_lens
-    plan = plan or gqa_plan(
-        kv_lens, max_kv_len, tokens // requests, heads, k_plane.shape[2], width, config
-    )
+    kv_lens = kv_lens if shared is None else shared.own_lens
+    sizes = (max_kv_len, tokens // requests, heads, k_plane.shape[2], width)
+    plan = plan or gqa_plan(kv_lens, *sizes, config, shared is not None)
+    assert shared is None or shared.workers == plan.workers
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
-    finish = config.finish and requests * k_plane.shape[2] <= COUNTERS
+    finish = config.finish and shared is None and requests * k_plane.shape[2] <= COUNTERS
     work = (tables, kv_lens, scale * LOG2E, plan, out, config, finish, shared)
     _launch(q, (k_plane, v_plane), scales, *work)
-    if not finish:
+    if shared is not None:
+        combine_shared(plan, shared, out)
+    elif not finish:
         combine(plan, out, requests)
     return out
 
@@ -493,11 +542,7 @@ def _launch(
         plan.partial,
         plan.lse,
         zeroed_counters(q.device, requests * groups) if finish else None,
-        *(
-            (shared.first_pages, shared.parts, shared.partial, shared.lse)
-            if shared
-            else (None,) * 4
-        ),
+        *(shared.tensors if shared else (None,) * 8),
         factor,
         *q.stride()[:2],
         *planes[0].stride()[1:3],
@@ -519,7 +564,8 @@ def _launch(
         "ieee" if q.dtype == torch.float32 else "tf32",
         finish,
         scales is not None,
-        shared.rows if shared else 0,
+        *((shared.rows, shared.block_n, shared.members) if shared else (0, 0, 0)),
+        next_power(max(requests, 2)) if shared else 0,
         num_warps=config.warps,
         **dependent(q.device),
     )

@@ -52,14 +52,16 @@ class Derived:
         return self._plans[key]
 
     def shared_prefixes(
-        self, page: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+        self, page: int, heads: tuple[int, int], width: int, dtype: torch.dtype, workers: int
     ) -> SharedPrefixes | None:
         """As shared_prefix.find, in the first layer that asks."""
-        key = (page, heads, width, dtype)
+        key = (page, heads, width, dtype, workers)
         if key not in self._prefixes:
             where = self.segment
             given = (where.tables, where.kv_lens, self.most_queries)
-            self._prefixes[key] = shared_prefix.find(*given, page, heads, padded(width), dtype)
+            self._prefixes[key] = shared_prefix.find(
+                *given, page, heads, padded(width), dtype, workers
+            )
         return self._prefixes[key]
 
     def shares(self, tokens: int, page: int) -> list[Share]:

@@ -2,10 +2,10 @@
 2402.15220).
 
 Requests whose block tables begin with the same pages form groups, found on the device in each step,
-so a captured step needs nothing from the host. One kernel attends to a group's common pages, with
-the queries of all its requests as the rows of one tile; the decode kernel then begins each request
-with that result and continues after the common pages. Without groups the first kernel's programs
-end at once.
+so a captured step needs nothing from the host. Each worker of the decode kernel first attends to
+its part of the groups' common pages, with the queries of all of a group's requests as the rows of
+one tile, then to its part of what follows in each request, and `combine_shared` merges both. A
+separate kernel for the first part took 1 % of a step in which nothing is shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.triton.attention.mla_decode import (
-    LOG2E,
     _row,
     _slots,
     _softmax_step,
@@ -26,19 +25,19 @@ from rorqual.ops.triton.attention.mla_decode import (
     _whole,
     widened,
 )
-from rorqual.ops.triton.attention.split_kv import _chunk
+from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk
 from rorqual.ops.triton.runtime.launch import (
     dependent,
-    multiprocessors,
     next_power,
     wait_for_inputs,
 )
 
 FEWEST_REQUESTS = 32  # below, a step's attention takes little, and an idle kernel a layer shows
 SHORTEST_PREFIX = 512  # tokens; a shorter one is read by each of its requests
+MOST_PROGRAMS = 2  # a multiprocessor has registers for, with a tile of ROWS rows
 ROWS = 64  # of a tile: query heads of a key/value head, times query tokens, times requests
 COMPARED = 8192  # table entries that a program compares at a time
-MIN_TILES = 4  # of a program
+MIN_TILES = tl.constexpr(4)  # of a program
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,13 @@ class SharedPrefixes:
     several.
 
     own_lens [R] int64: cached entries after the prefix. first_pages [R] int32: pages of the prefix.
-    parts [R, 3] int32: the first of a request's partial results, their number (0 without a prefix),
-    and the request's place in its group. starts [R + 1] int32: first tile of each group, then the
-    total. owners, counts [R] int32: a group's first request, whose block table is read, and its
-    number of requests. requests [R, members] int32: those of the group that begins with a request.
-    partial [slots, key/value heads, rows, width] fp32, lse [slots, key/value heads, rows] fp32:
-    results of a worker for a group (normalized) and their log2-sum-exp2; rows are (place, query
-    token, head).
+    parts [R, 3] int32: the first of a request's partial results for its prefix, their number (0
+    without one), and the request's place in its group. starts [R + 1] int32: first tile of each
+    group, then the total. owners, counts [R] int32: a group's first request, whose block table is
+    read, and its number of requests. requests [R, members] int32: those of the group that begins
+    with a request. partial [slots, key/value heads, rows, width] fp32, lse [slots, key/value heads,
+    rows] fp32: results of a worker for a group (normalized) and their log2-sum-exp2; rows are
+    (place, query token, head).
     """
 
     own_lens: Tensor
@@ -76,6 +75,14 @@ class SharedPrefixes:
     @property
     def rows(self) -> int:
         return self.lse.shape[2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Arguments of the decode kernel, in its order."""
+        return (
+            *(self.first_pages, self.parts, self.starts, self.owners, self.counts),
+            *(self.requests, self.partial, self.lse),
+        )
 
 
 @triton.jit
@@ -158,7 +165,7 @@ def _find_kernel(
         tl.store(members + group * MEMBERS + place, index, mask=same)
 
 
-@triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
+@triton.jit(do_not_specialize=["requests", "workers"])
 def _number_kernel(
     group_of,
     place_of,
@@ -169,7 +176,6 @@ def _number_kernel(
     parts,
     requests,
     workers,
-    min_tiles,
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -194,7 +200,7 @@ def _number_kernel(
     mine = tl.load(numbers + group, mask=shares, other=0)
     begin = tl.load(starts + mine, mask=shares, other=0)
     stop = tl.load(starts + mine + 1, mask=shares, other=1)
-    chunk = tl.maximum(_chunk(total, workers, min_tiles), 1)
+    chunk = tl.maximum(_chunk(total, workers, MIN_TILES), 1)
     head = begin // chunk
     tl.store(parts + 3 * index, head + mine, mask=inside)
     splits = tl.where(shares, (stop - 1) // chunk - head + 1, 0)
@@ -202,15 +208,12 @@ def _number_kernel(
     tl.store(parts + 3 * index + 2, tl.load(place_of + index, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["requests", "min_tiles", "table_row"],
-    do_not_specialize_on_alignment=["tables"],
-)
-def _prefix_kernel(
+@triton.jit
+def attend_prefixes(
     q,
-    k_plane,
-    v_plane,
-    scales,
+    k_head,
+    v_head,
+    scale_head,
     tables,
     starts,
     owners,
@@ -222,11 +225,12 @@ def _prefix_kernel(
     q_token,
     q_head,
     kv_row,
-    kv_head,
     scale_row,
     table_row,
     requests,
-    min_tiles,
+    key_head,
+    worker,
+    workers,
     SHARE: tl.constexpr,
     QUERIES: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -236,117 +240,152 @@ def _prefix_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Grid (key/value heads, workers), as gqa_decode's kernel, with groups instead of requests.
-    Worker w stores its result for group g in slot w + g: of the pairs that occur, one ends where
-    the next begins, so no two have the same sum."""
+    """One worker's tiles of one key/value head. Worker w stores its result for group g in slot
+    w + g: of the pairs that occur, one ends where the next begins, so no two have the same sum.
+    k_head, v_head [WIDTH], scale_head: columns of this head in the first row of the cache."""
     DTYPE: tl.constexpr = q.dtype.element_ty
-    key_head = tl.program_id(0)
-    worker = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_H)
-    member = rows // (QUERIES * SHARE)
-    query = rows // SHARE % QUERIES
-    head = key_head * SHARE + rows % SHARE
-    columns = tl.arange(0, WIDTH)
-    offsets = tl.arange(0, BLOCK_N)
-    inside = (columns < SIZE)[None, :]
-    k_head = k_plane + key_head * kv_head + columns
-    v_head = v_plane + key_head * kv_head + columns
-    scale_head = scales + key_head * 2 if SCALED else k_plane
-
-    # the groups are complete: their kernels do not let later ones start early
-    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
-    chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
+    all_tiles = tl.load(starts + requests)
+    chunk = _chunk(all_tiles, workers, MIN_TILES)
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
-    index = tl.arange(0, REQUESTS)
-    ends = tl.load(starts + 1 + index, mask=index < requests, other=2147483647)
-    group = tl.sum((ends <= position).to(tl.int32))
-    wait_for_inputs(DEPENDENT)
-    while position < last:
-        begin = tl.load(starts + group)
-        stop = tl.minimum(tl.load(starts + group + 1), last)
-        owner = tl.load(owners + group)
-        row_ok = (rows < MEMBERS * QUERIES * SHARE) & (member < tl.load(counts + owner))
-        request = tl.load(members + owner * MEMBERS + member, mask=row_ok, other=0)
-        q_rows = q + (request.to(tl.int64) * QUERIES + query) * q_token + head * q_head
-        queries = tl.load(
-            q_rows[:, None] + columns[None, :], mask=row_ok[:, None] & inside, other=0.0
-        )
-        table = tables + owner.to(tl.int64) * table_row
-        acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
-        peak = tl.full((BLOCK_H,), -1e30, tl.float32)
-        total = tl.zeros((BLOCK_H,), tl.float32)
-        for j in tl.range(position - begin, stop - begin, num_stages=STAGES):
-            if PAGE % BLOCK_N == 0:
-                slots = _row(table, j * BLOCK_N, PAGE) + offsets
-            else:
-                slots = _slots(table, j * BLOCK_N + offsets, (j + 1) * BLOCK_N, PAGE)
-            k = _whole(k_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
-            v = _whole(v_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
-            scores = tl.dot(queries, widened(k, DTYPE).T, input_precision=PRECISION)
-            if SCALED:
-                scale_rows = scale_head + slots * scale_row
-                scores *= tl.load(scale_rows)[None, :]
-            weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
-            if SCALED:
-                weights *= tl.load(scale_rows + 1)[None, :]
-            acc *= shrink[:, None]
-            acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        place = (worker + group).to(tl.int64) * tl.num_programs(0) + key_head
-        _store_part(partial, lse, place * BLOCK_H + rows, columns, acc, peak, total, row_ok, WIDTH)
-        position = stop
-        group += 1
+    if position < last:
+        rows = tl.arange(0, BLOCK_H)
+        member = rows // (QUERIES * SHARE)
+        query = rows // SHARE % QUERIES
+        head = key_head * SHARE + rows % SHARE
+        columns = tl.arange(0, WIDTH)
+        offsets = tl.arange(0, BLOCK_N)
+        inside = (columns < SIZE)[None, :]
+        index = tl.arange(0, REQUESTS)
+        ends = tl.load(starts + 1 + index, mask=index < requests, other=2147483647)
+        group = tl.sum((ends <= position).to(tl.int32))
+        while position < last:
+            begin = tl.load(starts + group)
+            stop = tl.minimum(tl.load(starts + group + 1), last)
+            owner = tl.load(owners + group)
+            row_ok = (rows < MEMBERS * QUERIES * SHARE) & (member < tl.load(counts + owner))
+            request = tl.load(members + owner * MEMBERS + member, mask=row_ok, other=0)
+            q_rows = q + (request.to(tl.int64) * QUERIES + query) * q_token + head * q_head
+            queries = tl.load(
+                q_rows[:, None] + columns[None, :], mask=row_ok[:, None] & inside, other=0.0
+            )
+            table = tables + owner.to(tl.int64) * table_row
+            acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
+            peak = tl.full((BLOCK_H,), -1e30, tl.float32)
+            total = tl.zeros((BLOCK_H,), tl.float32)
+            for j in tl.range(position - begin, stop - begin, num_stages=3):
+                if PAGE % BLOCK_N == 0:
+                    slots = _row(table, j * BLOCK_N, PAGE) + offsets
+                else:
+                    slots = _slots(table, j * BLOCK_N + offsets, (j + 1) * BLOCK_N, PAGE)
+                k = _whole(k_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
+                v = _whole(v_head[None, :] + slots[:, None] * kv_row, inside, SIZE == WIDTH)
+                scores = tl.dot(queries, widened(k, DTYPE).T, input_precision=PRECISION)
+                if SCALED:
+                    scale_rows = scale_head + slots * scale_row
+                    scores *= tl.load(scale_rows)[None, :]
+                weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
+                if SCALED:
+                    weights *= tl.load(scale_rows + 1)[None, :]
+                acc *= shrink[:, None]
+                acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            place = (worker + group).to(tl.int64) * tl.num_programs(0) + key_head
+            _store_part(
+                partial, lse, place * BLOCK_H + rows, columns, acc, peak, total, row_ok, WIDTH
+            )
+            position = stop
+            group += 1
 
 
 @triton.jit
-def prefix_state(
+def _merged(acc, peak, total, partial, lse, where, ok, WIDTH: tl.constexpr):
+    """The state of the online softmax of rows [BLOCK_R] after partial results `where` [BLOCK_R,
+    STEP] of which `ok` exist: (weighted sum [BLOCK_R, WIDTH], peak, total)."""
+    columns = tl.arange(0, WIDTH)
+    score = tl.load(lse + where, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(
+        partial + where[:, :, None] * WIDTH + columns[None, None, :],
+        mask=ok[:, :, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    weight = tl.exp2(score - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+    return acc, new_peak, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
+def _combine_kernel(
     partial,
     lse,
-    part,
-    key_head,
-    key_heads,
-    rows,
-    row_ok,
-    SHARED_ROWS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    starts,
+    prefix_partial,
+    prefix_lse,
+    parts,
+    out,
+    out_token,
+    out_head,
+    requests,
+    workers,
+    min_tiles,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PREFIX_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """(weighted sum [BLOCK_H, WIDTH], peak, total) of the online softmax after a request's prefix;
-    part: its row of SharedPrefixes.parts; SHARED_ROWS: of `partial`; GROUP_ROWS: of a request."""
+    """As split_kv's, and the partial results for a request's prefix. What follows one is a partial
+    result also where one worker computed it all: that of slot 2 workers + request."""
+    ROWS: tl.constexpr = QUERIES * HEADS
+    SHARE: tl.constexpr = HEADS // KEY_HEADS
+    wait_for_inputs(DEPENDENT)
+    request = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    begin = tl.load(starts + request)
+    end = tl.load(starts + request + 1)
+    chunk = _chunk(tl.load(starts + requests), workers, min_tiles)
+    slot = tl.load(parts + 3 * request)
+    prefixed = tl.load(parts + 3 * request + 1)
+    place = tl.load(parts + 3 * request + 2)
+    head_worker = begin // chunk
+    count = tl.where(end > begin, (end - 1) // chunk - head_worker + 1, 0)
+    if (count == 1) & (prefixed == 0):
+        return
     columns = tl.arange(0, WIDTH)
-    acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
-    peak = tl.full((BLOCK_H,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    slot = tl.load(part)
-    count = tl.load(part + 1)
-    row = tl.load(part + 2) * GROUP_ROWS + rows
+    row_ok = rows < ROWS
+    query = rows // HEADS
+    head = rows % HEADS
+    acc = tl.zeros((BLOCK_R, WIDTH), tl.float32)
+    peak = tl.full((BLOCK_R,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
     for i in range(0, count, STEP):
         split = i + tl.arange(0, STEP)
-        held = (slot + split).to(tl.int64) * key_heads + key_head
-        where = held[None, :] * SHARED_ROWS + row[:, None]
+        held = 2 * (head_worker + split) + (split == 0).to(tl.int32)
+        held = tl.where(count == 1, 2 * workers + request, held)
+        where = held.to(tl.int64)[None, :] * ROWS + rows[:, None]
         ok = row_ok[:, None] & (split < count)[None, :]
-        score = tl.load(lse + where, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            partial + where[:, :, None] * WIDTH + columns[None, None, :],
-            mask=ok[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
-        total = total * shrink + tl.sum(weight, 1)
-        peak = new_peak
-    return acc, peak, total
+        acc, peak, total = _merged(acc, peak, total, partial, lse, where, ok, WIDTH)
+    row = (place * QUERIES + query) * SHARE + head % SHARE
+    for i in range(0, prefixed, STEP):
+        split = i + tl.arange(0, STEP)
+        held = (slot + split).to(tl.int64)[None, :] * KEY_HEADS + (head // SHARE)[:, None]
+        where = held * PREFIX_ROWS + row[:, None]
+        ok = row_ok[:, None] & (split < prefixed)[None, :]
+        acc, peak, total = _merged(acc, peak, total, prefix_partial, prefix_lse, where, ok, WIDTH)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    token = request.to(tl.int64) * QUERIES + query
+    target = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < SIZE)[None, :])
 
 
 def find(
@@ -357,12 +396,13 @@ def find(
     heads: tuple[int, int],
     width: int,
     dtype: torch.dtype,
+    workers: int,
     shortest: int | None = None,
 ) -> SharedPrefixes | None:
     """The groups of one step. tables [R, columns] int64 and kv_lens [R] int64 on the device, as
     gqa_decode takes them; heads: of queries and of keys; width: columns of a partial result, a
-    power of two; shortest: tokens of a prefix, SHORTEST_PREFIX if left out. Returns None where a
-    tile has no room for the queries of two requests."""
+    power of two; workers: gqa_decode.gqa_workers; shortest: tokens of a prefix, SHORTEST_PREFIX if
+    left out. Returns None where a tile has no room for the queries of two requests."""
     device = kv_lens.device
     requests = kv_lens.shape[0]
     each = heads[0] // heads[1] * queries
@@ -374,7 +414,6 @@ def find(
         return None  # a tile would end inside a page
     unit = max(1, block_n // page)
     shortest = SHORTEST_PREFIX if shortest is None else shortest
-    workers = max(1, 2 * multiprocessors(device) // heads[1])
     rows = max(16, next_power(members * each))
     slots = workers + requests
 
@@ -427,56 +466,40 @@ def find(
         groups.parts,
         requests,
         workers,
-        MIN_TILES,
         block_n,
         size,
     )
     return groups
 
 
-def attend(
-    q: Tensor,
-    planes: tuple[Tensor, Tensor],
-    scales: Tensor | None,
-    tables: Tensor,
-    groups: SharedPrefixes,
-    scale: float,
-) -> None:
-    """Fill `groups.partial` and `groups.lse`: what all requests of each group find in its common
-    pages. Arguments as gqa_decode's; planes are of numbers, also those of an 8-bit cache."""
-    (_, page, key_heads, size) = planes[0].shape
-    requests = tables.shape[0]
-    width = groups.partial.shape[3]
-    _prefix_kernel[(key_heads, groups.workers)](
-        q,
-        *planes,
-        scales,
-        tables,
-        groups.starts,
-        groups.owners,
-        groups.counts,
-        groups.requests,
+def combine_shared(plan: SplitPlan, groups: SharedPrefixes, out: Tensor) -> None:
+    """Finish `out` [T, H, size] in place, as split_kv.combine, and with what was found in the
+    prefixes. plan: of groups.own_lens, with a slot for each request."""
+    requests = groups.own_lens.shape[0]
+    rows = plan.partial.shape[1]
+    few = requests * rows < 4096
+    block_r, step = (1, 16) if few else (8, 2)
+    _combine_kernel[(requests, triton.cdiv(rows, block_r))](
+        plan.partial,
+        plan.lse,
+        plan.starts,
         groups.partial,
         groups.lse,
-        scale * LOG2E,
-        *q.stride()[:2],
-        *planes[0].stride()[1:3],
-        0 if scales is None else scales.stride(1),
-        tables.stride(0),
+        groups.parts,
+        out,
+        out.stride(0),
+        out.stride(1),
         requests,
-        MIN_TILES,
-        q.shape[1] // key_heads,
-        q.shape[0] // requests,
-        groups.members,
-        size,
-        width,
-        page,
+        plan.workers,
+        plan.min_tiles,
+        out.shape[1],
+        groups.lse.shape[1],
+        out.shape[0] // requests,
         groups.rows,
-        groups.block_n,
-        next_power(max(requests, 2)),
-        3,
-        "ieee" if q.dtype == torch.float32 else "tf32",
-        scales is not None,
+        out.shape[2],
+        plan.partial.shape[2],
+        block_r,
+        step,
         num_warps=4,
-        **dependent(q.device),
+        **dependent(out.device),
     )

@@ -88,6 +88,7 @@ def test_requests_of_a_prefix_form_groups(
         (2 * share, 2),
         16,
         torch.float32,
+        7,
         2 * page,
     )
     assert groups is not None
@@ -148,9 +149,9 @@ def attended(
     tables, lens = batch(requests, page, k, v)
     q = random(len(lens) * queries, heads[0], width, dtype=dtype)
     where = segment(tables, lens, queries)
-    shared = shared_prefix.find(
-        tables, where.kv_lens, queries, page, heads, gqa.padded(width), dtype, 2 * page
-    )
+    workers = gqa.gqa_workers(len(lens), max(lens), heads[1], config, q.device)
+    shape = (queries, page, heads, gqa.padded(width), dtype)
+    shared = shared_prefix.find(tables, where.kv_lens, *shape, workers, 2 * page)
     assert shared is not None
     assert int(shared.starts[-1]) > 0
     out = poisoned(*q.shape, dtype=dtype)
@@ -160,7 +161,7 @@ def attended(
     check(out, Ops().attention(q, k, v, where, 0.2))
 
 
-@pytest.mark.parametrize("finish", [False, True])
+@pytest.mark.parametrize("per_sm", [1, 4])
 @pytest.mark.parametrize(
     ("requests", "queries", "heads", "width", "page"),
     [
@@ -176,9 +177,9 @@ def test_attention_with_shared_prefixes(
     heads: tuple[int, int],
     width: int,
     page: int,
-    finish: bool,
+    per_sm: int,
 ) -> None:
-    config = gqa.GqaDecodeConfig(16, 4, 1, tma=False, finish=finish)
+    config = gqa.GqaDecodeConfig(16, 4, 1, per_sm=per_sm, tma=False, finish=True)
     attended(requests, queries, heads, width, page, torch.float32, config)
 
 
@@ -192,17 +193,19 @@ def test_attention_in_bf16(page: int) -> None:
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8], ids=str)
 def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
     page = 64
-    shape = (60, page, 2, 64)
+    held = (60, page, 2, 64)
     packed = [reference.pack_heads(random(60 * page, 2, 64, dtype=torch.bfloat16), kind)] * 2
-    k, v = (numbers.view(shape) for numbers, _ in packed)
-    scales = torch.stack([scale.view(shape[:3]) for _, scale in packed], -1).contiguous()
+    k, v = (numbers.view(held) for numbers, _ in packed)
+    scales = torch.stack([scale.view(held[:3]) for _, scale in packed], -1).contiguous()
     tables, lens = batch(MANY, page, k)
     q = random(len(lens), 8, 64, dtype=torch.bfloat16)
     where = segment(tables, lens, 1)
     dtype = torch.bfloat16
-    shared = shared_prefix.find(tables, where.kv_lens, 1, page, (8, 2), 64, dtype, 2 * page)
-    out = poisoned(*q.shape, dtype=dtype)
     config = gqa.GqaDecodeConfig(32, 4, 2, tma=False)
+    workers = gqa.gqa_workers(len(lens), max(lens), 2, config, q.device)
+    shape = (1, page, (8, 2), 64, dtype)
+    shared = shared_prefix.find(tables, where.kv_lens, *shape, workers, 2 * page)
+    out = poisoned(*q.shape, dtype=dtype)
     gqa.gqa_decode(
         *(q, k, v, tables, where.kv_lens, 0.2, max(lens)),
         out=out,
@@ -210,14 +213,14 @@ def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
         scales=scales,
         shared=shared,
     )
-    wide = [reference.unpack_heads(*each, torch.float32).view(shape) for each in packed]
+    wide = [reference.unpack_heads(*each, torch.float32).view(held) for each in packed]
     check(out, Ops().attention(q.float(), *wide, where, 0.2).to(dtype))
 
 
 def test_a_tile_without_room_for_two_requests_shares_nothing() -> None:
     lens = torch.tensor([200, 200], device=DEVICE)
     tables = torch.ones(2, 16, dtype=torch.int64, device=DEVICE)
-    assert shared_prefix.find(tables, lens, 1, 16, (64, 1), 128, torch.float32) is None
+    assert shared_prefix.find(tables, lens, 1, 16, (64, 1), 128, torch.float32, 8) is None
 
 
 @pytest.mark.parametrize("may_share", [False, True])

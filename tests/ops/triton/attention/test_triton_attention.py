@@ -382,10 +382,10 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
     joint = replace(gqa_config or gqa.GqaDecodeConfig(64, 4, 3), finish=True)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512,
         config=joint)
-    groups = shared_prefix.find(i(40, 9), i(40), 1, 64, (32, 4), 128, torch.bfloat16)
-    for config in (gqa_config, joint):
-        gqa.gqa_decode(m(40, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(40, 9), i(40), 0.1,
-            512, config=config, shared=groups)
+    workers = gqa.gqa_workers(40, 512, 4, joint, torch.device("cpu"))
+    groups = shared_prefix.find(i(40, 9), i(40), 1, 64, (32, 4), 128, torch.bfloat16, workers)
+    gqa.gqa_decode(m(40, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(40, 9), i(40), 0.1, 512,
+        config=joint, shared=groups)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1,
         config=prefill_config)
     so_far = prefill.SoFar(m(4, 8, 128, t=torch.float32), m(4, 8, t=torch.float32), i(1))
@@ -400,7 +400,7 @@ with compiling(capability) as launched:
     everything(*(older if capability < 90 else (None, None, None)), fp8=capability >= 89)
 assert all(k.kernel.metadata.shared <= SHARED[capability] for k in launched)
 for k in launched:
-    if k.name in ("_mla_decode_kernel", "_gqa_decode_kernel", "_combine_kernel", "_prefix_kernel"):
+    if k.name in ("_mla_decode_kernel", "_gqa_decode_kernel", "_combine_kernel"):
         assert ("griddepcontrol.wait" in k.ptx) == (capability >= 90), k.name
 print(len(launched), sum("wgmma" in k.ptx for k in launched))
 """

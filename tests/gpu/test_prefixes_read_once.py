@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.ops.triton.attention import gqa_decode
+from rorqual.ops.triton.attention import shared_prefix
 from rorqual.ops.triton.attention.shared_prefix import FEWEST_REQUESTS, SHORTEST_PREFIX
-from tests.models.checkpoints import VOCAB, save
+from tests.models.checkpoints import VOCAB, rewrite_config, save
 
 PREFIXES = 3
 REQUESTS = FEWEST_REQUESTS + 5
@@ -52,14 +52,15 @@ def test_tokens_do_not_depend_on_sharing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     save("qwen", tmp_path)
+    rewrite_config(tmp_path, max_position_embeddings=2048)
     calls: list[int] = []
-    attend = gqa_decode.attend
+    find = shared_prefix.find
 
-    def counted(*given: Any) -> None:
-        calls.append(int(given[0].shape[0]))
-        attend(*given)
+    def counted(tables: torch.Tensor, *given: Any) -> Any:
+        calls.append(len(tables))
+        return find(tables, *given)
 
-    monkeypatch.setattr(gqa_decode, "attend", counted)
+    monkeypatch.setattr(shared_prefix, "find", counted)
     alone = answers(tmp_path, False, **options)
     assert not calls
     assert answers(tmp_path, True, **options) == alone
