@@ -42,18 +42,26 @@ def numbers(text: str) -> list[int]:
 
 
 class GraphsInTurns:
-    """With random weights. `asked`: see `options`. Every request may generate `tokens`."""
+    """With random weights. `asked`: see `options`. Every request may generate `tokens` after a
+    prompt of `prompt`."""
 
-    def __init__(self, asked: argparse.Namespace, max_num_seqs: int, tokens: int):
+    def __init__(
+        self,
+        asked: argparse.Namespace,
+        max_num_seqs: int,
+        tokens: int,
+        prompt: int = PROMPT,
+        prefix_caching: bool = False,
+    ):
         self.asked = asked
         self.tokens = tokens
         self.llm = LLM(
             str(model_folder(asked.model, weights=False)),
             weights="random",
             skip_tokenizer_init=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=prefix_caching,
             max_num_seqs=max_num_seqs,
-            max_model_len=PROMPT + tokens,
+            max_model_len=prompt + tokens,
             quantization=asked.quantization,
             num_layers=asked.layers,
             device=asked.device,
