@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.ops.triton.attention import shared_prefix
-from rorqual.ops.triton.attention.shared_prefix import FEWEST_REQUESTS, SHORTEST_PREFIX
+from rorqual.ops.triton.attention import prefix_groups
+from rorqual.ops.triton.attention.prefix_groups import FEWEST_REQUESTS, SHORTEST_PREFIX
 from tests.models.checkpoints import VOCAB, rewrite_config, save
 
 PREFIXES = 3
@@ -54,13 +54,13 @@ def test_tokens_do_not_depend_on_sharing(
     save("qwen", tmp_path)
     rewrite_config(tmp_path, max_position_embeddings=2048)
     calls: list[int] = []
-    find = shared_prefix.find
+    find = prefix_groups.find
 
     def counted(tables: torch.Tensor, *given: Any) -> Any:
         calls.append(len(tables))
         return find(tables, *given)
 
-    monkeypatch.setattr(shared_prefix, "find", counted)
+    monkeypatch.setattr(prefix_groups, "find", counted)
     alone = answers(tmp_path, False, **options)
     assert not calls
     assert answers(tmp_path, True, **options) == alone

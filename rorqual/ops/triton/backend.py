@@ -58,7 +58,7 @@ from rorqual.ops.padded_rows import PaddedRows
 from rorqual.ops.rank_rows import RankBlocks, RankParts
 from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
-from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write, shared_prefix
+from rorqual.ops.triton.attention import latent_fp8, prefill, prefix_groups, rope_kv_write
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention.metadata import Derived, derived
 from rorqual.ops.triton.comm import rank_rows
@@ -679,8 +679,8 @@ def _gqa_decode(
     groups = k_plane.shape[2]
     config = gqa.config_for(q, k_plane, len(where), known.longest)
     shared = None
-    fits = config.per_sm <= shared_prefix.MOST_PROGRAMS
-    if where.may_share and fits and len(where) >= shared_prefix.FEWEST_REQUESTS:
+    fits = config.per_sm <= prefix_groups.MOST_PROGRAMS
+    if where.may_share and fits and len(where) >= prefix_groups.FEWEST_REQUESTS:
         workers = gqa.gqa_workers(len(where), known.longest, groups, config, q.device)
         page = k_plane.shape[1]
         shared = known.shared_prefixes(page, (heads, groups), width, q.dtype, workers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.interface import AttentionMetadata, Share, shares_of
-from rorqual.ops.triton.attention import shared_prefix
+from rorqual.ops.triton.attention import prefix_groups
 from rorqual.ops.triton.attention.gqa_decode import padded
 from rorqual.ops.triton.attention.shared_prefix import SharedPrefixes
 from rorqual.ops.triton.attention.split_kv import SplitPlan
@@ -54,12 +54,12 @@ class Derived:
     def shared_prefixes(
         self, page: int, heads: tuple[int, int], width: int, dtype: torch.dtype, workers: int
     ) -> SharedPrefixes | None:
-        """As shared_prefix.find, in the first layer that asks."""
+        """As prefix_groups.find, in the first layer that asks."""
         key = (page, heads, width, dtype, workers)
         if key not in self._prefixes:
             where = self.segment
             given = (where.tables, where.kv_lens, self.most_queries)
-            self._prefixes[key] = shared_prefix.find(
+            self._prefixes[key] = prefix_groups.find(
                 *given, page, heads, padded(width), dtype, workers
             )
         return self._prefixes[key]

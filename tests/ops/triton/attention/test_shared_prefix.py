@@ -14,13 +14,14 @@ from tests.ops.triton.attention.test_triton_attention import GARBAGE, check, poi
 
 if SKIP_REASON is None:
     from rorqual.ops.triton.attention import gqa_decode as gqa
-    from rorqual.ops.triton.attention import shared_prefix
+    from rorqual.ops.triton.attention import prefix_groups
     from rorqual.ops.triton.attention.metadata import derived
     from rorqual.ops.triton.backend import TritonOps
 
 pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 
-# (name of the prefix, its pages, tokens after it) of each request; no name: nothing is shared.
+# (name of the prefix, its pages, tokens after it) of each request; no name: nothing is shared; a
+# name x/y: its first two pages are those of x, which must come before.
 # The tokens of this step are among those after it.
 MIXED = [
     ("a", 3, 5),
@@ -35,6 +36,14 @@ MIXED = [
     ("c", 4, 20),
 ]
 MANY = [("a", 5, 1 + i) for i in range(11)] + [("", 0, 9), ("b", 2, 2), ("b", 2, 2)]
+# two documents and a request of its own behind one prefix of two pages; pages count all of them
+NESTED = [
+    ("s", 2, 30),
+    *[("s/d", 6, 3 + i) for i in range(5)],
+    *[("s/e", 5, 2 + i) for i in range(3)],
+    ("s", 2, 4),
+    ("s/f", 4, 40),
+]
 ALONE = [("", 0, n) for n in (5, 0, 130, 64)] + [("a", 1, 4), ("a", 1, 4)]
 
 
@@ -48,7 +57,8 @@ def batch(
     tables = torch.full((len(requests), max(lens) // page + 3), GARBAGE, dtype=torch.int64)
     used = torch.zeros(planes[0].shape[:2], dtype=torch.bool)
     for i, ((name, pages, _), length) in enumerate(zip(requests, lens, strict=True)):
-        shared = prefixes.setdefault(name, [])
+        stem = name.rpartition("/")[0]
+        shared = prefixes.setdefault(name, list(prefixes.get(stem, [])[:2]))
         while name and len(shared) < pages:
             shared.append(next(free))
         held = shared[:pages] if name else []
@@ -70,69 +80,85 @@ def segment(tables: Tensor, lens: list[int], queries: int) -> AttentionMetadata:
     )
 
 
+def in_common(
+    tables: Tensor, lens: list[int], one: int, other: int, queries: int, page: int
+) -> int:
+    """Pages at the beginning of both that were complete before the step."""
+    most = max(0, (min(lens[one], lens[other]) - queries) // page)
+    equal = (tables[one, :most] == tables[other, :most]).tolist()
+    return equal.index(False) if False in equal else most
+
+
 @pytest.mark.parametrize(
     ("requests", "queries", "share", "page"),
-    [(MIXED, 1, 8, 16), (MIXED, 2, 4, 32), (MANY, 1, 16, 16), (ALONE, 1, 8, 16), (MANY, 1, 5, 8)],
+    [
+        (MIXED, 1, 8, 16),
+        (MIXED, 2, 4, 32),
+        (MANY, 1, 16, 16),
+        (MANY, 1, 5, 8),
+        (NESTED, 1, 8, 16),
+        (NESTED, 1, 32, 16),
+        (ALONE, 1, 8, 16),
+    ],
 )
 def test_requests_of_a_prefix_form_groups(
     requests: list[tuple[str, int, int]], queries: int, share: int, page: int
 ) -> None:
-    pages = torch.zeros(90, page, 2, 16)
+    """Each is with those with which it has most in common."""
+    pages = torch.zeros(120, page, 2, 16)
     requests = [(name, n, own and max(own, queries)) for name, n, own in requests]
     tables, lens = batch(requests, page, pages)
-    groups = shared_prefix.find(
-        tables,
-        torch.tensor(lens, device=DEVICE),
-        queries,
-        page,
-        (2 * share, 2),
-        16,
-        torch.float32,
-        7,
-        2 * page,
+    kv_lens = torch.tensor(lens, device=DEVICE)
+    heads = (2 * share, 2)
+    groups = prefix_groups.find(
+        tables, kv_lens, queries, page, heads, 16, torch.float32, 7, 2 * page
     )
     assert groups is not None
     most = 64 // (share * queries)
     assert groups.members == most
     count = len(requests)
+    unit = max(1, groups.block_n // page)  # of pages, so that a tile ends with one
+    depths = []
+    for i in range(count):
+        others = (in_common(tables, lens, i, j, queries, page) for j in range(count) if j != i)
+        depth = max(others) // unit * unit
+        depths.append(depth if depth >= 2 else 0)
+    same: dict[tuple[int, ...], set[int]] = {}
+    for i, depth in enumerate(depths):
+        if depth:
+            same.setdefault(tuple(tables[i, :depth].tolist()), set()).add(i)
+    same = {key: held for key, held in same.items() if len(held) > 1}
+    shared = set().union(*same.values())
+    assert bool(shared) == (requests[0] != ALONE[0])
     own = groups.own_lens.tolist()
     firsts = groups.first_pages.tolist()
     parts = groups.parts.tolist()
-    by_name: dict[str, list[int]] = {}
-    for i, (name, n, _) in enumerate(requests):
-        if name and n >= 2:
-            by_name.setdefault(name, []).append(i)
-    shared = {i for same in by_name.values() if len(same) > 1 for i in same}
-    unit = max(1, groups.block_n // page)  # of pages, so that a tile ends with one
-    for i, (_, n, _) in enumerate(requests):
-        assert firsts[i] == (n // unit * unit if i in shared else 0)
+    for i, depth in enumerate(depths):
+        assert firsts[i] == (depth if i in shared else 0)
         assert own[i] == lens[i] - firsts[i] * page
         assert (parts[i][1] > 0) == (i in shared)
     # groups of nearly equal sizes, every request in one of them, in its place
-    found: dict[int, set[int]] = {}
+    found: list[set[int]] = []
     starts = groups.starts.tolist()
-    tile = groups.block_n
-    g = 0
-    while g < count and starts[g + 1] > starts[g]:
+    for g in range(count):
+        if starts[g + 1] == starts[g]:
+            break
         owner = int(groups.owners[g])
         size = int(groups.counts[owner])
         held = groups.requests[owner, :size].tolist()
         assert size <= most
-        assert starts[g + 1] - starts[g] == firsts[owner] * page // tile
-        for place, i in enumerate(held):
-            assert parts[i][2] == place
-            assert firsts[i] == firsts[owner]
-            assert requests[i][0] == requests[owner][0]
-        found[g] = set(held)
-        g += 1
-    assert set().union(*found.values()) == shared
-    assert sum(map(len, found.values())) == len(shared)
-    assert starts[g:] == [starts[-1]] * (count + 1 - g)
-    for name, same in by_name.items():
-        if len(same) > 1:
-            sizes = [len(held) for held in found.values() if requests[min(held)][0] == name]
-            assert len(sizes) == -(-len(same) // most)
-            assert max(sizes) - min(sizes) <= len(sizes)
+        assert starts[g + 1] - starts[g] == firsts[owner] * page // groups.block_n
+        assert [parts[i][2] for i in held] == list(range(size))
+        found.append(set(held))
+    assert starts[len(found) :] == [starts[-1]] * (count + 1 - len(found))
+    assert sum(map(len, found)) == len(shared)
+    for held in same.values():
+        sizes = [len(group) for group in found if group <= held]
+        assert sum(sizes) == len(held)
+        assert len(sizes) == -(-len(held) // most)
+        assert max(sizes) - min(sizes) <= len(sizes)
+    slots = 7 + len(found) - 1  # as many as a staircase of workers and groups has steps
+    assert groups.partial.shape[0] >= slots
 
 
 def attended(
@@ -145,13 +171,13 @@ def attended(
     config: gqa.GqaDecodeConfig,
 ) -> None:
     requests = [(name, n, own and max(own, queries)) for name, n, own in requests]
-    k, v = (random(90, page, heads[1], width, dtype=dtype) for _ in range(2))
+    k, v = (random(120, page, heads[1], width, dtype=dtype) for _ in range(2))
     tables, lens = batch(requests, page, k, v)
     q = random(len(lens) * queries, heads[0], width, dtype=dtype)
     where = segment(tables, lens, queries)
     workers = gqa.gqa_workers(len(lens), max(lens), heads[1], config, q.device)
     shape = (queries, page, heads, gqa.padded(width), dtype)
-    shared = shared_prefix.find(tables, where.kv_lens, *shape, workers, 2 * page)
+    shared = prefix_groups.find(tables, where.kv_lens, *shape, workers, 2 * page)
     assert shared is not None
     assert int(shared.starts[-1]) > 0
     out = poisoned(*q.shape, dtype=dtype)
@@ -161,14 +187,14 @@ def attended(
     check(out, Ops().attention(q, k, v, where, 0.2))
 
 
-@pytest.mark.parametrize("per_sm", [1, 4])
 @pytest.mark.parametrize(
-    ("requests", "queries", "heads", "width", "page"),
+    ("requests", "queries", "heads", "width", "page", "per_sm"),
     [
-        (MIXED, 1, (16, 2), 32, 16),
-        (MANY, 2, (8, 2), 24, 16),
-        (MANY, 1, (20, 4), 16, 64),
-        (ALONE + MANY, 1, (16, 1), 32, 32),
+        (MIXED, 1, (16, 2), 32, 16, 1),
+        (MANY, 2, (8, 2), 24, 16, 4),
+        (MANY, 1, (20, 4), 16, 64, 1),
+        (ALONE + MANY, 1, (16, 1), 32, 32, 4),
+        (NESTED, 1, (16, 2), 32, 16, 1),
     ],
 )
 def test_attention_with_shared_prefixes(
@@ -204,7 +230,7 @@ def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
     config = gqa.GqaDecodeConfig(32, 4, 2, tma=False)
     workers = gqa.gqa_workers(len(lens), max(lens), 2, config, q.device)
     shape = (1, page, (8, 2), 64, dtype)
-    shared = shared_prefix.find(tables, where.kv_lens, *shape, workers, 2 * page)
+    shared = prefix_groups.find(tables, where.kv_lens, *shape, workers, 2 * page)
     out = poisoned(*q.shape, dtype=dtype)
     gqa.gqa_decode(
         *(q, k, v, tables, where.kv_lens, 0.2, max(lens)),
@@ -220,7 +246,7 @@ def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
 def test_a_tile_without_room_for_two_requests_shares_nothing() -> None:
     lens = torch.tensor([200, 200], device=DEVICE)
     tables = torch.ones(2, 16, dtype=torch.int64, device=DEVICE)
-    assert shared_prefix.find(tables, lens, 1, 16, (64, 1), 128, torch.float32, 8) is None
+    assert prefix_groups.find(tables, lens, 1, 16, (64, 1), 128, torch.float32, 8) is None
 
 
 @pytest.mark.parametrize("may_share", [False, True])
@@ -228,8 +254,8 @@ def test_the_backend_shares_where_tables_may(
     may_share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups are found once for all layers of a step."""
-    monkeypatch.setattr(shared_prefix, "FEWEST_REQUESTS", 4)
-    monkeypatch.setattr(shared_prefix, "SHORTEST_PREFIX", 32)
+    monkeypatch.setattr(prefix_groups, "FEWEST_REQUESTS", 4)
+    monkeypatch.setattr(prefix_groups, "SHORTEST_PREFIX", 32)
     page = 16
     heads = (8, 2)
     layers = [[random(90, page, heads[1], 32) for _ in range(2)] for _ in range(2)]

@@ -350,7 +350,7 @@ import sys, torch
 from dataclasses import replace
 from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.triton.attention import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
-from rorqual.ops.triton.attention import rope_kv_write, shared_prefix
+from rorqual.ops.triton.attention import rope_kv_write, prefix_groups
 from tests.emulation.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
@@ -383,7 +383,7 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512,
         config=joint)
     workers = gqa.gqa_workers(40, 512, 4, joint, torch.device("cpu"))
-    groups = shared_prefix.find(i(40, 9), i(40), 1, 64, (32, 4), 128, torch.bfloat16, workers)
+    groups = prefix_groups.find(i(40, 9), i(40), 1, 64, (32, 4), 128, torch.bfloat16, workers)
     gqa.gqa_decode(m(40, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(40, 9), i(40), 0.1, 512,
         config=joint, shared=groups)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1,
