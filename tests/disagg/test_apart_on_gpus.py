@@ -394,7 +394,7 @@ def test_servers_end_with_it(tmp_path: Path) -> None:
     interrupted([sys.executable, "-u", script, *given], signal.SIGTERM, 5, file)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.longest
 def test_all_layouts_answer_alike(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

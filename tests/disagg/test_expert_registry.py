@@ -151,6 +151,7 @@ class Load:
             time.sleep(PAUSE)
 
 
+@pytest.mark.longest
 def test_servers_come_and_go_by_the_registry(
     registry: Registry, tmp_path: Path, greedy: list[list[int]]
 ) -> None:

@@ -106,7 +106,7 @@ LAYOUTS: list[Any] = [
         marks=[pytest.mark.longest],
     ),
     (2, {"dp": 2, "micro_batches": 2, "num_speculative_tokens": 1}),
-    (2, {"tp": 2, "micro_batches": 2}),
+    pytest.param(2, {"tp": 2, "micro_batches": 2}, marks=[pytest.mark.longest]),
     pytest.param(3, {"tp": 2, "dp": 2, "num_speculative_tokens": 1}, marks=[pytest.mark.longest]),
 ]
 

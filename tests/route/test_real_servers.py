@@ -202,6 +202,7 @@ def killed(server: Running) -> None:
     server.process.wait()
 
 
+@pytest.mark.longest
 def test_many_streams_while_servers_die_and_come_back(undisturbed: dict[int, Read]) -> None:
     """Everybody gets the tokens of an undisturbed server, or an error that says what happened."""
     done = threading.Event()

@@ -137,6 +137,7 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
     )
 
 
+@pytest.mark.longest
 def test_nothing_is_kept_where_nothing_shall_be(
     folder: Path, tokens: list[list[int]], home: Path, tmp_path: Path
 ) -> None:

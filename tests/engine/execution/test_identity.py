@@ -114,12 +114,15 @@ def test_batch_of_32_gives_the_tokens_of_one(
         {},
         {"chunked_prefill_size": 7},
         {"mla_decode": "CC", "max_num_batched_tokens": 33},
-        {
-            "mla_decode": "CC",
-            "num_speculative_tokens": 2,
-            "drafter": "ngram",
-            "chunked_prefill_size": 30,
-        },
+        pytest.param(
+            {
+                "mla_decode": "CC",
+                "num_speculative_tokens": 2,
+                "drafter": "ngram",
+                "chunked_prefill_size": 30,
+            },
+            marks=[pytest.mark.longest],
+        ),
     ],
     ids=str,
 )
