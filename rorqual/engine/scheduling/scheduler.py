@@ -141,8 +141,7 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
-        # of the last step: requests with a chunk, and their lengths after it
-        self._scheduled: list[tuple[Sequence, int]] = []
+        self._filled: set[int] = set()  # pages that this step fills and others may already share
         self._blocked: Blocked | None = None
         self._order = 0
         self._seeds = random.SystemRandom()
@@ -290,7 +289,7 @@ class Scheduler:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
         self.loads.begin()
-        self._keep_scheduled()
+        self._filled.clear()
         if self.waiting:
             self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
@@ -315,7 +314,6 @@ class Scheduler:
         self._schedule_copies(output)
         if not output.decode_slots and not output.chunks and not output.copies:
             return None
-        self._scheduled = computed
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
         step.scored = [sequence for (sequence, _), chunk in chunks if chunk.num_scored]
@@ -323,16 +321,16 @@ class Scheduler:
             self.in_flight.append(step)
         return step
 
-    def _keep_scheduled(self) -> None:
-        """Let this step's requests find the pages of the last step's prompts, which may not have
-        been computed yet: steps run in the order they were scheduled. Copies to host memory and to
-        peers do not wait for steps, so with them pages are kept once they are collected."""
-        scheduled, self._scheduled = self._scheduled, []
+    def _share_filled(self, sequence: Sequence) -> None:
+        """Let other requests find the pages that this step fills, in the same step even: in every
+        layer all of a step's entries are written before any of its requests attends, and steps run
+        in the order they were scheduled. Copies to host memory and to peers do not wait for steps,
+        so with them pages are kept once they are collected."""
         if self.prefix.host is not None or self.prefix.read_by_peers:
             return
-        for sequence, stop in scheduled:
-            if sequence.slot >= 0 and sequence.finish is None:
-                self._cache_full_pages(sequence, min(stop, sequence.num_computed_tokens))
+        before = sequence.num_hashed_pages
+        self._cache_full_pages(sequence, sequence.num_computed_tokens)
+        self._filled.update(sequence.pages[before : sequence.num_hashed_pages])
 
     def _queue_again(self, found: list[Sequence]) -> None:
         """Put requests whose host pages have been loaded back at the head of the queue."""
@@ -515,7 +513,10 @@ class Scheduler:
         tail = self._tail(sequence, len(pages), key)
         known = len(sequence.tokens)
         drafts = self.config.num_speculative_tokens
-        decodes = drafts < budget and self._decodes_at_once(sequence, len(pages), tail)
+        # a step's micro-batches begin with its decoding requests, which would read too early
+        filled = bool(pages) and pages[-1] in self._filled
+        decodes = drafts < budget and not filled
+        decodes = decodes and self._decodes_at_once(sequence, len(pages), tail)
         # The step that ends the prompt makes the first drafts, which write entries after it.
         written = known + (2 * drafts if decodes else drafts)
         need = self._pages_for(max(known, min(written, sequence.max_total_len - 1))) - len(pages)
@@ -633,6 +634,7 @@ class Scheduler:
         tokens = sequence.tokens[start:stop]
         output.chunks.append(PrefillChunk(sequence.slot, start, tokens, last, following, *scores))
         sequence.num_computed_tokens = stop
+        self._share_filled(sequence)
         charge(sequence, stop - start)
         computed.append((sequence, stop))
         if last:
@@ -697,7 +699,6 @@ class Scheduler:
         launched before may still write to its pages, but it runs before later steps, which set up
         every row and compute every entry again."""
         config = self.config
-        self._scheduled = []
         counts = self.prefix
         policy = (config.page_size, config.prefix_caching, config.lookahead)
         live = [sequence for sequence in self.sequences.values() if sequence.finish is None]

@@ -158,6 +158,33 @@ def test_steps_in_parts(
     assert set(parts) == {0, layout["micro_batches"]}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "micro_batches": 3, "num_speculative_tokens": 2},
+        {"pp": 2, "micro_batches": 2, "num_speculative_tokens": 1},
+        {"tp": 2, "micro_batches": 2, "chunked_prefill_size": 40},
+    ],
+    ids=name_of,
+)
+def test_a_burst_shares_pages_that_its_own_step_fills(layout: dict[str, Any]) -> None:
+    """In parts, and in stages: requests of one step read each other's prompts."""
+    shared = [300 + i % 50 for i in range(96)]
+    prompts = [[*shared, *range(360 + i, 360 + 3 * i)] for i in range(1, 5)]
+    prompts += [prompts[0], [*shared, 300 + 96 % 50]]  # and one that ends with a page and a token
+    given = {**COMMON, "num_pages": 320, "max_num_batched_tokens": 512}
+    alone = LLM(**given, enable_prefix_caching=False)
+    expected = [alone.generate([prompt], params())[0].outputs[0].token_ids for prompt in prompts]
+    alone.engine.close()
+    llm = LLM(**given, **layout)
+    found = [out.outputs[0].token_ids for out in llm.generate(prompts, params())]
+    hits = llm.engine.scheduler.schedulers[0].prefix.hits
+    llm.engine.close()
+    assert found == expected
+    assert hits >= 5 * 80  # of 96; a chunk or a draft's entry ends before
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("layout", MORE, ids=name_of)
 def test_more_layouts(expected: list[Any], layout: dict[str, Any]) -> None:

@@ -576,18 +576,22 @@ def test_a_request_may_share_while_the_first_still_runs() -> None:
     check_idle(scheduler)
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     ("others", "cached"), [("steps", 40), ("host memory", 0), ("peers", 0)], ids=str
 )
-def test_the_next_step_finds_a_prompt_that_is_still_being_computed(
-    others: str, cached: int
+def test_a_prompt_is_found_while_it_is_being_computed(
+    others: str, cached: int, together: bool
 ) -> None:
-    """Unless something that does not wait for steps reads pages, too."""
-    scheduler = make(**({"host_pages": 8, "host_step_pages": 8} if "host" in others else {}))
+    """In the same step or the next, unless something that does not wait for steps reads pages,
+    too."""
+    host = {"host_pages": 8, "host_step_pages": 8} if "host" in others else {}
+    scheduler = make(max_num_batched_tokens=128, **host)
     scheduler.prefix.read_by_peers = others == "peers"
     shared = [i % VOCAB for i in range(40)]
     scheduler.add(ask("a", [*shared, 1]))
-    assert scheduler.schedule() is not None
+    if not together:
+        assert scheduler.schedule() is not None
     scheduler.add(ask("b", [*shared, 2]))
     assert scheduler.schedule() is not None
     a, b = (scheduler.sequences[name] for name in "ab")
@@ -595,7 +599,8 @@ def test_the_next_step_finds_a_prompt_that_is_still_being_computed(
     assert (a.pages[:5] == b.pages[:5]) == (cached > 0)
 
 
-def test_a_prompt_that_ended_before_the_next_step_is_not_found() -> None:
+def test_a_prompt_in_flight_is_found_after_its_request_was_aborted() -> None:
+    """Its step runs all the same."""
     scheduler = make()
     shared = [i % VOCAB for i in range(40)]
     scheduler.add(ask("a", [*shared, 1]))
@@ -603,24 +608,40 @@ def test_a_prompt_that_ended_before_the_next_step_is_not_found() -> None:
     scheduler.abort("a")
     scheduler.add(ask("b", [*shared, 2]))
     assert scheduler.schedule() is not None
-    assert scheduler.sequences["b"].num_cached_prompt == 0
+    assert scheduler.sequences["b"].num_cached_prompt == 40
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prompt_does_not_decode_in_the_step_that_fills_its_pages(together: bool) -> None:
+    """Micro-batches of a step begin with the requests that decode."""
+    scheduler = make(max_num_batched_tokens=128)
+    shared = [i % VOCAB for i in range(41)]  # five pages and a token
+    scheduler.add(ask("a", shared))
+    if not together:
+        assert scheduler.schedule() is not None
+    scheduler.add(ask("b", shared))
+    step = scheduler.schedule()
+    assert step is not None
+    slot = scheduler.sequences["b"].slot
+    assert [slot in step.output.decode_slots] == [not together]
+    assert [chunk.start for chunk in step.output.chunks if chunk.slot == slot] == [40] * together
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_burst_computes_its_prefix_in_one_step(depth: int) -> None:
+def test_a_burst_computes_its_prefix_once(depth: int) -> None:
     shared = [i % VOCAB for i in range(40)]
     requests = [ask(f"r{i}", [*shared, i, i + 1], 5) for i in range(20)]
     hits = []
     for waits in (False, True):
-        scheduler = make(max_num_seqs=32)
+        scheduler = make(max_num_seqs=32, max_num_batched_tokens=128)
         scheduler.prefix.read_by_peers = waits
         loop = loop_of(scheduler, depth)
         run_all(loop, requests)
         assert_expected(loop, requests)
         hits.append(scheduler.prefix.hits)
-    # 64 tokens a step: one whole prompt and the beginning of a second
-    assert hits[0] >= 18 * 40
-    assert hits[1] <= hits[0] - (depth - 1) * 40
+    assert hits[0] == 19 * 40
+    # 128 tokens a step: three whole prompts and the beginning of a fourth
+    assert hits[1] <= hits[0] - depth * 2 * 40
 
 
 @pytest.mark.parametrize("budget", [16, 12])
@@ -776,8 +797,8 @@ def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
 
 
 def test_a_blocked_prompt_starts_once_its_prefix_is_known() -> None:
-    """Two equal prompts of 20 pages, of which 39 are there. The second shares 19 of them as soon
-    as the first has computed them, and both are served together."""
+    """Two equal prompts of 20 pages, of which 39 are there. The second shares 19 of them in the
+    step in which the first computes them, and both are served together."""
     scheduler = make(max_num_batched_tokens=128, num_pages=40, page_size=5)
     loop = loop_of(scheduler)
     requests = [ask(name, range(100), 40) for name in "ab"]
@@ -786,7 +807,7 @@ def test_a_blocked_prompt_starts_once_its_prefix_is_known() -> None:
     ends = {}
     while scheduler.has_work:
         ends.update({out.sequence.request.id: loop.plans for out in loop.step() if out.finish})
-    assert ends == {"a": 40, "b": 41}
+    assert ends == {"a": 40, "b": 40}
     assert scheduler.num_preemptions == 0
     assert (scheduler.prefix.hits, scheduler.prefix.queries) == (95, 200)
     assert_expected(loop, requests)
@@ -819,7 +840,7 @@ def test_a_blocked_prompt_is_matched_again_only_when_its_own_prefix_grew(
         loop.step()
         learned.append(len(scheduler.prefix.pages))
     assert [sequence.request.id for sequence in scheduler.waiting] == ["second"]
-    assert matches == [0, *range(0, 23, 2)], "the first prompt once, the second as the first grew"
+    assert matches == [0, *range(2, 23, 2)], "the first prompt once, the second as the first grew"
     assert learned[-1] > learned[15] >= 22, "the others went on"
 
 
