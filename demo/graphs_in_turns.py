@@ -4,8 +4,12 @@ compare two ways of capturing a step."""
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +43,12 @@ def numbers(text: str) -> list[int]:
     if min(found) < 1:
         raise ValueError
     return found
+
+
+def keep(asked: argparse.Namespace, rows: Sequence[Any]) -> None:
+    """Write the rows, dataclasses, to the file that was asked for, if any."""
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 class GraphsInTurns:

@@ -14,16 +14,15 @@ reporting.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from graphs_in_turns import DEPTH, WARM, GraphsInTurns, options
+from graphs_in_turns import DEPTH, WARM, GraphsInTurns, keep, options
 
 from rorqual import SamplingParams
 from rorqual.bench.offline.steady_state import steady_state_steps
@@ -132,8 +131,7 @@ def main(words: list[str] | None = None) -> list[Padded]:
             f"{row.ms:9.3f}{row.counted_ms:9.3f}{row.counted_ms / row.ms:8.3f}",
             flush=True,
         )
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    keep(asked, found)
     return found
 
 

@@ -12,12 +12,11 @@ replayed in turns. A CPU has no graphs and no such kernel: there both ways are t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
-from graphs_in_turns import DEPTH, WARM, GraphsInTurns, options
+from graphs_in_turns import DEPTH, WARM, GraphsInTurns, keep, options
 
 from rorqual import SamplingParams
 from rorqual.bench.offline.steady_state import steady_state_steps
@@ -100,8 +99,7 @@ def main(words: list[str] | None = None) -> list[Compared]:
                 f"{row.once_ms / row.each_ms:8.3f}",
                 flush=True,
             )
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    keep(asked, found)
     return found
 
 

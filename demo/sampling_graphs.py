@@ -14,14 +14,13 @@ worth reporting.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from graphs_in_turns import WARM, GraphsInTurns, options
+from graphs_in_turns import WARM, GraphsInTurns, keep, options
 
 from rorqual import SamplingParams
 from rorqual.bench.offline.steady_state import steady_state_steps
@@ -120,8 +119,7 @@ def main(words: list[str] | None = None) -> list[Row]:
                 f"{row.ms / row.one_graph_ms:8.3f}  {'equal' if row.equal else 'DIFFERENT'}",
                 flush=True,
             )
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    keep(asked, found)
     ways.engine.close()
     return found
 

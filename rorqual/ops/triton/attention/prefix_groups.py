@@ -107,9 +107,9 @@ def _find_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Grid (requests): the first of the requests with one depth and key makes sure that all pages
-    up to there are the same, and writes for all of them; a request alone writes for itself. Groups
-    are named by their first request here; group_lens [R]: tokens of the prefix where a request
-    begins a group, else 0."""
+    up to there are the same (a page before may be a copy that one of them computed itself), and
+    writes for all of them; a request alone writes for itself. Groups are named by their first
+    request here; group_lens [R]: tokens of the prefix where a request begins a group, else 0."""
     one = tl.program_id(0)
     index = tl.arange(0, REQUESTS)
     inside = index < requests
