@@ -1,10 +1,12 @@
 """Times steps of a GPU that bring a chunk of prompt beside requests that decode, launched operation
-by operation and captured in pieces.
+by operation and captured in pieces, with attention of the requests that decode launched and
+captured too.
 
     python demo/mixed_steps.py qwen3-30b-a3b
 
 The model has random weights. One step at a time, none in flight beside it: the launch counts.
-The same prompts then go through both engines, whose log probabilities are compared.
+The same prompts then go through an engine of eager steps and one of pieces, whose log probabilities
+are compared.
 """
 
 from __future__ import annotations
@@ -95,6 +97,13 @@ class Engine:
         params = SamplingParams(temperature=0, max_tokens=8, logprobs=20, ignore_eos=True)
         return [out.outputs[0] for out in self.llm.generate(prompts, params)]
 
+    def attend_eagerly(self) -> None:
+        """From now on, to the requests that decode."""
+        pieces = self.llm.engine.worker.runner.pieces
+        assert pieces is not None
+        assert pieces.decodes, "nothing was captured"
+        pieces.decodes.clear()
+
     def close(self) -> None:
         self.llm.engine.close()
         self.llm.engine.worker.runner.drop_captured()
@@ -129,13 +138,17 @@ def main() -> None:
         engine = Engine(asked, piecewise_tokens)
         times.append(engine.times())
         answers.append(engine.answers())
+        if piecewise_tokens:
+            engine.attend_eagerly()
+            times.append(engine.times())
         engine.close()
+    eager, captured, pieces = times
     print(f"{torch.cuda.get_device_name()}, {asked.decoding} requests decode")
-    print(f"{'prompt tokens':>14}{'eager ms':>10}{'launch':>8}{'pieces ms':>11}{'launch':>8}")
+    names = ("eager ms", "pieces ms", "captured ms")
+    print(f"{'prompt tokens':>14}" + "".join(f"{name:>13}{'launch':>8}" for name in names))
     for size in (0, *SIZES):
-        eager = times[0][size]
-        pieces = times[1][size]
-        print(f"{size:14}{eager[0]:10.2f}{eager[1]:8.2f}{pieces[0]:11.2f}{pieces[1]:8.2f}")
+        pairs = (found[size] for found in (eager, pieces, captured))
+        print(f"{size:14}" + "".join(f"{step:13.2f}{launch:8.2f}" for step, launch in pairs))
     compare(*answers)
 
 

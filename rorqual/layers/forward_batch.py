@@ -66,6 +66,20 @@ class ForwardBatch:
         )
 
     @property
+    def prompts(self) -> ForwardBatch:
+        """The requests with a prompt chunk as a batch without logit rows, with the same segment."""
+        split = self.decode_tokens
+        places = self.places
+        return ForwardBatch(
+            self.token_ids[split:],
+            self.positions[split:],
+            TokenPlaces(places.cos[split:], places.sin[split:], places.slots[split:]),
+            self.logit_rows[:0],
+            self.pool,
+            prefill=self.prefill,
+        )
+
+    @property
     def idle(self) -> bool:
         """Whether this rank has no tokens."""
         return not self.segments and self.recorder is None

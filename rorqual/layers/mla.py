@@ -208,9 +208,13 @@ class MLA:
             k = whole_keys(nope, rope)
             self.ops.write_cache(planes["k"], step.places.slots, k)
             self.ops.write_cache(planes["v"], step.places.slots, v)
-        inputs = (q, query_in) if self.materialized is not None else (q,)
-        shape = (step.num_tokens, self.down.columns)
-        return step.between(self._attend_segments, inputs, shape)
+        if step.recorder is None or self.materialized is not None:
+            inputs = (q, query_in) if self.materialized is not None else (q,)
+            shape = (step.num_tokens, self.down.columns)
+            return step.between(self._attend_segments, inputs, shape)
+        # the last product does not depend on the segments: it is part of the next piece
+        shape = (step.num_tokens, q.shape[1] * self.config.v_dim)
+        return self.out.forward(step.between(self._heads_of_segments, (q,), shape))
 
     def _latents(self, planes: dict[str, Tensor]) -> LatentCache | None:
         """The latent cache; None in the form CD, which caches keys and values."""
@@ -242,6 +246,14 @@ class MLA:
             form = self.decode_form if segment is step.decode else self.prefill_form
             own = None if query_in is None else query_in[part]
             outs.append(self.attend(form, own, q[part], step, segment, part))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _heads_of_segments(self, step: ForwardBatch, q: Tensor) -> Tensor:
+        """[T, H v], for forms that are not materialized."""
+        outs = []
+        for segment, part in step.segments:
+            form = self.decode_form if segment is step.decode else self.prefill_form
+            outs.append(hidden_of(self._heads(form, q[part], step, segment)))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _prologue(
@@ -280,22 +292,29 @@ class MLA:
         part: slice,
     ) -> Tensor:
         """`query_in`: the input of the query projection, for the materialized form."""
+        if form == "AM_CC_ME":
+            assert query_in is not None
+            plane = self._latents(step.pool.layers[self.index])
+            assert plane is not None
+            return self._attend_materialized(query_in, plane, step, segment, part)
+        return self.out.forward(self._heads(form, q, step, segment))
+
+    def _heads(
+        self, form: str, q: Tensor, step: ForwardBatch, segment: AttentionMetadata
+    ) -> Activation:
+        """Concatenated heads [T, H v]: the input of the last product."""
         planes = step.pool.layers[self.index]
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
-            return self.out.forward(heads.flatten(1))
+            return heads.flatten(1)
         plane = self._latents(planes)
         assert plane is not None
         if form == "CC":
-            heads = self._attend_decompressed(q, plane, segment)
-            return self.out.forward(heads.flatten(1))
-        if form == "AM_CC_ME":
-            assert query_in is not None
-            return self._attend_materialized(query_in, plane, step, segment, part)
+            return self._attend_decompressed(q, plane, segment).flatten(1)
         # an 8-bit cache has no concatenated latent and rope key
         if form == "A_CC" and isinstance(plane, Tensor) and not in_8_bits(plane):
             return self._attend_joined(q, plane, segment)
-        return self.out.forward(self.ops.mla_absorbed(q, self.weights, plane, segment, self.scale))
+        return self.ops.mla_absorbed(q, self.weights, plane, segment, self.scale)
 
     def _attend_decompressed(
         self, q: Tensor, plane: LatentCache, segment: AttentionMetadata
@@ -333,7 +352,7 @@ class MLA:
         rank = self.config.kv_lora_rank
         return self.decompress(self.ops.latent_entries(plane, segment, rank, dtype))
 
-    def _attend_joined(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
+    def _attend_joined(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Activation:
         nope = self.config.nope_dim
         rank = self.config.kv_lora_rank
         joined = torch.cat(
@@ -341,7 +360,7 @@ class MLA:
         )
         key = plane[:, :, None]
         latent = self.ops.attention(joined, key, key[..., :rank], segment, self.scale)
-        return self.out.forward(self.ops.joined_heads(latent, self.weights))
+        return self.ops.joined_heads(latent, self.weights)
 
     def _attend_materialized(
         self,

@@ -3,7 +3,7 @@ floor names CUDA or an NPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Pieces = Callable[[Callable[[T], None]], Tensor]
+Replay = Callable[[], None]
 
 
 class Staging:
@@ -120,6 +121,13 @@ class Platform:
         """Capture device work in several graphs: `work(gap)` calls gap(what) wherever one ends. The
         result takes a function, replays the graphs, calls the function with each gap's `what` in
         between, and returns the same output tensor each time, overwritten."""
+        raise AssertionError(f"the {self.name} platform records no graphs")
+
+    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+        """Capture each of `works` in a graph of its own, for replays between those of
+        `capture_pieces`: what they compute is in memory that no graph of these uses. Graphs of
+        several calls share it, so the graphs of one call are replayed in order, and those of
+        another not in between."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rorqual.errors import CapacityError
 from rorqual.platforms import pinned
-from rorqual.platforms.base import Pieces, Platform, Staging, T
+from rorqual.platforms.base import Pieces, Platform, Replay, Staging, T
 
 
 class CudaPlatform(Platform):
@@ -35,22 +35,23 @@ class CudaPlatform(Platform):
         super().__init__(device)
         # kernels, streams and events are created on the current GPU; a process uses one
         torch.cuda.set_device(device)
-        self.pool: Any = None
-        self.keeper: torch.cuda.CUDAGraph | None = None
+        self.pools: dict[str, Any] = {}
+        self.keepers: list[torch.cuda.CUDAGraph] = []
         self.capturing = threading.Lock()
         self.side = torch.cuda.Stream(device)
 
-    def _graph_pool(self) -> Any:
-        """The memory pool that all captured graphs share. A tiny graph keeps it in use: when all
-        graphs of a pool are freed but some of its memory is not, torch cannot capture into it
-        again."""
-        if self.pool is None:
+    def _graph_pool(self, use: str = "steps") -> Any:
+        """The memory pool that all captured graphs of one use share. A tiny graph keeps it in use:
+        when all graphs of a pool are freed but some of its memory is not, torch cannot capture into
+        it again."""
+        if use not in self.pools:
             pool = torch.cuda.graph_pool_handle()
-            self.keeper = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.keeper, pool=pool):
+            keeper = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(keeper, pool=pool):
                 torch.zeros(1, device=self.device)
-            self.pool = pool
-        return self.pool
+            self.keepers.append(keeper)
+            self.pools[use] = pool
+        return self.pools[use]
 
     def stream(self) -> AbstractContextManager[object]:
         """The current device is per thread, and steps may be launched by another thread than the
@@ -205,6 +206,27 @@ class CudaPlatform(Platform):
             return out
 
         return replay
+
+    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+        with self.capturing:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            pool = self._graph_pool("between pieces")
+            graphs = []
+            with torch.cuda.stream(side), _nothing_collected():
+                for work in works:
+                    work()
+                torch.cuda.synchronize(self.device)
+                for work in works:
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=pool)
+                    try:
+                        work()
+                    finally:
+                        graph.capture_end()
+                    graphs.append(graph)
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            return [graph.replay for graph in graphs]
 
 
 @contextmanager

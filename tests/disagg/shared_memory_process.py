@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rorqual.parallel import cuda_ipc
 from rorqual.parallel.remote import handles
 from rorqual.parallel.remote.handles import HandleCalls
 from rorqual.parallel.remote.wire import SharedCall, Step
-from rorqual.platforms.base import Pieces, T
+from rorqual.platforms.base import Pieces, Replay, T
 from rorqual.platforms.cpu import CpuPlatform
 from tests.parallel.memfd_driver import MemfdDriver, no_device
 
@@ -93,10 +93,14 @@ def whole_steps() -> list[tuple[type, str, Any]]:
 
         return replay
 
+    def capture_each(self: CpuPlatform, works: Sequence[Callable[[], None]]) -> list[Replay]:
+        return list(works)
+
     return [
         (HandleCalls, "announce", announce),
         (CpuPlatform, "capture", capture),
         (CpuPlatform, "capture_pieces", capture_pieces),
+        (CpuPlatform, "capture_each", capture_each),
         (CpuPlatform, "has_graphs", True),
     ]
 

@@ -20,7 +20,7 @@ from rorqual.engine.execution.forward_batch_builder import (
     BuiltBatch,
     ForwardBatchBuilder,
 )
-from rorqual.engine.execution.piecewise_graphs import PiecewiseGraphs
+from rorqual.engine.execution.piecewise_graphs import DecodeRows, PiecewiseGraphs
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
@@ -152,7 +152,7 @@ class ModelRunner:
             self.graphs.warm_up(variants, draft_counts, sizes)
             if self.pieces:
                 self.pieces.warm_up()
-                self._warm_mixed_steps(self.pieces)
+                self._warm_mixed_steps(self.pieces, draft_counts)
         self.graphs.loaded = not self.compiled
 
     @torch.inference_mode()
@@ -174,7 +174,8 @@ class ModelRunner:
                     self.pieces.calls = self.calls
                     self.pieces.capture()
                     if not self.graphs.loaded:
-                        self._warm_mixed_steps(self.pieces)
+                        self._warm_mixed_steps(self.pieces, draft_counts)
+                    self.pieces.capture_decodes(self._decode_rows(self.pieces, draft_counts))
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
         """Compile the forward pass, where configured and not yet done."""
@@ -197,7 +198,7 @@ class ModelRunner:
             self.graphs.graphs.clear()
             self.unsampled.clear()
         if self.pieces:
-            self.pieces.graphs.clear()
+            self.pieces.drop()
 
     def _examples(self, draft_counts: tuple[int, ...]) -> list[ForwardBatch]:
         """Steps of padding rows: one of a single token and one of several, as far as either can
@@ -388,15 +389,29 @@ class ModelRunner:
         """Only the forward pass of a step, not captured."""
         return self._forward(self.batch(output, metadata), metadata)
 
-    def _warm_mixed_steps(self, pieces: PiecewiseGraphs) -> None:
-        """Run the attention launched between the pieces for various mixes of requests: its kernels
-        are compiled by the first step that needs them, and no user should wait for that."""
+    def _decode_rows(
+        self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]
+    ) -> list[DecodeRows]:
+        queries = sorted({count + 1 for count in draft_counts})
+        return pieces.decode_rows(
+            self.pool, self.max_len, self.rows.padding, queries, self.shares_prefixes
+        )
+
+    def _warm_mixed_steps(self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]) -> None:
+        """Run the attention between the pieces, for various mixes of requests where it is launched
+        eagerly: its kernels are compiled by the first step that needs them, and no user should wait
+        for that."""
         padding = self.rows.padding
         longest = self.max_len - 1
-        lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
-        buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
-        for count, length in product(buckets, lengths):
-            self._attend_padding(pieces, [padding] * count, length, 1)
+        captured = self._decode_rows(pieces, draft_counts)
+        for rows in captured:
+            for work in rows.works(pieces.gaps):
+                work()
+        if not captured:
+            lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
+            buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
+            for count, length in product(buckets, lengths):
+                self._attend_padding(pieces, [padding] * count, length, 1)
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
             for length in (tokens, tokens + most):

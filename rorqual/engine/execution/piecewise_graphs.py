@@ -1,8 +1,9 @@
 """Piecewise capture of steps with prompt chunks: the operations between two layers' attention
 depend only on the number of tokens.
 
-One capture per bucket of tokens. Attention, which depends on the requests, is launched eagerly
-between the pieces. A step with fewer tokens is padded with rows that write to the null page. Of
+One capture per bucket of tokens. Attention, which depends on the requests, runs between the
+pieces. That of decoding requests is captured too, for each bucket of requests; that of prompts is
+launched eagerly. A step with fewer tokens is padded with rows that write to the null page. Of
 several data-parallel ranks all are padded to the bucket of the one with most tokens, and replay the
 same pieces, which contain the exchanges.
 Without this, the host launches steps of up to about two thousand tokens more slowly than a GPU
@@ -15,27 +16,32 @@ and all calls are announced before the first piece is replayed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from rorqual.cache.pool import KVPool
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.wire import Step
-from rorqual.platforms.base import Pieces, Platform
+from rorqual.platforms.base import Pieces, Platform, Replay
 
 Body = Callable[[Tensor, Tensor, Tensor, PieceRecorder], Tensor]
 
 
 @dataclass
 class Gap:
-    """An eager operation between pieces: `out` receives `work` applied to the step and `inputs`."""
+    """An operation between pieces: `out` receives `work` applied to the step and `inputs`. index:
+    among the gaps of a forward pass."""
 
+    index: int
     work: Between
     inputs: tuple[Tensor, ...]
     out: Tensor
@@ -63,6 +69,7 @@ class Recorder:
     def __init__(self, buffers: Buffers, gap: Callable[[Gap], None]):
         self.buffers = buffers
         self.gap = gap
+        self.gaps = 0
 
     def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
         dtype = inputs[0].dtype
@@ -71,8 +78,52 @@ class Recorder:
             buffer = self.buffers.get(f"input {place}", tuple(tensor.shape), tensor.dtype)
             kept.append(buffer.copy_(tensor))
         out = self.buffers.get("output", shape, dtype)
-        self.gap(Gap(work, tuple(kept), out))
+        self.gap(Gap(self.gaps, work, tuple(kept), out))
+        self.gaps += 1
         return out
+
+
+class DecodeRows:
+    """So many decoding requests of a step with prompts, at fixed addresses: `step` has them alone,
+    and `graphs` compute one gap after the other for their rows."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        max_len: int,
+        requests: int,
+        queries: int,
+        device: torch.device,
+        may_share: bool,
+    ):
+        columns = -(-max_len // pool.spec.page_size)
+        self.requests = requests
+        self.queries = queries
+        self.rows = requests * queries
+        self.tables = torch.zeros(requests, columns, dtype=torch.int64, device=device)
+        self.lens = torch.zeros(requests, dtype=torch.int64, device=device)
+        segment = AttentionMetadata(
+            self.tables, self.lens, (queries,) * requests, (max_len,) * requests, exact=False
+        )
+        segment.may_share = may_share
+        ids = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        nowhere = TokenPlaces(ids, ids, ids)  # not for attention
+        self.step = ForwardBatch(ids, ids, nowhere, ids[:0], pool, decode=segment)
+        self.graphs: list[Replay] = []
+
+    def works(self, gaps: Sequence[Gap]) -> list[Callable[[], None]]:
+        return [partial(self._attend, gap) for gap in gaps]
+
+    def _attend(self, gap: Gap) -> None:
+        inputs = (tensor[: self.rows] for tensor in gap.inputs)
+        gap.out[: self.rows].copy_(gap.work(self.step, *inputs))
+
+    def hold(self, segment: AttentionMetadata) -> None:
+        """The requests of the next replay. Padding has no cached entries."""
+        count, columns = segment.tables.shape
+        self.tables[:count, :columns].copy_(segment.tables)
+        self.lens[:count].copy_(segment.kv_lens)
+        self.lens[count:].zero_()
 
 
 class PiecewiseGraphs:
@@ -90,7 +141,8 @@ class PiecewiseGraphs:
         self.columns: Tensor | None = None
         # that are not padding, in the next replay
         self.num_tokens = torch.zeros(1, dtype=torch.int64, device=platform.device)
-        self.first: Gap | None = None  # of the largest size
+        self.gaps: list[Gap] = []  # of the largest size
+        self.decodes: dict[tuple[int, int], DecodeRows] = {}  # by requests, and queries of each
 
     def capture(self) -> None:
         """Capture all sizes, the largest first: the others fit into its memory."""
@@ -100,7 +152,7 @@ class PiecewiseGraphs:
     def _capture(self, size: int) -> None:
         calls = self.calls
         with calls.capture_calls() if calls is not None else nullcontext() as found:
-            self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
+            self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
         if calls is None:
             return
         assert found is not None
@@ -109,21 +161,52 @@ class PiecewiseGraphs:
         calls.announce_step(self.called[size])
         self.graphs[size](lambda gap: None)
 
+    def _noting(self, size: int, gap: Callable[[Gap], None]) -> Tensor:
+        """`_compute`, which notes the gaps of the largest size."""
+        if size < self.sizes[-1]:
+            return self._compute(size, gap)
+        found = self.gaps = []
+
+        def note(one: Gap) -> None:
+            found.append(one)
+            gap(one)
+
+        return self._compute(size, note)
+
     def warm_up(self) -> None:
         """Run every step that `capture` would capture, once."""
         for size in reversed(self.sizes):
-            self._compute(size, self._keep_first)
-
-    def _keep_first(self, gap: Gap) -> None:
-        self.first = self.first or gap
+            self._noting(size, lambda gap: None)
 
     def attend(self, step: ForwardBatch) -> None:
         """Run the first layer's attention for such a step."""
-        if self.first is None:
-            self._compute(self.sizes[-1], self._keep_first)
-        assert self.first is not None
-        inputs = (tensor[: step.num_tokens] for tensor in self.first.inputs)
-        self.first.work(step, *inputs)
+        if not self.gaps:
+            self._noting(self.sizes[-1], lambda gap: None)
+        first = self.gaps[0]
+        inputs = (tensor[: step.num_tokens] for tensor in first.inputs)
+        first.work(step, *inputs)
+
+    def decode_rows(
+        self, pool: KVPool, max_len: int, most: int, queries: Iterable[int], may_share: bool
+    ) -> list[DecodeRows]:
+        """What `capture_decodes` captures, after `warm_up` or `capture`: powers of two of up to
+        `most` requests, which may reach `max_len` cached entries, with each number of query tokens.
+        None where attention reads more than its queries (MLA's materialized form)."""
+        if len(self.gaps[0].inputs) > 1:
+            return []
+        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))})
+        device = self.platform.device
+        return [
+            DecodeRows(pool, max_len, requests, each, device, may_share)
+            for each, requests in product(queries, sizes)
+            if requests * each <= self.sizes[-1]
+        ]
+
+    def capture_decodes(self, wanted: Iterable[DecodeRows]) -> None:
+        """Without, decoding requests are attended to eagerly."""
+        for rows in wanted:
+            rows.graphs = self.platform.capture_each(rows.works(self.gaps))
+            self.decodes[rows.requests, rows.queries] = rows
 
     def _compute(self, size: int, gap: Callable[[Gap], None]) -> Tensor:
         columns = self._columns(size)
@@ -152,12 +235,33 @@ class PiecewiseGraphs:
         columns[:, tokens:].zero_()
         self.num_tokens.fill_(tokens)
 
+        split = 0
+        decodes = self._decodes_for(step.decode) if step.decode is not None else None
+        if decodes is not None and step.decode is not None:
+            decodes.hold(step.decode)
+            split = step.decode.tokens
+        rest = step.prompts if split else step
+
         def between(gap: Gap) -> None:
-            if not tokens:
-                return
-            inputs = (tensor[:tokens] for tensor in gap.inputs)
-            gap.out[:tokens].copy_(gap.work(step, *inputs))
+            if decodes is not None:
+                decodes.graphs[gap.index]()
+                if decodes.rows > tokens:
+                    gap.out[tokens : decodes.rows].zero_()  # padding attended to nothing
+            if split < tokens:
+                inputs = (tensor[split:tokens] for tensor in gap.inputs)
+                gap.out[split:tokens].copy_(gap.work(rest, *inputs))
 
         if self.calls is not None:  # for all pieces at once: a server replays one graph too
             self.calls.announce_step(self.called[size])
         return self.graphs[size](between)[:tokens]
+
+    def _decodes_for(self, segment: AttentionMetadata) -> DecodeRows | None:
+        """The captured ones of at least as many requests."""
+        queries = segment.query_lens[0]
+        sizes = [size for size, each in self.decodes if each == queries and size >= len(segment)]
+        return self.decodes[min(sizes), queries] if sizes else None
+
+    def drop(self) -> None:
+        """Release everything captured."""
+        self.graphs.clear()
+        self.decodes.clear()

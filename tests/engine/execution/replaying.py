@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rorqual.platforms.base import Pieces, T
+from rorqual.platforms.base import Pieces, Replay, T
 from rorqual.platforms.cpu import CpuPlatform
 
 
@@ -21,7 +22,7 @@ class ReplayingPlatform(CpuPlatform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.replays = self.pieces = self.warmed = 0
+        self.replays = self.pieces = self.warmed = self.replayed_between = 0
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         self.warmed += 1
@@ -47,6 +48,15 @@ class ReplayingPlatform(CpuPlatform):
             return out.copy_(work(between))
 
         return replay
+
+    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+        def counted(work: Callable[[], None]) -> None:
+            self.replayed_between += 1
+            work()
+
+        for work in works:
+            work()
+        return [partial(counted, work) for work in works]
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         copied = tensor.clone()  # as on a GPU: before the next replay overwrites its source

@@ -78,6 +78,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == eager
     assert platform.replays > 5
     assert platform.pieces > 0
+    assert platform.replayed_between > 0, "decoding requests were attended to eagerly"
     before = platform.replays
     assert [out.outputs[0].token_ids for out in llm.generate(prompts[:1], params[:1])] == eager[:1]
     assert platform.replays > before
@@ -434,3 +435,50 @@ def test_it_is_refused_before_ranks_are_started(folder: Path, monkeypatch: pytes
 def test_graphs_are_refused_where_there_are_none():
     with pytest.raises(ConfigError, match="acl_graph"):
         LLM(exe_mode="acl_graph")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "captured"),
+    [
+        ("qwen", {}, True),
+        ("v3", {"mla_decode": "CD", "mla_prefill": "CD"}, True),
+        ("v3", {"mla_decode": "A_CC", "mla_prefill": "A_CC_ME"}, True),
+        ("v3", {"mla_decode": "AM_CC_ME"}, False),
+        ("v3", {"max_num_seqs": 7, "max_num_batched_tokens": 9}, True),
+        ("qwen", {"max_num_seqs": 7, "max_num_batched_tokens": 9, "piecewise_tokens": 9}, True),
+    ],
+    ids=str,
+)
+def test_decoding_requests_of_mixed_steps_are_replayed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    options: dict[str, Any],
+    captured: bool,
+):
+    """Small steps have fewer tokens than the captured requests."""
+    save(model, tmp_path)
+    given = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 5,
+        "max_model_len": 64,
+        "page_size": 8,
+        "piecewise_tokens": 128,
+        **options,
+    }
+    prompts, params = batch()
+    eager = LLM(tmp_path, **{**given, "piecewise_tokens": 0}).generate(prompts, params)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, **given)
+    replayed = llm.generate(prompts, params)
+    for one, other in zip(eager, replayed, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert platform.pieces > 0
+    assert (platform.replayed_between > 0) == captured
+    pieces = llm.engine.worker.runner.pieces
+    assert bool(pieces.decodes) == captured
+    if captured:
+        sizes = {requests for requests, _ in pieces.decodes}
+        assert sizes == {n for n in (1, 2, 4, given["max_num_seqs"]) if n <= pieces.sizes[-1]}

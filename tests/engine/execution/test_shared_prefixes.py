@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
+from rorqual.errors import ConfigError
 from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.demo_script import load_demo
 from tests.engine.execution.replaying import ReplayingPlatform
@@ -63,3 +64,20 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(min(row.once_ms, row.each_ms) > 0 for row in rows)
     assert [row["case"] for row in json.loads(path.read_text())] == cases
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(cases)
+
+
+def test_the_demo_says_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = load_demo("prefixes_read_once")
+
+    def measure(self: object, case: str, prompts: list[list[int]]) -> Any:
+        if case == "one prefix":
+            return demo.Compared(case, len(prompts), 1.0, 2.0)
+        raise ConfigError("3 requests never decode together")
+
+    monkeypatch.setattr(demo.Steps, "measure", measure)
+    words = ["--device", "cpu", "--requests", "3", "--layers", "2", "--steps", "2", "--turns", "1"]
+    (row,) = demo.main([*words, "--prefix", "40", "--own", "8"])
+    assert row.case == "one prefix"
+    assert capsys.readouterr().out.count("not measured: 3 requests never decode together") == 3
