@@ -3,6 +3,7 @@ and pages do come from there. fp32, tiny checkpoints, real engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.platforms.cuda import CudaPlatform
+from tests.demo_script import load_demo
 from tests.engine.execution.test_identity import engine, greedy
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
@@ -260,3 +262,18 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(serve.engine_options(config(engine=asked), tmp_path)) == 1
     with pytest.raises(ConfigError, match=r"0.3 GiB for each of 4 ranks: the host has 1.00 GiB"):
         serve.engine_options(config(engine=asked, replicas=2), tmp_path)
+
+
+def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the bundled model on a CPU. It asserts itself what was found where."""
+    path = tmp_path / "found.json"
+    words = ["--device", "cpu", "--threads", "1", "--turns", "1", "--prompt-len", "200"]
+    more = ["--streams", "2", "--stream-len", "20", "--steps", "20", "--every", "5"]
+    found = load_demo("host_memory_cache").main([*words, *more, "--json", str(path)])
+    assert set(found.first_token) == {"computed", "device", "host memory"}
+    assert min(found.first_token.values()) > 0
+    assert set(found.gaps) == {"nothing", "from the cache", "host memory"}
+    assert all(0 < p50 <= p99 <= longest for p50, p99, longest in found.gaps.values())
+    assert found.bytes > 0
+    assert json.loads(path.read_text())["bytes"] == found.bytes
+    assert "p99 with copies over p99 without" in capsys.readouterr().out
