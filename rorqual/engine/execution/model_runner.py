@@ -398,20 +398,18 @@ class ModelRunner:
         )
 
     def _warm_mixed_steps(self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]) -> None:
-        """Run the attention between the pieces, for various mixes of requests where it is launched
-        eagerly: its kernels are compiled by the first step that needs them, and no user should wait
-        for that."""
+        """Run the attention between the pieces, and what larger steps launch eagerly, for various
+        mixes of requests: its kernels are compiled by the first step that needs them, and no user
+        should wait for that."""
         padding = self.rows.padding
         longest = self.max_len - 1
-        captured = self._decode_rows(pieces, draft_counts)
-        for rows in captured:
+        lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
+        buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
+        for rows in self._decode_rows(pieces, draft_counts):
             for work in rows.works(pieces.gaps):
                 work()
-        if not captured:
-            lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
-            buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
-            for count, length in product(buckets, lengths):
-                self._attend_padding(pieces, [padding] * count, length, 1)
+        for count, length in product(buckets, lengths):
+            self._attend_padding(pieces, [padding] * count, length, 1)
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
             for length in (tokens, tokens + most):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine import kernels_ahead
@@ -16,6 +19,7 @@ from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.kernels_ahead import beside, fits_beside
 from rorqual.errors import LoadError
 from rorqual.models.transformer import Transformer
+from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.engine.execution.replaying import ReplayingPlatform
 from tests.models.checkpoints import save, save_with_mtp
 
@@ -137,3 +141,32 @@ def test_a_failure_of_either_is_told_and_the_thread_has_ended(
         LLM(tmp_path, **OPTIONS)
     assert not any(one.name == "kernels" for one in threading.enumerate())
     assert ended
+
+
+def test_attention_launched_beside_captured_pieces_is_run_ahead(
+    tmp_path: Path, platform: CompilingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For decoding requests too: steps of more tokens than pieces have are launched eagerly."""
+    save("qwen", tmp_path)
+    seen: set[tuple[int, int]] = set()  # requests that decode, the most they may have cached
+    attention = Ops.attention
+
+    def recorded(self: Ops, *given: Any) -> Tensor:
+        segment = next(one for one in given if isinstance(one, AttentionMetadata))
+        if set(segment.query_lens) == {1}:
+            seen.add((len(segment), max(segment.max_kv_lens)))
+        return attention(self, *given)
+
+    monkeypatch.setattr(Ops, "attention", recorded)
+    llm = LLM(tmp_path, **OPTIONS, piecewise_tokens=16, max_num_batched_tokens=48)
+    ahead = set(seen)
+    seen.clear()
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(90, (20 + i,), generator=generator).tolist() for i in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    llm.generate(prompts, [replace(params, max_tokens=5 + i) for i in range(9)])
+    longest = max(bound for _, bound in ahead)
+    eager = {(count, bound) for count, bound in seen if bound < longest}
+    assert eager, "no larger step had requests that decode"
+    for count, bound in eager:
+        assert any(many >= count and far >= bound for many, far in ahead if far < longest)
