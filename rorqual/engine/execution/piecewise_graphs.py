@@ -85,28 +85,27 @@ class Recorder:
 
 class DecodeRows:
     """So many decoding requests of a step with prompts, at fixed addresses: `step` has them alone,
-    and `graphs` compute one gap after the other for their rows."""
+    and `graphs` compute one gap after the other for their rows. tables [requests, columns] int64
+    and lens [requests] int64 hold their block tables and cached entries, of up to `max_len`."""
 
     def __init__(
         self,
         pool: KVPool,
         max_len: int,
-        requests: int,
         queries: int,
-        device: torch.device,
+        tables: Tensor,
+        lens: Tensor,
         may_share: bool,
     ):
-        columns = -(-max_len // pool.spec.page_size)
-        self.requests = requests
+        self.requests = tables.shape[0]
         self.queries = queries
-        self.rows = requests * queries
-        self.tables = torch.zeros(requests, columns, dtype=torch.int64, device=device)
-        self.lens = torch.zeros(requests, dtype=torch.int64, device=device)
-        segment = AttentionMetadata(
-            self.tables, self.lens, (queries,) * requests, (max_len,) * requests, exact=False
-        )
+        self.rows = self.requests * queries
+        self.tables = tables
+        self.lens = lens
+        each = ((queries,) * self.requests, (max_len,) * self.requests)
+        segment = AttentionMetadata(tables, lens, *each, exact=False)
         segment.may_share = may_share
-        ids = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        ids = torch.zeros(self.rows, dtype=torch.int64, device=lens.device)
         nowhere = TokenPlaces(ids, ids, ids)  # not for attention
         self.step = ForwardBatch(ids, ids, nowhere, ids[:0], pool, decode=segment)
         self.graphs: list[Replay] = []
@@ -195,9 +194,13 @@ class PiecewiseGraphs:
         if len(self.gaps[0].inputs) > 1:
             return []
         sizes = sorted({most, *(1 << power for power in range(most.bit_length()))})
+        columns = -(-max_len // pool.spec.page_size)
         device = self.platform.device
+        # of whichever is replayed
+        tables = torch.zeros(most, columns, dtype=torch.int64, device=device)
+        lens = torch.zeros(most, dtype=torch.int64, device=device)
         return [
-            DecodeRows(pool, max_len, requests, each, device, may_share)
+            DecodeRows(pool, max_len, each, tables[:requests], lens[:requests], may_share)
             for each, requests in product(queries, sizes)
             if requests * each <= self.sizes[-1]
         ]
