@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.engine.captured_forward import CapturedForward
-from rorqual.engine.execution.cuda_graphs import DecodeGraphs
+from rorqual.engine.execution.cuda_graphs import AFTER_FORWARD, DecodeGraphs
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
 from rorqual.engine.execution.forward_batch_builder import (
     BatchPart,
@@ -79,6 +80,7 @@ class ModelRunner:
         # whether a step is dropped: requested after it; the reply waits for the device
         self.agree: Callable[[], Callable[[], str]] | None = None
         self.shares_prefixes = False  # whether requests may have pages in common
+        self.batched_tokens = 0  # most of a step; 0: steps launched eagerly are not run ahead
         self.micro_batches: MicroBatchPolicy = FixedParts()
         self.host: HostMemory | None = None
         self.watch: WrittenLayers | None = None  # of the next step, where transfers read its pages
@@ -153,6 +155,7 @@ class ModelRunner:
             if self.pieces:
                 self.pieces.warm_up()
                 self._warm_mixed_steps(self.pieces, draft_counts)
+            self._warm_eager_steps(draft_counts)
         self.graphs.loaded = not self.compiled
 
     @torch.inference_mode()
@@ -408,15 +411,69 @@ class ModelRunner:
         for rows in self._decode_rows(pieces, draft_counts):
             for work in rows.works(pieces.gaps):
                 work()
-        for count, length in product(buckets, lengths):
-            self._attend_padding(pieces, [padding] * count, length, 1)
+        for drafts, count, length in product(draft_counts, buckets, lengths):
+            if count * (drafts + 1) <= pieces.sizes[-1]:
+                self._attend_padding(pieces, [padding] * count, max(length, drafts + 1), 1, drafts)
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
             for length in (tokens, tokens + most):
                 self._attend_padding(pieces, [], length, tokens)
 
+    def _warm_eager_steps(self, draft_counts: tuple[int, ...]) -> None:
+        """Launch steps of prompts and decoding requests as serving does where nothing is captured:
+        above the sizes of pieces, or all, with the sampling that pieces leave out. Kernels are
+        chosen by the number of tokens, some for a range between two powers of two. On one rank,
+        where no collective has to match."""
+        most = self.batched_tokens
+        alone = self.model.mesh.is_single and self.calls is None
+        if not (alone and self.platform.compiles and most) or self.compiled:
+            return
+        # prediction modules draft after a step in pieces too, for its tokens and for each request
+        drafts = self.sampler.reads_hidden
+        pieces = self.pieces.sizes[-1] if self.pieces and not drafts else 0
+        powers = [1 << power for power in range(most.bit_length())]
+        sizes = sorted({*powers, *(power * 3 // 2 for power in powers), most})
+        few = [(size, 2) for size in sizes if pieces < size <= most] or [(most, 2)]
+        many = [(most, power) for power in powers if power <= self.rows.padding] if drafts else []
+        for count in draft_counts:
+            for tokens, decoding in (*few, *many):
+                self._run_ahead(tokens, min(decoding, tokens // (2 * (count + 1))), count)
+
+    def _run_ahead(self, tokens: int, decoding: int, num_speculative_tokens: int) -> None:
+        """A step of so many tokens: whole prompts, and requests that decode."""
+        padding = self.rows.padding
+        rest = tokens - decoding * (num_speculative_tokens + 1)
+        output = SchedulerOutput(
+            decode_slots=[padding] * decoding,
+            decode_bounds=[self.max_len - 1] * decoding,
+            chunks=self._padding_chunks(rest),
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
+        batch = self.batch(output, metadata)
+        self.model.compute(batch.step, self._every_row(metadata))
+        # for every row the last norm also does what, with few layers, is the only one to do: the
+        # sum over each token's experts
+        hidden = self.model.compute(batch.step, every_row=True)
+        for variant in (SamplingVariant.GREEDY, *AFTER_FORWARD):
+            self.sampler.run_ahead(output, batch, hidden, replace(metadata, sampling=variant))
+        self.rows.length[padding:].zero_()
+
+    def _padding_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """Whole prompts of the padding row, of so many tokens in all."""
+        longest = self.max_len - 1
+        lengths = [longest] * (tokens // longest)
+        if tokens % longest:
+            lengths.append(tokens % longest)
+        return [PrefillChunk(self.rows.padding, 0, [0] * n, sample=True) for n in lengths]
+
     def _attend_padding(
-        self, pieces: PiecewiseGraphs, slots: list[int], length: int, tokens: int
+        self,
+        pieces: PiecewiseGraphs,
+        slots: list[int],
+        length: int,
+        tokens: int,
+        num_speculative_tokens: int = 0,
     ) -> None:
         """Run attention for `slots` padding rows that decode at `length` cached entries, and a
         prompt chunk that ends there."""
@@ -425,6 +482,7 @@ class ModelRunner:
             decode_slots=slots,
             decode_bounds=[length] * len(slots),
             chunks=[PrefillChunk(rows.padding, length - tokens, [0] * tokens, sample=False)],
+            num_speculative_tokens=num_speculative_tokens,
         )
         ranks = [output] * self.model.mesh.sizes.dp
         metadata = StepMetadata.of(ranks, SamplingVariant.GREEDY, host=False)

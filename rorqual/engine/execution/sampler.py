@@ -109,8 +109,6 @@ class Sampler:
         self, output: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
     ) -> PendingStep:
         """Sample any step, eagerly. May wait for the device where some row needs the host."""
-        decode = batch.decode
-        prefill = batch.prefill
         scores = self.scorer.score(output, batch, hidden, metadata) if metadata.scores else None
         logits = raw = self._logits(batch, hidden, metadata) if any(metadata.logit_rows) else hidden
         host = None
@@ -118,12 +116,7 @@ class Sampler:
             host = HostSampling(output, self.rows)
             positions = batch.step.positions.index_select(0, batch.step.logit_rows) + 1
             logits = host.process(raw, positions)
-        split = output.logit_row(len(output.decode_slots))
-        decoded = self._sample_decode(logits[:split], decode, metadata) if decode else None
-        first = None
-        if prefill and prefill.slots.shape[0]:
-            first = self._sample_prefill(logits[split:], metadata.sampling, prefill)
-        self._draft(batch, hidden, decoded, first, metadata)
+        decoded, first = self._launch(output, batch, hidden, logits, metadata)
         if decoded is None and first is None:
             return PendingStep(scores=scores)
         if host is not None:
@@ -131,6 +124,31 @@ class Sampler:
             host.record(raw, join([part for part in drawn if part is not None]))
         drawn_tokens = self.rows.platform.fetch(self._packed(decoded, first, metadata))
         return PendingStep(drawn_tokens, host, scores)
+
+    def run_ahead(
+        self, output: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
+    ) -> None:
+        """Launch what `sample` launches where no row needs the host."""
+        self._launch(output, batch, hidden, self._logits(batch, hidden, metadata), metadata)
+
+    def _launch(
+        self,
+        output: SchedulerOutput,
+        batch: BuiltBatch,
+        hidden: Tensor,
+        logits: Tensor,
+        metadata: StepMetadata,
+    ) -> tuple[DecodeSamples | None, Tensor | None]:
+        """Sample decoding requests and completed prompts, and draft."""
+        decode = batch.decode
+        prefill = batch.prefill
+        split = output.logit_row(len(output.decode_slots))
+        decoded = self._sample_decode(logits[:split], decode, metadata) if decode else None
+        first = None
+        if prefill and prefill.slots.shape[0]:
+            first = self._sample_prefill(logits[split:], metadata.sampling, prefill)
+        self._draft(batch, hidden, decoded, first, metadata)
+        return decoded, first
 
     def _logits(
         self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata, wide: bool = True

@@ -223,6 +223,7 @@ class Worker:
         )
         self.runner.mover = self.mover
         self.runner.shares_prefixes = config.enable_prefix_caching
+        self.runner.batched_tokens = self.batched_tokens
         if self.remote is not None:
             self.runner.calls = self.remote.calls
             if self.remote.group is not None:
@@ -606,6 +607,7 @@ class Worker:
             self._piecewise_tokens(lambda: weights),
         )
         runner.shares_prefixes = self.config.enable_prefix_caching
+        runner.batched_tokens = self.batched_tokens
         runner.compile_ahead(*self._captured_steps())
 
     def _check_memory(self) -> Transformer:
