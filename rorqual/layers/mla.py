@@ -208,13 +208,14 @@ class MLA:
             k = whole_keys(nope, rope)
             self.ops.write_cache(planes["k"], step.places.slots, k)
             self.ops.write_cache(planes["v"], step.places.slots, v)
-        if step.recorder is None or self.materialized is not None:
-            inputs = (q, query_in) if self.materialized is not None else (q,)
-            shape = (step.num_tokens, self.down.columns)
-            return step.between(self._attend_segments, inputs, shape)
-        # the last product does not depend on the segments: it is part of the next piece
-        shape = (step.num_tokens, q.shape[1] * self.config.v_dim)
-        return self.out.forward(step.between(self._heads_of_segments, (q,), shape))
+        mixed = step.decode is not None and step.prefill is not None
+        if self.materialized is None and (mixed or step.recorder is not None):
+            # the last product does not depend on the segments: one for all, and part of a piece
+            shape = (step.num_tokens, q.shape[1] * self.config.v_dim)
+            return self.out.forward(step.between(self._heads_of_segments, (q,), shape))
+        inputs = (q, query_in) if self.materialized is not None else (q,)
+        shape = (step.num_tokens, self.down.columns)
+        return step.between(self._attend_segments, inputs, shape)
 
     def _latents(self, planes: dict[str, Tensor]) -> LatentCache | None:
         """The latent cache; None in the form CD, which caches keys and values."""

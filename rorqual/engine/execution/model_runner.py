@@ -432,7 +432,12 @@ class ModelRunner:
         drafts = self.sampler.reads_hidden
         pieces = self.pieces.sizes[-1] if self.pieces and not drafts else 0
         powers = [1 << power for power in range(most.bit_length())]
-        sizes = sorted({*powers, *(power * 3 // 2 for power in powers), most})
+        between = [  # odd, as rows whose count is a multiple of 16 have kernels of their own
+            power * quarters // 4 + 1
+            for power in powers
+            for quarters in ((4, 5, 6, 7) if power >= 1024 else (6,))
+        ]
+        sizes = sorted({*powers, *between, most})
         few = [(size, 2) for size in sizes if pieces < size <= most] or [(most, 2)]
         many = [(most, power) for power in powers if power <= self.rows.padding] if drafts else []
         for count in draft_counts:
