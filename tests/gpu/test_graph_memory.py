@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -31,3 +33,28 @@ def test_what_a_graph_allocated_may_outlive_all_graphs() -> None:
         again = platform.capture(lambda: x * 3)
         assert again().tolist() == [0, 3, 6, 9]
     assert len(kept) > 1  # each call's, recorded or not, outlives the graph
+
+
+def test_graphs_between_pieces_leave_what_pieces_keep() -> None:
+    platform = CudaPlatform(torch.device("cuda:0"))
+    x = torch.arange(1024.0, device="cuda")
+    between = torch.zeros_like(x)
+
+    def pieces(gap: Callable[[int], None]) -> Tensor:
+        kept = x + 1  # lives on over both gaps
+        gap(0)
+        sums = kept + between
+        gap(1)
+        return sums + between + kept
+
+    def middle(factor: float) -> None:
+        for _ in range(4):  # as large as what is kept
+            between.copy_(torch.full_like(x, factor) * 2)
+
+    with platform.stream():
+        replay = platform.capture_pieces(pieces)
+        graphs = platform.capture_each([partial(middle, 3.0), partial(middle, 5.0)])
+        for _ in range(3):
+            x.add_(1)
+            out = replay(lambda index: graphs[index]())
+            assert torch.equal(out, 2 * (x + 1) + 6 + 10)
