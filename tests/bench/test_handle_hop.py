@@ -22,6 +22,7 @@ from rorqual.parallel.remote import handles  # noqa: E402
 from tests.parallel.memfd_driver import MemfdDriver, no_device  # noqa: E402
 
 
+@pytest.mark.longest
 def test_rows_come_back_right(capsys: pytest.CaptureFixture[str]) -> None:
     setup = HandleHopSetup((1, 12), 2, 256, 6, 4, 1, 2, "cpu", "cpu")
     driver = MemfdDriver()

@@ -11,6 +11,7 @@ from tests.demo_script import load_demo
 
 
 @pytest.mark.exhaustive
+@pytest.mark.longest
 def test_answers_stay_while_experts_move_without_a_pause(tmp_path: Path) -> None:
     demo = load_demo("cost_of_moves")
     secret = tmp_path / "secret"

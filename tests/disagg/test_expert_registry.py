@@ -215,6 +215,7 @@ def test_a_quick_restart_of_a_registry_that_forgets(
         load.during(8.0, lambda: servers_of(llm).links == links)
 
 
+@pytest.mark.longest
 def test_one_that_left_and_alone_holds_an_expert_stays_while_it_is_linked(
     registry: Registry, tmp_path: Path, greedy: list[list[int]]
 ) -> None:

@@ -47,9 +47,7 @@ DRAFTS = (0, 2)
 # in CI as well: of each exchange one on two ranks
 SHORT = {
     ("local", 2, "copies"),
-    ("allgather_tp", 0, "in-order"),
     ("allgather_ep", 0, "moving"),
-    ("alltoall", 2, "in-order"),
     ("low_latency", 2, "moving"),
 }
 

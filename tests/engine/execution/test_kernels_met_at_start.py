@@ -40,14 +40,19 @@ NGRAM = {"num_speculative_tokens": 2, "drafter": "ngram"}
             pytest.param(model, options, marks=pytest.mark.exhaustive)
             for model, options in (
                 ("qwen", {"piecewise_tokens": 0}),
-                ("qwen", {}),
                 ("qwen", {"piecewise_tokens": 512, **NGRAM}),
-                ("qwen", {"piecewise_tokens": 512, "kv_cache_dtype": "fp8"}),
                 ("v3", {"piecewise_tokens": 512}),
+                ("mtp", {"piecewise_tokens": 512, **MTP}),
+            )
+        ),
+        *(
+            pytest.param(model, options, marks=pytest.mark.longest)
+            for model, options in (
+                ("qwen", {}),
+                ("qwen", {"piecewise_tokens": 512, "kv_cache_dtype": "fp8"}),
                 ("v3", {"piecewise_tokens": 0}),
                 ("v3", {"piecewise_tokens": 512, "kv_cache_dtype": "fp8"}),
                 ("v3", {"quantization": "w4a16"}),
-                ("mtp", {"piecewise_tokens": 512, **MTP}),
                 ("mtp", {"piecewise_tokens": 0, "num_speculative_tokens": 1}),
             )
         ),

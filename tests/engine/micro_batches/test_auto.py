@@ -58,15 +58,8 @@ def measured(llm: LLM) -> StepTimes:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        pytest.param(
-            {"exchange": "alltoall", "num_speculative_tokens": 1}, marks=pytest.mark.longest
-        ),
-    ],
-)
+@pytest.mark.longest
+@pytest.mark.parametrize("more", [{}, {"exchange": "alltoall", "num_speculative_tokens": 1}])
 def test_steps_are_cut_where_the_wire_is_slow(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:

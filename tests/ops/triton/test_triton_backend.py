@@ -118,8 +118,8 @@ ONE = {"num_hidden_layers": 1}
     "config",
     [
         DEEPSEEK,
-        {**DEEPSEEK, **ONE, "q_lora_rank": None},
-        {**QWEN, **ONE},
+        pytest.param({**DEEPSEEK, **ONE, "q_lora_rank": None}, marks=pytest.mark.longest),
+        pytest.param({**QWEN, **ONE}, marks=pytest.mark.longest),
         {**QWEN, **ONE, "head_dim": 32},
     ],
     ids=["deepseek", "no-q-lora", "qwen-24", "qwen-32"],
@@ -177,6 +177,7 @@ def test_a_cache_decompressed_by_stretches(
     assert not torch.equal(*found), "nothing was cut"
 
 
+@pytest.mark.longest
 def test_fp8_weights() -> None:
     """The same rounding of the activations, so only the order of sums differs."""
     got, want = both({**WIDE, **ONE, "first_k_dense_replace": 0})

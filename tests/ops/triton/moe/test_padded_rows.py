@@ -212,9 +212,12 @@ def made(kind: str, slots: int, shared: int) -> tuple[TritonOps, ExpertWeights, 
 
 FORMS = ("sorted by the router", "direct", "shared apart")
 MORE_FORMS = ("sorted apart", "summed at once")
+LONGEST = [("fp8", "direct"), ("int4", "direct"), ("int4 fp8 rows", "direct")]
+KINDS = ("bf16", "fp32", "fp8", "int4", *QUANTIZED)
 CASES = [
-    *((kind, form) for kind in ("bf16", "fp32", "fp8", "int4", *QUANTIZED) for form in FORMS),
+    *((kind, form) for kind in KINDS for form in FORMS if (kind, form) not in LONGEST),
     *(("bf16", form) for form in MORE_FORMS),
+    *(pytest.param(*case, marks=pytest.mark.longest) for case in LONGEST),
 ]
 
 

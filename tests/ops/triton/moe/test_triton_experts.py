@@ -905,7 +905,9 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(("inner", "top_k"), [(256, 2), (2176, 1)])
+@pytest.mark.parametrize(
+    ("inner", "top_k"), [(256, 2), pytest.param(2176, 1, marks=pytest.mark.longest)]
+)
 def test_rows_in_the_order_of_their_experts(
     way: str, quantized: bool, inner: int, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
