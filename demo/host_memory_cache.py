@@ -137,8 +137,9 @@ class Prompts:
         out one another, since the cache has no room for all of them."""
         asked = self.asked
         kept: dict[str, list[float]] = {"nothing": [], "from the cache": [], "host memory": []}
-        tokens = self.tokens
-        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            max_tokens=self.tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
         streams = [self.fresh(asked.stream_len) for _ in range(asked.streams)]
         count = self.engine.scheduler.usage().pages // self.pages + 2
         prompts = [self.fresh(asked.prompt_len) for _ in range(count)]

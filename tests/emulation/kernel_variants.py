@@ -24,16 +24,9 @@ import torch
 from torch import Tensor
 
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
-from tests.engine.execution.replaying import ReplayingPlatform
+from tests.engine.execution.replaying import CompilingPlatform
 
 Variant = tuple[Any, ...]
-
-
-class CompilingPlatform(ReplayingPlatform):
-    compiles = True
-
-    def available_memory(self) -> int:
-        return 1 << 40
 
 
 def variant(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Variant:

@@ -44,7 +44,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "moving": {"redundant_experts": 4, "enable_eplb": True, "eplb_window": 3, "eplb_threshold": 1},
 }
 DRAFTS = (0, 2)
-# in CI as well: of each exchange one on two ranks
+# in CI as well, on two ranks: of three exchanges one
 SHORT = {
     ("local", 2, "copies"),
     ("allgather_ep", 0, "moving"),

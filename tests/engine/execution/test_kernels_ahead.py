@@ -20,7 +20,7 @@ from rorqual.engine.kernels_ahead import beside, fits_beside
 from rorqual.errors import LoadError
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
-from tests.engine.execution.replaying import ReplayingPlatform
+from tests.engine.execution.replaying import CompilingPlatform
 from tests.models.checkpoints import save, save_with_mtp
 
 OPTIONS = {
@@ -30,14 +30,6 @@ OPTIONS = {
     "max_model_len": 64,
     "page_size": 8,
 }
-
-
-class CompilingPlatform(ReplayingPlatform):
-    compiles = True
-    free = 1 << 40
-
-    def available_memory(self) -> int:
-        return self.free
 
 
 @pytest.fixture
