@@ -465,8 +465,9 @@ class ModelRunner:
         self.rows.length[padding:].zero_()
 
     def _padding_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """Whole prompts of the padding row, of so many tokens in all."""
-        longest = self.max_len - 1
+        """Whole prompts of the padding row, of so many tokens in all; drafts have positions after
+        their ends."""
+        longest = self.max_len - 1 - self.rows.most_drafts
         lengths = [longest] * (tokens // longest)
         if tokens % longest:
             lengths.append(tokens % longest)

@@ -28,7 +28,11 @@ SIZES: dict[str, Any] = {
     "page_size": 64,
     "num_pages": 3000,
 }
-MTP = {"num_speculative_tokens": 2, "speculative_policy": "adaptive"}
+MTP = {
+    "num_speculative_tokens": 3,
+    "speculative_policy": "adaptive",
+    "max_num_batched_tokens": LENGTH + 512,  # so that a prompt as long as can be is run ahead
+}
 NGRAM = {"num_speculative_tokens": 2, "drafter": "ngram"}
 
 
