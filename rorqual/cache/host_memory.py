@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -37,20 +38,21 @@ class HostMemory:
             dtype=torch.uint8,
             device=platform.device,
         )
-        self.open = False  # copies were started that no step waits for yet
+        self.running: deque[Callable[[], None]] = deque()  # waits for one `start` each
 
     def start(self, copies: Sequence[PageCopy]) -> None:
         """Start copies, in order: after everything launched so far, concurrently with what is
         launched next."""
         if copies:
-            self.open = True
-            self.platform.beside(lambda: self._copy(copies))
+            self.running.append(self.platform.beside(lambda: self._copy(copies)))
 
-    def settle(self) -> None:
-        """Make later launches wait for the copies."""
-        if self.open:
-            self.platform.after_beside()
-            self.open = False
+    def settle(self, but: int = 0) -> None:
+        """Make later launches wait for all copies but those of the last `but` calls of `start`."""
+        wait = None
+        while len(self.running) > but:
+            wait = self.running.popleft()
+        if wait is not None:
+            wait()
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         most = self.staged.shape[0]

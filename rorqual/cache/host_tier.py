@@ -7,6 +7,7 @@ order in which every rank must do them, and the scheduler output carries them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rorqual.cache.events import CacheEvents
@@ -20,13 +21,19 @@ class PageCopy(NamedTuple):
     to_host: bool
 
 
+def _later(steps: dict[int, int], done: int) -> dict[int, int]:
+    return {page: step for page, step in steps.items() if step > done}
+
+
 class HostTier:
     """capacity: pages that host memory holds. step_pages: most that one step copies each way;
     outwards, plus as many as its prompts fill.
 
-    Copies of a step are done in order, after all earlier steps. The step itself runs concurrently
-    with them, unless `first`: then one of its requests was given a page that is being copied out.
-    Pages and slots recorded in a step may be read and overwritten from the next step on."""
+    Copies are done in order, those of a step after all earlier steps. The step itself runs
+    concurrently with them, unless `first`: then one of its requests was given a page that is being
+    copied out. Later steps do so too, up to one that writes to a page that is being copied, or
+    reads one that is being copied in: it waits for the copies of that step and of those before.
+    at_once: every later step waits."""
 
     def __init__(self, capacity: int, step_pages: int):
         self.capacity = capacity
@@ -37,6 +44,15 @@ class HostTier:
         self.copies: list[PageCopy] = []
         self.copying_out: set[int] = set()  # pages being copied out
         self.first = False
+        self.at_once = False
+        self.batches = 0  # steps with copies
+        # pages of copies that no step has waited for, with the last such step that copies each,
+        # and those copied in
+        self.running: dict[int, int] = {}
+        self.coming: dict[int, int] = {}
+        # Up to which of them the step waits, if not None. The first waits for all: copies of steps
+        # that came to nothing may still run.
+        self.awaited: int | None = 0
         self.out_left = self.in_left = 0
         # tokens looked for here and found, pages copied out and in
         self.queries = self.hits = self.pages_out = self.pages_in = 0
@@ -50,8 +66,23 @@ class HostTier:
         self.first = False
         self.out_left = self.in_left = self.step_pages
 
-    def end(self) -> None:
+    def end(self, launched: bool) -> None:
+        """launched: there will be a step."""
         self.planning = False
+        if not launched:
+            return
+        self.batches += bool(self.copies)
+        self.running.update((copy.page, self.batches) for copy in self.copies)
+        self.coming.update((copy.page, self.batches) for copy in self.copies if not copy.to_host)
+        done = self.batches if self.first or self.at_once else self.awaited
+        if done is not None:
+            self.running = _later(self.running, done)
+            self.coming = _later(self.coming, done)
+        self.awaited = None
+
+    def allowed(self) -> int | None:
+        """Of the last how many steps with copies the step does not wait for; None: of none."""
+        return None if self.awaited is None else self.batches - self.awaited
 
     def evicted(self, key: bytes, page: int) -> None:
         """A page is evicted from the device: copy it out. It is lost while no step is being
@@ -99,6 +130,17 @@ class HostTier:
         """A request of the step being scheduled will write to the page."""
         if page in self.copying_out:
             self.first = True
+        self._await(self.running.get(page))
+
+    def read(self, pages: Iterable[int]) -> None:
+        """A request of the step being scheduled will read these pages."""
+        if self.coming:
+            for page in pages:
+                self._await(self.coming.get(page))
+
+    def _await(self, step: int | None) -> None:
+        if step is not None:
+            self.awaited = max(self.awaited or 0, step)
 
     def clear(self) -> None:
         if self.events is not None:
@@ -112,5 +154,6 @@ class HostTier:
         tier = HostTier(self.capacity, self.step_pages)
         tier.queries, tier.hits = self.queries, self.hits
         tier.pages_out, tier.pages_in = self.pages_out, self.pages_in
+        tier.at_once = self.at_once
         tier.events = self.events
         return tier

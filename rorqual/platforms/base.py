@@ -140,14 +140,12 @@ class Platform:
         in it."""
         return nullcontext(lambda: None)
 
-    def beside(self, work: Callable[[], None]) -> None:
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run device work of the engine's thread concurrently with its later steps: after
         everything launched so far, and in the order of these calls. Later work in `background`
-        follows it."""
+        follows it. Returns a function that makes later launches of its caller wait for it."""
         work()
-
-    def after_beside(self) -> None:
-        """Make later launches in this context wait for the work of `beside`."""
+        return lambda: None
 
     def reached(self) -> Callable[[], None]:
         """A function that waits, on any thread, for everything launched in this context so far."""

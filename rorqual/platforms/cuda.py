@@ -69,15 +69,13 @@ class CudaPlatform(Platform):
         ):
             yield self.side.synchronize
 
-    def beside(self, work: Callable[[], None]) -> None:
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
         """On the stream of `background`, but without its lock: the engine's thread is not capturing
         when it calls this."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
             work()
-
-    def after_beside(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.side)
+            return self.mark()
 
     def reached(self) -> Callable[[], None]:
         event = torch.cuda.Event()

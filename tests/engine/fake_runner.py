@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rorqual.cache.host_tier import PageCopy
 from rorqual.engine.scheduling.scheduler import Scheduler
@@ -114,6 +115,8 @@ class FakeRunner:
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.pages: dict[int, Page] = {}
         self.host: dict[int, Page] = {}
+        self.late: list[list[PageCopy]] = []  # of steps that no step has waited for
+        self.prompt_copies = 3  # in one step of so many, copies are done before it
         self.queue: deque[StepResult] = deque()
         self.lives = self.steps = self.computed_tokens = self.most_in_flight = 0
 
@@ -132,24 +135,36 @@ class FakeRunner:
     # ---- the Runner protocol
 
     def launch(self, output: SchedulerOutput) -> StepResult:
-        """Copies beside a step are done before it or behind it, in turns: nobody may rely on
-        either."""
+        """Copies that a step does not wait for are done before it, or as late as may be, in turns:
+        nobody may rely on either."""
         self._check_shape(output)
-        late = not output.copies_first and self.steps % 2
-        if not late:
-            self.copy(output.copies)
+        if output.copies_running is not None:
+            self.finish_copies(output.copies_running)
+        if output.copies:
+            self.late.append(output.copies)
+        if output.copies_first or self.steps % self.prompt_copies == 0:
+            self.finish_copies()
         result = self._compute(output)
-        if late:
-            self.copy(output.copies)
+        if output.copies_settled:
+            self.finish_copies()
         return result
 
-    def copy(self, copies: list[PageCopy]) -> None:
-        for page, slot, to_host in copies:
+    def finish_copies(self, but: int = 0) -> None:
+        done = max(0, len(self.late) - but)
+        self.pages, self.host = self.after_copies(done)
+        del self.late[:done]
+
+    def after_copies(self, steps: int | None = None) -> tuple[dict[int, Page], dict[int, Page]]:
+        """Pages and host memory as they will be, after the first `steps` steps' copies."""
+        pages = dict(self.pages)
+        host = dict(self.host)
+        for page, slot, to_host in chain.from_iterable(self.late[:steps]):
             if to_host:
-                self.host[slot] = replace(self.pages[page], states=list(self.pages[page].states))
+                host[slot] = replace(pages[page], states=list(pages[page].states))
             else:
-                found = self.host[slot]
-                self.pages[page] = replace(found, writer=0, states=list(found.states))
+                found = host[slot]
+                pages[page] = replace(found, writer=0, states=list(found.states))
+        return pages, host
 
     def _compute(self, output: SchedulerOutput) -> StepResult:
         for row in output.new_requests:

@@ -123,6 +123,8 @@ def _from_part(part: SchedulerOutput, tokens: list[bytes]) -> list[Any]:
         part.num_speculative_tokens,
         part.copies,
         part.copies_first,
+        part.copies_running,
+        part.copies_settled,
     ]
 
 
@@ -134,7 +136,7 @@ def _from_chunk(chunk: PrefillChunk, tokens: list[bytes]) -> list[Any]:
 
 def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
     """Reads the tokens in the order in which `_from_part` wrote them."""
-    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first = data
+    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, *waits = data
     made = [
         PrefillChunk(slot, start, tokens.take(count), sample, tuple(following), *scores)
         for slot, start, count, sample, following, *scores in chunks
@@ -160,7 +162,7 @@ def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
         [tuple(page) for page in pages],
         num_speculative_tokens,
         [PageCopy(*copy) for copy in copies],
-        first,
+        *waits,
     )
 
 

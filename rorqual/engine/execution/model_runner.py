@@ -245,7 +245,7 @@ class ModelRunner:
             if watch is not None:
                 watch.whole()
             self.shared.start(output.sampled_slots)
-            if self.host is not None:
+            if self.host is not None and output.copies_settled:
                 self.host.settle()
             if self.agree is not None:
                 pending.drop_reason = self.agree()
@@ -260,11 +260,11 @@ class ModelRunner:
             self.turns.finish(self.turns.begun)
 
     def _start_copies(self, output: SchedulerOutput) -> None:
-        """Start copies between the cache and host memory. The step waits for copies of an earlier
-        step whose launch was interrupted: their pages may have been reassigned."""
+        """Start copies between the cache and host memory."""
         if self.host is None:
             return
-        self.host.settle()
+        if output.copies_running is not None:
+            self.host.settle(output.copies_running)
         self.host.start(output.copies)
         if output.copies_first:
             self.host.settle()

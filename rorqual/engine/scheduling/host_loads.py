@@ -2,9 +2,9 @@
 
 A request at the head of the queue whose next pages are in host memory waits here, not in the queue.
 All the device pages for them are allocated up front, so that it can always finish. Each step copies
-some. After the step that copies the last one it returns to the head of the queue and finds its
-pages in the prefix cache like any prefix. If it is dropped midway, loaded pages are ordinary cached
-pages, and the others are free.
+some. After the step that copies the last one, or, where others decode, SETTLE_STEPS later, it
+returns to the head of the queue and finds its pages in the prefix cache like any prefix. If it is
+dropped midway, loaded pages are ordinary cached pages, and the others are free.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from itertools import takewhile
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.sequence import Sequence
 
+# The step that first uses loaded pages waits for their copies. So that nobody's next token does,
+# they are given some more steps to finish.
+SETTLE_STEPS = 2
+
 
 @dataclass
 class Load:
     """pages: held for the request, cached ones first; the others are for `keys`, in order, the
     first of which is the prompt's page number `next`. previous: the key before it. awaits: it
-    copies nothing itself and waits for another request's load that starts with this key."""
+    copies nothing itself and waits for another request's load that starts with this key. rest:
+    steps for which it still waits after the last copy."""
 
     sequence: Sequence
     pages: list[int] = field(default_factory=list)
@@ -30,6 +35,7 @@ class Load:
     next: int = 0
     previous: bytes = b""
     awaits: bytes | None = None
+    rest: int = SETTLE_STEPS
 
 
 class HostLoads:
@@ -95,9 +101,10 @@ class HostLoads:
         self.prefix.release(pages[count:])
         return pages[:count]
 
-    def advance(self) -> list[Sequence]:
-        """Schedule a step's copies; returns the requests that are done waiting, in order."""
-        done = [load for load in self.loads.values() if self._done(load)]
+    def advance(self, others: bool) -> list[Sequence]:
+        """Schedule a step's copies; returns the requests that are done waiting, in order. others:
+        the step has other requests, which should not wait for copies."""
+        done = [load for load in self.loads.values() if self._done(load, others)]
         for load in self.loads.values():
             if load.keys and not self._copy(load) and not load.keys:
                 done.append(load)
@@ -105,8 +112,11 @@ class HostLoads:
             self.drop(load.sequence)
         return [load.sequence for load in done]
 
-    def _done(self, load: Load) -> bool:
-        return not load.keys and load.awaits not in self.coming
+    def _done(self, load: Load, others: bool) -> bool:
+        if load.keys or load.awaits in self.coming:
+            return False
+        load.rest -= 1
+        return not others or load.rest < 0
 
     def _copy(self, load: Load) -> int:
         """Returns the number of pages scheduled."""
@@ -146,10 +156,10 @@ class HostLoads:
             self.drop(sequence)
         return found
 
-    def end(self) -> None:
-        """The step is scheduled: later steps may read its loaded pages."""
+    def end(self, launched: bool) -> None:
+        """The step is scheduled, if there is one: later steps may read its loaded pages."""
         for note in self.notes:
             self.coming.discard(self.prefix.insert(*note))
         self.notes = []
         if self.prefix.host is not None:
-            self.prefix.host.end()
+            self.prefix.host.end(launched)

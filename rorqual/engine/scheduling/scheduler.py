@@ -295,7 +295,7 @@ class Scheduler:
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
-        self._queue_again(self.loads.advance())
+        self._queue_again(self.loads.advance(self.num_running > 0))
         most = self.config.max_num_batched_tokens - output.num_tokens
         budget = min(most, self.prompt_budget)
         for sequence in list(self.prefilling.values()):
@@ -311,8 +311,7 @@ class Scheduler:
                 budget -= self._schedule_first_token(output, admitted, sampled)
             else:
                 budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
-        self._schedule_copies(output)
-        if not output.decode_slots and not output.chunks and not output.copies:
+        if not self._schedule_copies(output):
             return None
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
@@ -337,14 +336,20 @@ class Scheduler:
         for sequence in reversed(found):
             self.waiting.append_left(sequence)
 
-    def _schedule_copies(self, output: SchedulerOutput) -> None:
+    def _schedule_copies(self, output: SchedulerOutput) -> bool:
+        """Whether there is a step."""
         host = self.prefix.host
+        computes = bool(output.decode_slots or output.chunks)
         if host is not None:
-            if output.decode_slots or output.chunks:
+            if computes:
                 self.prefix.copy_ahead(self._pages_for(sum(len(c.tokens) for c in output.chunks)))
             output.copies = host.copies
             output.copies_first = host.first
-        self.loads.end()
+            output.copies_running = host.allowed()
+            output.copies_settled = host.at_once = self.prefix.read_by_peers
+        launched = computes or bool(output.copies)
+        self.loads.end(launched)
+        return launched
 
     def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
         """One token, and drafts, for every decoding request below its target length. This loop
@@ -573,6 +578,8 @@ class Scheduler:
     ) -> None:
         """need: pages beyond the cached ones."""
         size = self.config.page_size
+        if self.prefix.host is not None:
+            self.prefix.host.read(found.pages)
         self._blocked = None
         self.prefix.queries += len(sequence.reusable)
         self.prefix.hits += found.entries

@@ -4,8 +4,10 @@ and pages do come from there. fp32, tiny checkpoints, real engine."""
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,15 +56,16 @@ class LatePlatform(CpuPlatform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.left: list[Callable[[], None]] = []
+        self.left: deque[Callable[[], None]] = deque()
 
-    def beside(self, work: Callable[[], None]) -> None:
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
         self.left.append(work)
 
-    def after_beside(self) -> None:
-        for work in self.left:
-            work()
-        self.left.clear()
+        def wait() -> None:
+            while work in self.left:
+                self.left.popleft()()
+
+        return wait
 
 
 @pytest.fixture
@@ -179,6 +182,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event: object) -> None:
+        self.log.append(f"{self.name} waits for the copies")
+
     def synchronize(self) -> None:
         self.log.append(f"the thread waits for {self.name}")
 
@@ -200,14 +206,17 @@ def test_streams_of_a_gpu_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: Stream("device", []))
     platform = CudaPlatform(torch.device("cuda", 0))
-    platform.beside(lambda: log.append("copies"))
-    platform.after_beside()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    wait_for_copies = platform.beside(lambda: log.append("copies"))
+    log.append("a step")
+    wait_for_copies()
     with platform.background() as wait:
         wait()
     assert log == [
         "side waits for steps",
         *("side:", "copies", "end"),
-        "steps waits for side",
+        "a step",
+        "steps waits for the copies",
         *("side:", "the thread waits for side", "end"),
     ]
 
@@ -224,7 +233,7 @@ def test_an_interrupted_launch_leaves_no_copy_behind(tmp_path: Path, late: None)
     struck = []
 
     def broken(*given: Any) -> Any:
-        if runner.host is not None and runner.host.open and not struck:
+        if runner.host is not None and runner.host.running and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         return launch(*given)

@@ -98,16 +98,21 @@ def test_a_step_copies_only_so_much_and_others_decode_meanwhile() -> None:
     loop.step()
     again = ask(loop, "again", text(0))
     shares = []
+    waited = []
     while "again" not in loop.outputs:
         tokens = len(loop.outputs["other"])
+        started = sum(map(bool, shares))
         step = loop.scheduler.schedule()
         assert step is not None
         shares.append(sum(not copy.to_host for copy in step.output.copies))
+        running = step.output.copies_running
+        waited.append(running is not None and running < started)
         loop.in_flight.append((step, loop.runner.launch(step.output)))
         loop.collect()
         assert len(loop.outputs["other"]) == tokens + 1
-    # nine pages, two a step; behind the last the prompt is admitted
-    assert shares == [2, 2, 2, 2, 1, 0]
+    # nine pages, two a step; two steps later the prompt is admitted, and waits for the copies
+    assert shares == [2, 2, 2, 2, 1, 0, 0, 0]
+    assert waited == [False] * 7 + [True]
     finish(loop, other, again)
 
 
@@ -206,6 +211,22 @@ def test_a_page_evicted_between_steps_is_not_copied() -> None:
         prefix.evict()
     assert not host(loop).slots
     finish(loop, ask(loop, "again", text(0)))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_copies_may_take_any_time(depth: int) -> None:
+    """None is done before a step waits for it: pages that are written to again, or read."""
+    loop = make()
+    loop.depth = depth
+    loop.runner.prompt_copies = 10**9
+    fill(loop, 7)
+    other = ask(loop, "other", [1, 2, 3], most=50)
+    for i in (3, 0, 5, 1):
+        finish_one = ask(loop, f"again{i}", text(i), most=6)
+        while finish_one.id in loop.scheduler.sequences:
+            loop.step()
+    finish(loop, other)
+    assert host(loop).pages_in > 20
 
 
 def test_host_memory_smaller_than_a_prompt() -> None:
@@ -341,7 +362,7 @@ class HostHistory(RuleBasedStateMachine):
         step = self.scheduler.schedule() if plan and len(self.loop.in_flight) < 3 else None
         if step is not None:
             done = data.draw(st.integers(0, len(step.output.copies)))
-            self.loop.runner.copy(step.output.copies[:done])
+            self.loop.runner.late.append(step.output.copies[:done])
             self.scheduler.undo(step)
         for waiting, _ in self.loop.in_flight:
             self.scheduler.undo(waiting)
@@ -366,10 +387,10 @@ class HostHistory(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         prefix = self.scheduler.prefix
-        runner = self.loop.runner
+        pages, slots = self.loop.runner.after_copies()
         whole = (found for found in prefix.pages.items() if found[0] not in prefix.tails)
-        held = [(key, runner.pages[page]) for key, page in whole]
-        held += [(key, runner.host[slot]) for key, slot in host(self.loop).slots.items()]
+        held = [(key, pages[page]) for key, page in whole]
+        held += [(key, slots[slot]) for key, slot in host(self.loop).slots.items()]
         for key, page in held:
             states = page.states[: prefix.page_size]
             assert len(states) == prefix.page_size
