@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -15,12 +17,27 @@ from rorqual.errors import CapacityError, ConfigError
 from rorqual.platforms.base import Platform
 
 BLOCK_BYTES = 2**30  # pinned at a time: libraries round pinned sizes up to a power of two
+MOST_RUNNING = 16  # calls of `start` that nothing waits for; older ones are waited for
+
+
+@dataclass(frozen=True)
+class Run:
+    """Copies of one direction that were started together."""
+
+    to_host: bool
+    pages: frozenset[int]
+    slots: frozenset[int]
+    wait: Callable[[], None]
+
+    def precedes(self, other: Sequence[PageCopy]) -> bool:
+        """Whether one of the others uses a page or slot of these."""
+        return any(copy.page in self.pages or copy.slot in self.slots for copy in other)
 
 
 class HostMemory:
     """`slots` pages as bytes: layer after layer, of each its planes in order. Pages are staged in
-    one piece of device memory, so that a page is one copy between device and host. Raises
-    ConfigError where the host's memory does not suffice."""
+    one piece of device memory, so that a page is one copy between device and host. Copies of the
+    two directions run concurrently. Raises ConfigError where the host's memory does not suffice."""
 
     def __init__(self, pool: KVPool, platform: Platform, slots: int):
         self.platform = platform
@@ -33,55 +50,75 @@ class HostMemory:
         except (CapacityError, RuntimeError, MemoryError) as error:
             wanted = slots * self.size / 2**30
             raise ConfigError(f"kv_host_memory: no {wanted:.2f} GiB can be had: {error}") from error
-        self.staged = torch.empty(
-            (max(1, min(slots, platform.host_step_bytes // self.size)), self.size),
-            dtype=torch.uint8,
-            device=platform.device,
-        )
-        self.running: deque[Callable[[], None]] = deque()  # waits for one `start` each
+        rows = max(1, min(slots, platform.host_step_bytes // 2 // self.size))
+        self.staged = {
+            to_host: torch.empty((rows, self.size), dtype=torch.uint8, device=platform.device)
+            for to_host in (False, True)
+        }
+        self.running: deque[list[Run]] = deque()  # of one `start` each, oldest first
 
     def start(self, copies: Sequence[PageCopy]) -> None:
-        """Start copies, in order: after everything launched so far, concurrently with what is
-        launched next."""
-        if copies:
-            self.running.append(self.platform.beside(lambda: self._copy(copies)))
+        """Start copies: after everything launched so far, concurrently with what is launched next.
+        Those that use the same page or slot are in order."""
+        if not copies:
+            return
+        self.settle(MOST_RUNNING)
+        runs: list[Run] = []
+        self.running.append(runs)
+        for to_host, found in groupby(copies, key=lambda copy: copy.to_host):
+            run = list(found)
+            before = self._before(to_host, run)
+            wait = self.platform.beside(partial(self._copy, to_host, run, before), int(to_host))
+            pages = frozenset(copy.page for copy in run)
+            runs.append(Run(to_host, pages, frozenset(copy.slot for copy in run), wait))
+
+    def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
+        """A wait for the last run of the other direction that these must follow."""
+        for run in reversed([run for runs in self.running for run in runs]):
+            if run.to_host != to_host and run.precedes(copies):
+                return run.wait
+        return None
 
     def settle(self, but: int = 0) -> None:
         """Make later launches wait for all copies but those of the last `but` calls of `start`."""
-        wait = None
+        last: dict[bool, Run] = {}
         while len(self.running) > but:
-            wait = self.running.popleft()
-        if wait is not None:
-            wait()
+            last.update((run.to_host, run) for run in self.running.popleft())
+        for run in last.values():
+            run.wait()
 
-    def _copy(self, copies: Sequence[PageCopy]) -> None:
-        most = self.staged.shape[0]
-        for to_host, run in groupby(copies, key=lambda copy: copy.to_host):
-            found = list(run)
-            for start in range(0, len(found), most):
-                part = found[start : start + most]
-                pages = self.platform.to_device(torch.tensor([copy.page for copy in part]))
-                (self._out if to_host else self._in)(pages, [copy.slot for copy in part])
+    def _copy(
+        self, to_host: bool, copies: Sequence[PageCopy], before: Callable[[], None] | None
+    ) -> None:
+        if before is not None:
+            before()
+        staged = self.staged[to_host]
+        most = staged.shape[0]
+        for start in range(0, len(copies), most):
+            part = copies[start : start + most]
+            pages = self.platform.to_device(torch.tensor([copy.page for copy in part]))
+            slots = [copy.slot for copy in part]
+            (self._out if to_host else self._in)(pages, slots, staged[: len(part)])
 
-    def _out(self, pages: Tensor, slots: list[int]) -> None:
-        for flat, staged in self._parts(len(slots)):
-            staged.copy_(flat.index_select(0, pages))
-        for place, slot in enumerate(slots):
-            self._row(slot).copy_(self.staged[place], non_blocking=True)
+    def _out(self, pages: Tensor, slots: list[int], staged: Tensor) -> None:
+        for flat, columns in self._parts(staged):
+            columns.copy_(flat.index_select(0, pages))
+        for row, slot in zip(staged, slots, strict=True):
+            self._row(slot).copy_(row, non_blocking=True)
 
-    def _in(self, pages: Tensor, slots: list[int]) -> None:
-        for place, slot in enumerate(slots):
-            self.staged[place].copy_(self._row(slot), non_blocking=True)
-        for flat, staged in self._parts(len(slots)):
-            flat.index_copy_(0, pages, staged)
+    def _in(self, pages: Tensor, slots: list[int], staged: Tensor) -> None:
+        for row, slot in zip(staged, slots, strict=True):
+            row.copy_(self._row(slot), non_blocking=True)
+        for flat, columns in self._parts(staged):
+            flat.index_copy_(0, pages, columns)
 
-    def _parts(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each plane: its pages as bytes, and its columns of the staging memory."""
         start = 0
         for plane in self.planes:
             flat = plane.view(plane.shape[0], -1).view(torch.uint8)
             stop = start + flat.shape[1]
-            yield flat, self.staged[:count, start:stop]
+            yield flat, staged[:, start:stop]
             start = stop
 
     def _row(self, slot: int) -> Tensor:

@@ -140,10 +140,11 @@ class Platform:
         in it."""
         return nullcontext(lambda: None)
 
-    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+    def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:
         """Run device work of the engine's thread concurrently with its later steps: after
-        everything launched so far, and in the order of these calls. Later work in `background`
-        follows it. Returns a function that makes later launches of its caller wait for it."""
+        everything launched so far, and in the order of these calls for one of the lanes 0 and 1.
+        Later work in `background` follows that of lane 0. Returns a function that makes later
+        launches of its caller, or of `work` where it calls it, wait for it."""
         work()
         return lambda: None
 

@@ -39,6 +39,7 @@ class CudaPlatform(Platform):
         self.keepers: list[torch.cuda.CUDAGraph] = []
         self.capturing = threading.Lock()
         self.side = torch.cuda.Stream(device)
+        self.second = torch.cuda.Stream(device)
 
     def _graph_pool(self, use: str = "steps") -> Any:
         """The memory pool that all captured graphs of one use share. A tiny graph keeps it in use:
@@ -69,11 +70,12 @@ class CudaPlatform(Platform):
         ):
             yield self.side.synchronize
 
-    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """On the stream of `background`, but without its lock: the engine's thread is not capturing
-        when it calls this."""
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.side):
+    def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:
+        """On the stream of `background`, or another one, without its lock: the engine's thread is
+        not capturing when it calls this."""
+        side = self.second if lane else self.side
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
             work()
             return self.mark()
 

@@ -56,14 +56,15 @@ class LatePlatform(CpuPlatform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.left: deque[Callable[[], None]] = deque()
+        self.left: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
 
-    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.left.append(work)
+    def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:
+        left = self.left[lane]
+        left.append(work)
 
         def wait() -> None:
-            while work in self.left:
-                self.left.popleft()()
+            while work in left:
+                left.popleft()()
 
         return wait
 
@@ -138,23 +139,28 @@ def test_ranks_copy_their_own_parts(tmp_path: Path, layout: dict[str, Any]) -> N
 # ---- the copies themselves
 
 
-def memory(slots: int) -> tuple[KVPool, HostMemory]:
+def memory(
+    slots: int, platform: Callable[[torch.device], CpuPlatform] = CpuPlatform
+) -> tuple[KVPool, HostMemory]:
     layer = (Plane("k", "float32", (2, 3)), Plane("scale", "int8", (5,)))
     pool = KVPool(KVSpec((layer, layer[:1]), 4), 9, torch.device("cpu"))
-    return pool, HostMemory(pool, CpuPlatform(torch.device("cpu")), slots)
+    return pool, HostMemory(pool, platform(torch.device("cpu")), slots)
 
 
 def contents(pool: KVPool, page: int) -> list[Tensor]:
     return [plane[page].clone() for layer in pool.layers for plane in layer.values()]
 
 
+@pytest.mark.parametrize("platform", [CpuPlatform, LatePlatform])
 @pytest.mark.parametrize("small", [False, True], ids=["whole", "piece by piece"])
-def test_pages_are_bytes_that_come_back(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+def test_pages_are_bytes_that_come_back(
+    monkeypatch: pytest.MonkeyPatch, small: bool, platform: type[CpuPlatform]
+) -> None:
     if small:
         size = memory(1)[1].size
         monkeypatch.setattr("rorqual.cache.host_memory.BLOCK_BYTES", 2 * size)
-        monkeypatch.setattr(CpuPlatform, "host_step_bytes", 2 * size)
-    pool, host = memory(5)
+        monkeypatch.setattr(CpuPlatform, "host_step_bytes", 4 * size)
+    pool, host = memory(5, platform)
     assert len(host.blocks) == (3 if small else 1)
     for layer in pool.layers:
         for plane in layer.values():
