@@ -24,7 +24,6 @@ MOST_RUNNING = 16  # calls of `start` that nothing waits for; older ones are wai
 class Run:
     """Copies of one direction that were started together."""
 
-    to_host: bool
     pages: frozenset[int]
     slots: frozenset[int]
     wait: Callable[[], None]
@@ -55,37 +54,42 @@ class HostMemory:
             to_host: torch.empty((rows, self.size), dtype=torch.uint8, device=platform.device)
             for to_host in (False, True)
         }
-        self.running: deque[list[Run]] = deque()  # of one `start` each, oldest first
+        # by direction: of one `start` each, oldest first
+        self.running: dict[bool, deque[list[Run]]] = {False: deque(), True: deque()}
 
     def start(self, copies: Sequence[PageCopy]) -> None:
         """Start copies: after everything launched so far, concurrently with what is launched next.
         Those that use the same page or slot are in order."""
         if not copies:
             return
-        self.settle(MOST_RUNNING)
-        runs: list[Run] = []
-        self.running.append(runs)
+        self.settle(MOST_RUNNING, MOST_RUNNING)
+        started: set[bool] = set()
         for to_host, found in groupby(copies, key=lambda copy: copy.to_host):
             run = list(found)
             before = self._before(to_host, run)
             wait = self.platform.beside(partial(self._copy, to_host, run, before), int(to_host))
             pages = frozenset(copy.page for copy in run)
-            runs.append(Run(to_host, pages, frozenset(copy.slot for copy in run), wait))
+            if to_host not in started:
+                self.running[to_host].append([])
+                started.add(to_host)
+            slots = frozenset(copy.slot for copy in run)
+            self.running[to_host][-1].append(Run(pages, slots, wait))
 
     def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
         """A wait for the last run of the other direction that these must follow."""
-        for run in reversed([run for runs in self.running for run in runs]):
-            if run.to_host != to_host and run.precedes(copies):
-                return run.wait
-        return None
+        others = [run for runs in self.running[not to_host] for run in runs]
+        return next((run.wait for run in reversed(others) if run.precedes(copies)), None)
 
-    def settle(self, but: int = 0) -> None:
-        """Make later launches wait for all copies but those of the last `but` calls of `start`."""
-        last: dict[bool, Run] = {}
-        while len(self.running) > but:
-            last.update((run.to_host, run) for run in self.running.popleft())
-        for run in last.values():
-            run.wait()
+    def settle(self, ins: int | None = 0, outs: int | None = 0) -> None:
+        """Make later launches wait for copies, except of the last `ins` calls of `start` that had
+        copies in, and the last `outs` that had copies out; None: for none."""
+        for to_host, but in ((False, ins), (True, outs)):
+            running = self.running[to_host]
+            last: Run | None = None
+            while but is not None and len(running) > but:
+                last = running.popleft()[-1]
+            if last is not None:
+                last.wait()
 
     def _copy(
         self, to_host: bool, copies: Sequence[PageCopy], before: Callable[[], None] | None

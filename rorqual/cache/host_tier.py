@@ -21,8 +21,35 @@ class PageCopy(NamedTuple):
     to_host: bool
 
 
-def _later(steps: dict[int, int], done: int) -> dict[int, int]:
-    return {page: step for page, step in steps.items() if step > done}
+class Running:
+    """Copies of one direction that no step has waited for: pages with the last step that copies
+    each, counting steps with such copies. awaited: up to which of them the step being scheduled
+    waits, if not None. The first step waits for all: copies of steps that came to nothing may still
+    run."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.pages: dict[int, int] = {}
+        self.awaited: int | None = 0
+
+    def use(self, page: int) -> None:
+        step = self.pages.get(page)
+        if step is not None:
+            self.awaited = max(self.awaited or 0, step)
+
+    def end(self, pages: list[int], waits_for_all: bool) -> None:
+        """The step is scheduled, and copies `pages`."""
+        self.steps += bool(pages)
+        self.pages.update((page, self.steps) for page in pages)
+        done = self.steps if waits_for_all else self.awaited
+        if done is not None:
+            self.pages = {page: step for page, step in self.pages.items() if step > done}
+        self.awaited = None
+
+    @property
+    def allowed(self) -> int | None:
+        """Of the last how many steps with such copies the step does not wait for; None: of none."""
+        return None if self.awaited is None else self.steps - self.awaited
 
 
 class HostTier:
@@ -32,8 +59,8 @@ class HostTier:
     Copies are done in order, those of a step after all earlier steps. The step itself runs
     concurrently with them, unless `first`: then one of its requests was given a page that is being
     copied out. Later steps do so too, up to one that writes to a page that is being copied, or
-    reads one that is being copied in: it waits for the copies of that step and of those before.
-    at_once: every later step waits."""
+    reads one that is being copied in: it waits for that direction's copies of that step and of
+    those before. at_once: every later step waits."""
 
     def __init__(self, capacity: int, step_pages: int):
         self.capacity = capacity
@@ -45,14 +72,8 @@ class HostTier:
         self.copying_out: set[int] = set()  # pages being copied out
         self.first = False
         self.at_once = False
-        self.batches = 0  # steps with copies
-        # pages of copies that no step has waited for, with the last such step that copies each,
-        # and those copied in
-        self.running: dict[int, int] = {}
-        self.coming: dict[int, int] = {}
-        # Up to which of them the step waits, if not None. The first waits for all: copies of steps
-        # that came to nothing may still run.
-        self.awaited: int | None = 0
+        self.coming = Running()
+        self.going = Running()
         self.out_left = self.in_left = 0
         # tokens looked for here and found, pages copied out and in
         self.queries = self.hits = self.pages_out = self.pages_in = 0
@@ -71,18 +92,9 @@ class HostTier:
         self.planning = False
         if not launched:
             return
-        self.batches += bool(self.copies)
-        self.running.update((copy.page, self.batches) for copy in self.copies)
-        self.coming.update((copy.page, self.batches) for copy in self.copies if not copy.to_host)
-        done = self.batches if self.first or self.at_once else self.awaited
-        if done is not None:
-            self.running = _later(self.running, done)
-            self.coming = _later(self.coming, done)
-        self.awaited = None
-
-    def allowed(self) -> int | None:
-        """Of the last how many steps with copies the step does not wait for; None: of none."""
-        return None if self.awaited is None else self.batches - self.awaited
+        for running, to_host in ((self.coming, False), (self.going, True)):
+            pages = [copy.page for copy in self.copies if copy.to_host == to_host]
+            running.end(pages, self.first or self.at_once)
 
     def evicted(self, key: bytes, page: int) -> None:
         """A page is evicted from the device: copy it out. It is lost while no step is being
@@ -130,17 +142,14 @@ class HostTier:
         """A request of the step being scheduled will write to the page."""
         if page in self.copying_out:
             self.first = True
-        self._await(self.running.get(page))
+        self.coming.use(page)
+        self.going.use(page)
 
     def read(self, pages: Iterable[int]) -> None:
         """A request of the step being scheduled will read these pages."""
-        if self.coming:
+        if self.coming.pages:
             for page in pages:
-                self._await(self.coming.get(page))
-
-    def _await(self, step: int | None) -> None:
-        if step is not None:
-            self.awaited = max(self.awaited or 0, step)
+                self.coming.use(page)
 
     def clear(self) -> None:
         if self.events is not None:

@@ -12,8 +12,8 @@ drafted for the next step, spoil the pages they are written to.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from rorqual.cache.host_tier import PageCopy
 from rorqual.engine.scheduling.scheduler import Scheduler
@@ -115,7 +115,10 @@ class FakeRunner:
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.pages: dict[int, Page] = {}
         self.host: dict[int, Page] = {}
-        self.late: list[list[PageCopy]] = []  # of steps that no step has waited for
+        # copies that no step has waited for, with the number of their step among those that have
+        # copies in this direction
+        self.late: list[tuple[int, PageCopy]] = []
+        self.copy_steps = {False: 0, True: 0}
         self.prompt_copies = 3  # in one step of so many, copies are done before it
         self.queue: deque[StepResult] = deque()
         self.lives = self.steps = self.computed_tokens = self.most_in_flight = 0
@@ -138,10 +141,10 @@ class FakeRunner:
         """Copies that a step does not wait for are done before it, or as late as may be, in turns:
         nobody may rely on either."""
         self._check_shape(output)
-        if output.copies_running is not None:
-            self.finish_copies(output.copies_running)
-        if output.copies:
-            self.late.append(output.copies)
+        for to_host, running in zip((False, True), output.copies_running, strict=True):
+            if running is not None:
+                self._finish_direction(to_host, running)
+        self.start_copies(output.copies)
         if output.copies_first or self.steps % self.prompt_copies == 0:
             self.finish_copies()
         result = self._compute(output)
@@ -149,16 +152,38 @@ class FakeRunner:
             self.finish_copies()
         return result
 
-    def finish_copies(self, but: int = 0) -> None:
-        done = max(0, len(self.late) - but)
-        self.pages, self.host = self.after_copies(done)
-        del self.late[:done]
+    def start_copies(self, copies: list[PageCopy]) -> None:
+        for to_host in {copy.to_host for copy in copies}:
+            self.copy_steps[to_host] += 1
+        self.late += [(self.copy_steps[copy.to_host], copy) for copy in copies]
 
-    def after_copies(self, steps: int | None = None) -> tuple[dict[int, Page], dict[int, Page]]:
-        """Pages and host memory as they will be, after the first `steps` steps' copies."""
+    def _finish_direction(self, to_host: bool, but: int) -> None:
+        """Copies of one direction, except of the last `but` steps that had any, and those before
+        them that use the same page or slot; no others."""
+        most = self.copy_steps[to_host] - but
+        done: list[PageCopy] = []
+        left = []
+        for step, copy in reversed(self.late):
+            asked = copy.to_host == to_host and step <= most
+            if asked or any(copy.page == one.page or copy.slot == one.slot for one in done):
+                done.append(copy)
+            else:
+                left.append((step, copy))
+        self.pages, self.host = self._after(reversed(done))
+        self.late = left[::-1]
+
+    def finish_copies(self) -> None:
+        self.pages, self.host = self.after_copies()
+        self.late.clear()
+
+    def after_copies(self) -> tuple[dict[int, Page], dict[int, Page]]:
+        """Pages and host memory as they will be."""
+        return self._after(copy for _, copy in self.late)
+
+    def _after(self, copies: Iterable[PageCopy]) -> tuple[dict[int, Page], dict[int, Page]]:
         pages = dict(self.pages)
         host = dict(self.host)
-        for page, slot, to_host in chain.from_iterable(self.late[:steps]):
+        for page, slot, to_host in copies:
             if to_host:
                 host[slot] = replace(pages[page], states=list(pages[page].states))
             else:

@@ -136,7 +136,9 @@ def _from_chunk(chunk: PrefillChunk, tokens: list[bytes]) -> list[Any]:
 
 def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
     """Reads the tokens in the order in which `_from_part` wrote them."""
-    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, *waits = data
+    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first, running, settled = (
+        data
+    )
     made = [
         PrefillChunk(slot, start, tokens.take(count), sample, tuple(following), *scores)
         for slot, start, count, sample, following, *scores in chunks
@@ -162,7 +164,9 @@ def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
         [tuple(page) for page in pages],
         num_speculative_tokens,
         [PageCopy(*copy) for copy in copies],
-        *waits,
+        first,
+        tuple(running),
+        settled,
     )
 
 

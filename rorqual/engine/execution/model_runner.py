@@ -263,8 +263,7 @@ class ModelRunner:
         """Start copies between the cache and host memory."""
         if self.host is None:
             return
-        if output.copies_running is not None:
-            self.host.settle(output.copies_running)
+        self.host.settle(*output.copies_running)
         self.host.start(output.copies)
         if output.copies_first:
             self.host.settle()

@@ -345,7 +345,7 @@ class Scheduler:
                 self.prefix.copy_ahead(self._pages_for(sum(len(c.tokens) for c in output.chunks)))
             output.copies = host.copies
             output.copies_first = host.first
-            output.copies_running = host.allowed()
+            output.copies_running = (host.coming.allowed, host.going.allowed)
             output.copies_settled = host.at_once = self.prefix.read_by_peers
         launched = computes or bool(output.copies)
         self.loads.end(launched)

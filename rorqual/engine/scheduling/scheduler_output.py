@@ -66,9 +66,9 @@ class SchedulerOutput:
     after the step; `new_requests` and `pages` (slot, index in block table, page) are applied to the
     device rows before the step. `copies` between device and host memory are done in their order,
     before the step if `copies_first`, else concurrently with it and later ones; a step may consist
-    of copies alone. If `copies_running` is given, the step waits for all copies of earlier steps
-    but those of the last so many steps that had any. What is launched later waits for its own if
-    `copies_settled`.
+    of copies alone. `copies_running`, for copies in and out: the step waits for those of earlier
+    steps, except of the last so many steps that had any; None: for none. What is launched later
+    waits for its own if `copies_settled`.
     """
 
     decode_slots: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class SchedulerOutput:
     num_speculative_tokens: int = 0
     copies: list[PageCopy] = field(default_factory=list)
     copies_first: bool = False
-    copies_running: int | None = None
+    copies_running: tuple[int | None, int | None] = (None, None)
     copies_settled: bool = False
 
     @property

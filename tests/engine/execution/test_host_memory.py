@@ -239,7 +239,7 @@ def test_an_interrupted_launch_leaves_no_copy_behind(tmp_path: Path, late: None)
     struck = []
 
     def broken(*given: Any) -> Any:
-        if runner.host is not None and runner.host.running and not struck:
+        if runner.host is not None and any(runner.host.running.values()) and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         return launch(*given)

@@ -105,7 +105,7 @@ def test_a_step_copies_only_so_much_and_others_decode_meanwhile() -> None:
         step = loop.scheduler.schedule()
         assert step is not None
         shares.append(sum(not copy.to_host for copy in step.output.copies))
-        running = step.output.copies_running
+        running, _ = step.output.copies_running
         waited.append(running is not None and running < started)
         loop.in_flight.append((step, loop.runner.launch(step.output)))
         loop.collect()
@@ -362,7 +362,7 @@ class HostHistory(RuleBasedStateMachine):
         step = self.scheduler.schedule() if plan and len(self.loop.in_flight) < 3 else None
         if step is not None:
             done = data.draw(st.integers(0, len(step.output.copies)))
-            self.loop.runner.late.append(step.output.copies[:done])
+            self.loop.runner.start_copies(step.output.copies[:done])
             self.scheduler.undo(step)
         for waiting, _ in self.loop.in_flight:
             self.scheduler.undo(waiting)
