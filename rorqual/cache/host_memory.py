@@ -21,7 +21,7 @@ MOST_RUNNING = 16  # calls of `start` that nothing waits for; older ones are wai
 
 
 @dataclass(frozen=True)
-class Run:
+class CopyRun:
     """Copies of one direction that were started together."""
 
     pages: frozenset[int]
@@ -42,6 +42,8 @@ class HostMemory:
         self.platform = platform
         self.planes = [plane for layer in pool.layers for plane in layer.values()]
         self.size = sum(plane[0].nbytes for plane in self.planes)
+        platform.copies_pages = True
+        platform.fetch(torch.zeros(1, device=platform.device))()  # compiles, if there is a kernel
         self.rows = max(1, BLOCK_BYTES // self.size)  # of a block
         counts = [min(self.rows, slots - start) for start in range(0, slots, self.rows)]
         try:
@@ -49,13 +51,13 @@ class HostMemory:
         except (CapacityError, RuntimeError, MemoryError) as error:
             wanted = slots * self.size / 2**30
             raise ConfigError(f"kv_host_memory: no {wanted:.2f} GiB can be had: {error}") from error
-        rows = max(1, min(slots, platform.host_step_bytes // 2 // self.size))
+        rows = max(1, min(slots, platform.host_step_bytes // self.size))
         self.staged = {
             to_host: torch.empty((rows, self.size), dtype=torch.uint8, device=platform.device)
             for to_host in (False, True)
         }
         # by direction: of one `start` each, oldest first
-        self.running: dict[bool, deque[list[Run]]] = {False: deque(), True: deque()}
+        self.running: dict[bool, deque[list[CopyRun]]] = {False: deque(), True: deque()}
 
     def start(self, copies: Sequence[PageCopy]) -> None:
         """Start copies: after everything launched so far, concurrently with what is launched next.
@@ -73,7 +75,7 @@ class HostMemory:
                 self.running[to_host].append([])
                 started.add(to_host)
             slots = frozenset(copy.slot for copy in run)
-            self.running[to_host][-1].append(Run(pages, slots, wait))
+            self.running[to_host][-1].append(CopyRun(pages, slots, wait))
 
     def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
         """A wait for the last run of the other direction that these must follow."""
@@ -85,7 +87,7 @@ class HostMemory:
         copies in, and the last `outs` that had copies out; None: for none."""
         for to_host, but in ((False, ins), (True, outs)):
             running = self.running[to_host]
-            last: Run | None = None
+            last: CopyRun | None = None
             while but is not None and len(running) > but:
                 last = running.popleft()[-1]
             if last is not None:

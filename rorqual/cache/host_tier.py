@@ -21,7 +21,7 @@ class PageCopy(NamedTuple):
     to_host: bool
 
 
-class Running:
+class UnawaitedCopies:
     """Copies of one direction that no step has waited for: pages with the last step that copies
     each, counting steps with such copies. awaited: up to which of them the step being scheduled
     waits, if not None. The first step waits for all: copies of steps that came to nothing may still
@@ -72,8 +72,8 @@ class HostTier:
         self.copying_out: set[int] = set()  # pages being copied out
         self.first = False
         self.at_once = False
-        self.coming = Running()
-        self.going = Running()
+        self.coming = UnawaitedCopies()
+        self.going = UnawaitedCopies()
         self.out_left = self.in_left = 0
         # tokens looked for here and found, pages copied out and in
         self.queries = self.hits = self.pages_out = self.pages_in = 0

@@ -44,6 +44,7 @@ class Platform:
     steps_in_flight: steps to launch before reading the first one's results.
     has_graphs: `capture` works. compiles: kernels are compiled at or before their first launch.
     asynchronous: launched work runs later; else it is done when the call returns.
+    copies_pages: pages are copied to the host beside steps, whose results must not wait for them.
     """
 
     name = "base"
@@ -55,6 +56,7 @@ class Platform:
     has_graphs = False
     compiles = False
     asynchronous = False
+    copies_pages = False
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -117,6 +117,11 @@ class CudaPlatform(Platform):
         torch.cuda.empty_cache()
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if self.copies_pages and tensor.numel():
+            from rorqual.platforms import host_stores
+
+            if tensor.nbytes <= host_stores.MOST_BYTES:
+                return pinned.fetch(tensor, torch.cuda.Event(), host_stores.store)
         return pinned.fetch(tensor, torch.cuda.Event())
 
     def to_device(self, data: Tensor) -> Tensor:

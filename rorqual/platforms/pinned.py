@@ -40,10 +40,17 @@ class PinnedStaging(Staging):
         self.copied[self.turn].record(self.stream)
 
 
-def fetch(tensor: Tensor, event: Any) -> Callable[[], Tensor]:
-    """Start a copy to the host on the current stream; the result waits for it. event: a new one."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def copy(tensor: Tensor, host: Tensor) -> None:
     host.copy_(tensor, non_blocking=True)
+
+
+def fetch(
+    tensor: Tensor, event: Any, start: Callable[[Tensor, Tensor], None] = copy
+) -> Callable[[], Tensor]:
+    """Start a copy to the host on the current stream; the result waits for it. event: a new one.
+    start: starts the copy to a pinned tensor of the same shape."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    start(tensor, host)
     event.record()
 
     def wait() -> Tensor:

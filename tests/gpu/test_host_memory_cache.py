@@ -71,3 +71,29 @@ def test_copies_wait_for_what_was_launched_and_are_waited_for() -> None:
         host.settle()
         for plane in planes:
             assert torch.equal(plane[:32], torch.full_like(plane[:32], value))
+
+
+def test_results_do_not_wait_for_pages_that_are_copied_out() -> None:
+    """Small tensors of any kind arrive while a gigabyte is on its way to the host."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    platform = CudaPlatform(device)
+    pool = KVPool(KVSpec(((Plane("k", "float32", (2**17,)),),) * 4, 8), 65, device)
+    host = HostMemory(pool, platform, 64)
+    results = [
+        torch.arange(300, device=device),
+        torch.randn(64, 7, device=device)[:, 1:],
+        torch.tensor([True, False, True], device=device)[1:],
+        torch.zeros(0, 5, device=device),
+        torch.full((40_000,), 2.5, device=device),  # larger ones are copied
+    ]
+    copies = [PageCopy(page, page, True) for page in range(64)]
+    for turn in range(2):
+        torch.cuda.synchronize(device)
+        host.start(copies)
+        found = [platform.fetch(tensor)() for tensor in results[:4]]
+        assert turn == 0 or not platform.second.query(), "the pages were copied first"
+        found.append(platform.fetch(results[4])())
+        host.settle()
+        for got, wanted in zip(found, results, strict=True):
+            assert got.dtype == wanted.dtype
+            assert torch.equal(got, wanted.cpu())

@@ -159,7 +159,7 @@ def test_pages_are_bytes_that_come_back(
     if small:
         size = memory(1)[1].size
         monkeypatch.setattr("rorqual.cache.host_memory.BLOCK_BYTES", 2 * size)
-        monkeypatch.setattr(CpuPlatform, "host_step_bytes", 4 * size)
+        monkeypatch.setattr(CpuPlatform, "host_step_bytes", 2 * size)
     pool, host = memory(5, platform)
     assert len(host.blocks) == (3 if small else 1)
     for layer in pool.layers:
