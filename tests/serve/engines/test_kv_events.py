@@ -118,7 +118,7 @@ def test_events_tell_what_each_tier_holds(lookahead: int) -> None:
             key = cache.insert(key, cache.covered(tokens, place), page)
         cache.release(pages)
         cache.copy_ahead(2)
-        tier.end()
+        tier.end(launched=True)
         if turn % 50 == 49:
             cache.clear()
         for event in to_vllm_events(events.drain()):
