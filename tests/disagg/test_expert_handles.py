@@ -271,6 +271,7 @@ def test_steps_in_turns_go_by_the_servers_they_began_with(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.longest
 def test_a_stopped_server_that_goes_on_disturbs_nobody(
     secret_file: str, expected: list[list[int]]
 ) -> None:

@@ -350,6 +350,7 @@ def test_random_weights_by_vllms_name():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.longest
 def test_many_requests_with_random_cancels_leave_every_page_free():
     """2,000 requests of random lengths through the real engine; a third are cancelled on the
     way."""

@@ -55,6 +55,7 @@ def wait_for(grammars: XGrammars, structure: StructuredOutput) -> Exception | No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.longest
 def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
     """Three bombs are three times all the seconds in one queue; here three first tries, of which
     clients who take turns wait for one."""
