@@ -17,8 +17,8 @@ from itertools import takewhile
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.sequence import Sequence
 
-# The step that first uses loaded pages waits for their copies. So that nobody's next token does,
-# they are given some more steps to finish.
+# The step that first uses loaded pages waits for their copies, and so do the requests that decode
+# in it. The copies are given some more steps to finish before.
 SETTLE_STEPS = 2
 
 
