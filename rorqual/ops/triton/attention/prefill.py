@@ -334,12 +334,19 @@ def _launch(
     if out is None:
         out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     v_width = padded(v.shape[2])
-    if config.gluon and is_hopper(q.device) and scales is None:
+    if is_hopper(q.device) and scales is None:
         from rorqual.ops.triton.attention import prefill_sm90
 
-        if prefill_sm90.supported(q, k, v, page, k_rope):
+        splits = 1
+        if so_far is None:
+            requests = kv_lens.shape[0]
+            blocks = triton.cdiv(max_query_len, prefill_sm90.ROWS) * heads * requests
+            keys = k.shape[0] // requests if tables is None else tables.shape[1] * page
+            splits = prefill_sm90.splits_for(blocks, keys, q.device)
+        wanted = config.gluon or splits > 1
+        if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)
-            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope)
+            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, splits)
             return out
     if k_rope is not None:
         k = whole_keys(k, k_rope)

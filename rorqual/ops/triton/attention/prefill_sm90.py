@@ -6,6 +6,9 @@ warp copies. The scores of the next tile are under way before the values of this
 so a tile's weights are computed beside products (the order of FlashAttention-3, arXiv 2407.08608).
 Tiles come from the last to the first: those that need a mask are the first ones.
 
+A short chunk behind a long context has fewer blocks than the GPU has multiprocessors. Its keys are
+then split: each program takes some of the tiles, and a second kernel merges what they found.
+
 Cycles of a tile on a multiprocessor that multiplies 64 x 64 x 16 in 32: 2 x 512 for scores of 128
 columns, 2 x 768 of 192, and 2 x 512 for the values; 16,384 exponentials at 16 a cycle take 1,024
 beside them.
@@ -14,6 +17,8 @@ beside them.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.triton.attention.mla_decode_sm90 import _clear_end
+from rorqual.ops.triton.runtime.launch import multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     next_stage,
@@ -38,13 +44,16 @@ ROWS = 128  # queries of a block
 TOKENS = 128  # keys of a tile
 PIECE = 64  # rows and columns of a bulk copy: a page of 64 tokens is two of them
 STAGES = 2
+MOST_SPLITS = 16
+LEAST_TILES = 2  # of a part
+MERGED_ROWS = 4  # of a program
 REGISTERS = (240, 24)  # of a thread that computes, of one that copies
 
 
 @gluon.jit
-def _span(query_starts, kv_lens, firsts, SO_FAR: gl.constexpr):
+def _span(query_starts, kv_lens, firsts, splits, SO_FAR: gl.constexpr, SPLIT: gl.constexpr):
     """(first query of the request, its queries, its keys, what query 0 sees besides its own
-    place's keys, this program's block, how many tiles that block sees)."""
+    place's keys, this program's block, its tiles: the first and the one after the last)."""
     request = gl.program_id(2)
     begin = gl.load(query_starts + request)
     queries = (gl.load(query_starts + request + 1) - begin).to(gl.int32)
@@ -52,9 +61,17 @@ def _span(query_starts, kv_lens, firsts, SO_FAR: gl.constexpr):
     shift = length - queries
     if SO_FAR:
         shift = gl.load(firsts + request).to(gl.int32)
-    block = (queries + 127) // 128 - 1 - gl.program_id(0)
+    place = gl.program_id(0)
+    low = 0
+    if SPLIT:
+        place = place // splits
+    block = (queries + 127) // 128 - 1 - place
     high = gl.maximum(gl.minimum(shift + (block + 1) * 128, length) + 127, 0) // 128
-    return begin, queries, length, shift, block, high
+    if SPLIT:
+        each = (high + splits - 1) // splits
+        low = (gl.program_id(0) - place * splits) * each
+        high = gl.minimum(high, low + each)
+    return begin, queries, length, shift, block, low, high
 
 
 @gluon.jit
@@ -84,7 +101,9 @@ def _copy(
     tail_first,
     v_head,
     table_row,
+    splits,
     SO_FAR: gl.constexpr,
+    SPLIT: gl.constexpr,
     SHARE: gl.constexpr,
     WIDTH: gl.constexpr,
     TAIL: gl.constexpr,
@@ -92,8 +111,10 @@ def _copy(
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):
-    begin, _, length, _, block, high = _span(query_starts, kv_lens, firsts, SO_FAR)
-    if (block >= 0) & (high > 0):
+    begin, _, length, _, block, start, high = _span(
+        query_starts, kv_lens, firsts, splits, SO_FAR, SPLIT
+    )
+    if (block >= 0) & (high > start):
         head = gl.program_id(1)
         request = gl.program_id(2)
         group = head // SHARE
@@ -113,7 +134,7 @@ def _copy(
                 )
         stage = 0
         phase = 1
-        for i in range(high):
+        for i in range(high - start):
             first = (high - 1 - i) * 128
             if PAGE == 0:
                 low = (gl.load(key_starts + request) + first).to(gl.int32)
@@ -253,7 +274,11 @@ def _attend(
     total_head,
     out_token,
     out_head,
+    splits,
+    total_split,
+    out_split,
     SO_FAR: gl.constexpr,
+    SPLIT: gl.constexpr,
     TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     WHO: gl.constexpr,
@@ -263,14 +288,17 @@ def _attend(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    begin, queries, length, shift, block, high = _span(query_starts, kv_lens, firsts, SO_FAR)
-    if (block >= 0) & (high > 0):
+    begin, queries, length, shift, block, low, high = _span(
+        query_starts, kv_lens, firsts, splits, SO_FAR, SPLIT
+    )
+    if (block >= 0) & (high > low):
         head = gl.program_id(1)
         first_row = block * 128 + WHO * 64
         row = first_row + gl.arange(0, 64, ROW)
         seen_until = gl.minimum(shift + row, length - 1)
         # tiles that every row sees in full
         plain = gl.minimum(gl.maximum(shift + first_row + 1, 0), length) // 128
+        plain = gl.maximum(plain, low)
         peak = gl.full([64], -1e30, gl.float32, ROW)  # finite: a row that sees nothing makes no NaN
         total = gl.full([64], 0.0, gl.float32, ROW)
         acc = gl.full([64, 128], 0.0, gl.float32, ACC)
@@ -327,7 +355,7 @@ def _attend(
                 STAGES,
                 ACC,
             )
-        while tile > 0:
+        while tile > low:
             tile = tile - 1
             weights, acc, peak, total, k_stage, k_phase, v_stage, v_phase = _step(
                 weights,
@@ -389,6 +417,17 @@ def _attend(
             acc = acc * (weight_here * share)[:, None]
             acc = acc + found_before * (weight_before * share)[:, None]
             gl.store(place_acc, acc, mask=there)
+        elif SPLIT:
+            row_part = (first_row + opaque_zero()) + gl.arange(0, 64, ROW)
+            token_part = begin.to(gl.int64) + row_part
+            part = (gl.program_id(0) % splits).to(gl.int64)
+            log_part = gl.where(total > 0, peak + gl.log2(some), float("-inf"))
+            place_log = totals + part * total_split + token_part * total_token + head * total_head
+            gl.store(place_log, log_part, mask=row_part < queries)
+            column_part = opaque_zero() + gl.arange(0, 128, gl.SliceLayout(0, ACC))
+            token_place = token_part * out_token + head * out_head
+            place_part = (out + part * out_split + token_place[:, None]) + column_part[None, :]
+            gl.store(place_part, acc, mask=(row_part < queries)[:, None])
         else:
             # through the queries' place: whole rows leave together
             query.store(acc.to(gl.bfloat16))
@@ -400,8 +439,16 @@ def _attend(
             gl.store(
                 place_out + column_out[None, :], query.load(COPY), mask=(row_out < queries)[:, None]
             )
-    elif block >= 0:  # noqa: SIM102 (a constant: the compiler takes no such pair)
-        if not SO_FAR:  # no keys at all
+    elif block >= 0:
+        if SPLIT:  # no tiles are left for this program
+            row_left = block * 128 + WHO * 64 + gl.arange(0, 64, ROW)
+            token_left = begin.to(gl.int64) + row_left
+            part_left = (gl.program_id(0) % splits).to(gl.int64)
+            head_left = gl.program_id(1) * total_head
+            place_left = totals + part_left * total_split + token_left * total_token + head_left
+            none = gl.full([64], float("-inf"), gl.float32, ROW)
+            gl.store(place_left, none, mask=row_left < queries)
+        elif not SO_FAR:  # no keys at all
             row_none = block * 128 + WHO * 64 + gl.arange(0, 64, gl.SliceLayout(1, COPY))
             column_none = gl.arange(0, 128, gl.SliceLayout(0, COPY))
             token_none = begin.to(gl.int64) + row_none
@@ -415,7 +462,7 @@ def _attend(
 
 # how many requests and pages a step has must not compile the kernel anew
 @gluon.jit(
-    do_not_specialize=["table_row"],
+    do_not_specialize=["table_row", "splits", "total_split", "out_split"],
     do_not_specialize_on_alignment=["tables", "query_starts", "key_starts", "kv_lens", "firsts"],
 )
 def _prefill_sm90_kernel(
@@ -441,7 +488,11 @@ def _prefill_sm90_kernel(
     total_head,
     out_token,
     out_head,
+    splits,
+    total_split,
+    out_split,
     SO_FAR: gl.constexpr,
+    SPLIT: gl.constexpr,
     SHARE: gl.constexpr,
     WIDTH: gl.constexpr,
     TAIL: gl.constexpr,
@@ -451,7 +502,10 @@ def _prefill_sm90_kernel(
     COPIER: gl.constexpr,
 ):
     """Grid and arguments as of `prefill._prefill_kernel`; heads of WIDTH + TAIL columns, values of
-    128. A head's TAIL columns begin at tail_head times the head's number + tail_first."""
+    128. A head's TAIL columns begin at tail_head times the head's number + tail_first.
+
+    SPLIT: `splits` times as many programs, each with as many of a block's tiles. out [splits, T, H,
+    128] fp32 and totals [splits, T, H] fp32 get their results, and the log2 of their sums."""
     SHARED: gl.constexpr = q_tma.layout
     queries_main = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], SHARED)
     queries_tail = gl.allocate_shared_memory(gl.bfloat16, [2, 64 if TAIL > 0 else 8, 64], SHARED)
@@ -498,7 +552,11 @@ def _prefill_sm90_kernel(
                     total_head,
                     out_token,
                     out_head,
+                    splits,
+                    total_split,
+                    out_split,
                     SO_FAR,
+                    SPLIT,
                     TAIL,
                     STAGES,
                     0,
@@ -529,7 +587,11 @@ def _prefill_sm90_kernel(
                     total_head,
                     out_token,
                     out_head,
+                    splits,
+                    total_split,
+                    out_split,
                     SO_FAR,
+                    SPLIT,
                     TAIL,
                     STAGES,
                     1,
@@ -564,7 +626,9 @@ def _prefill_sm90_kernel(
                     tail_first,
                     v_head,
                     table_row,
+                    splits,
                     SO_FAR,
+                    SPLIT,
                     SHARE,
                     WIDTH,
                     TAIL,
@@ -610,6 +674,50 @@ def _bulk(rows: Tensor) -> bool:
     return rows.stride(2) == 1 and all(step % 16 == 0 for step in steps)
 
 
+@triton.jit(do_not_specialize=["rows", "splits", "part_rows"])
+def _merge_kernel(
+    parts,
+    logs,
+    out,
+    out_token,
+    out_head,
+    rows,
+    splits,
+    part_rows,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Rows (token, head) of 128 columns: sums weighted by the powers of two of their `logs`.
+    part_rows: rows of a part. A row without keys is zero."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    columns = tl.arange(0, 128)
+    split = tl.arange(0, SPLITS)
+    place = split.to(tl.int64)[None, :] * part_rows + row[:, None]
+    known = there[:, None] & (split < splits)[None, :]
+    log = tl.load(logs + place, mask=known, other=float("-inf"))
+    weights = tl.exp2(log - tl.maximum(tl.max(log, 1), -1e30)[:, None])
+    total = tl.sum(weights, 1)
+    weights = weights / tl.where(total > 0, total, 1.0)[:, None]
+    values = tl.load(
+        parts + place[:, :, None] * 128 + columns[None, None, :],
+        mask=(weights > 0)[:, :, None],  # a part without keys was not written
+        other=0.0,
+    )
+    found = tl.sum(values * weights[:, :, None], 1)
+    token = (row // HEADS).to(tl.int64)
+    target = out + token[:, None] * out_token + (row % HEADS)[:, None] * out_head
+    tl.store(target + columns[None, :], found.to(out.dtype.element_ty), mask=there[:, None])
+
+
+def splits_for(blocks: int, keys: int, device: torch.device) -> int:
+    """Into how many parts to split the keys of each of so many blocks (of all heads and requests).
+    keys: a bound for those of a block."""
+    each = multiprocessors(device) // blocks
+    return max(1, min(each, MOST_SPLITS, keys // (TOKENS * LEAST_TILES)))
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -625,13 +733,21 @@ def launch(
     factor: float,
     out: Tensor,
     k_rope: Tensor | None = None,
+    splits: int = 1,
 ) -> None:
     """As `prefill._launch`. factor: the softmax scale times log2(e). firsts and totals: of keys
-    before these, as `prefill.SoFar`."""
+    before these, as `prefill.SoFar`. splits: into how many parts the keys are split."""
     heads = q.shape[1]
     blocks = -(-max_query_len // ROWS)
     whole = _descriptor(k)
-    _prefill_sm90_kernel[blocks, heads, kv_lens.shape[0]](
+    merged = out
+    parts = (0, 0, 0)  # how many, and the strides between them
+    if splits > 1:
+        assert totals is None, "what was found so far is not split"
+        totals = torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
+        out = torch.empty(*totals.shape, v.shape[2], dtype=torch.float32, device=q.device)
+        parts = (splits, totals.stride(0), out.stride(0))
+    _prefill_sm90_kernel[blocks * splits, heads, kv_lens.shape[0]](
         _descriptor(q),
         whole,
         whole if k_rope is None else _descriptor(k_rope[:, None]),
@@ -649,9 +765,11 @@ def launch(
         *((k.stride(1), 128) if k_rope is None else (0, 0)),
         v.stride(1),
         0 if tables is None else tables.stride(0),
-        *((0, 0) if totals is None else totals.stride()),
-        *out.stride()[:2],
-        totals is not None,
+        *((0, 0) if totals is None else totals.stride()[-2:]),
+        *out.stride()[-3:-1],
+        *parts,
+        firsts is not None,
+        splits > 1,
         heads // k.shape[1],
         128,
         q.shape[2] - 128,
@@ -660,4 +778,27 @@ def launch(
         *REGISTERS,
         num_warps=4,
         maxnreg=168,
+    )
+    if splits > 1:
+        assert totals is not None
+        merge(out, totals, merged)
+
+
+def merge(parts: Tensor, logs: Tensor, out: Tensor) -> None:
+    """parts [splits, T, H, 128] fp32 with the log2 of their sums, logs [splits, T, H] fp32 (-inf:
+    no keys), to out [T, H, 128]."""
+    splits, tokens, heads = logs.shape
+    rows = tokens * heads
+    _merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
+        parts,
+        logs,
+        out,
+        *out.stride()[:2],
+        rows,
+        splits,
+        rows,
+        heads,
+        MERGED_ROWS,
+        triton.next_power_of_2(splits),
+        num_warps=4,
     )

@@ -93,28 +93,35 @@ class Case:
         earlier: Earlier | None = None,
         machine: Kernel | None = None,
         seed: int | None = None,
+        splits: int = 1,
     ) -> Tensor:
         """Every program, from the kernel's Python or from what it was compiled to."""
         heads = self.q.shape[1]
-        out = torch.full((len(self.q), heads, 128), float("nan"), dtype=torch.bfloat16)
+        merged = out = torch.full((len(self.q), heads, 128), float("nan"), dtype=torch.bfloat16)
+        totals = None
         if earlier is not None:
-            out = earlier.out
-        grid = (-(-max(q for q, _ in self.lens) // 128), heads, len(self.lens))
+            out, totals = earlier.out, earlier.totals
+        if splits > 1:
+            out = torch.full((splits, *out.shape), float("nan"))
+            totals = torch.full(out.shape[:-1], float("nan"))
+        blocks = -(-max(q for q, _ in self.lens) // 128)
+        grid = (blocks * splits, heads, len(self.lens))
         rest = [
             self.tables if self.page else None,
             self.query_starts,
             None if self.page else self.key_starts,
             self.kv_lens,
             None if earlier is None else earlier.firsts,
-            None if earlier is None else earlier.totals,
+            totals,
             out,
             self.width**-0.5 * mla_decode.LOG2E,
             self.width,
             *((128, 0, 0) if self.split else (self.width, self.width, 128)),
             128,
             self.tables.shape[1],
-            *((0, 0) if earlier is None else earlier.totals.stride()),
-            *out.stride()[:2],
+            *((0, 0) if totals is None else totals.stride()[-2:]),
+            *out.stride()[-3:-1],
+            *((splits, totals.stride(0), out.stride(0)) if splits > 1 else (0, 0, 0)),
         ]
         matrices = [x.flatten(1) for x in (self.q, self.k, self.k, self.v)]
         if self.split:
@@ -124,9 +131,10 @@ class Case:
             maps = [TensorMap(x, (64, 64), 128) for x in matrices]
             arguments = run_time(*maps, *rest)
             assert ptx_interpreter.run(machine.ptx, machine.shared, grid, arguments, seed=seed) > 0
-            return out
+            return out if splits == 1 else self.merge(out, totals, merged)
         constants = [
             earlier is not None,
+            splits > 1,
             heads // self.groups,
             128,
             self.width - 128,
@@ -141,6 +149,12 @@ class Case:
             [*(Descriptor(x, [64, 64]) for x in matrices), *rest, *constants],
             opaque_zero=lambda: 0,
         )
+        return out if splits == 1 else self.merge(out, totals, merged)
+
+    @staticmethod
+    def merge(parts: Tensor, logs: Tensor | None, out: Tensor) -> Tensor:
+        assert logs is not None
+        prefill_sm90.merge(parts, logs, out)
         return out
 
     def check(self, out: Tensor) -> None:
@@ -153,6 +167,33 @@ class Case:
 def test_emulated_result(lens: list[tuple[int, int]], width: int, page: int) -> None:
     case = Case(lens, width, page)
     case.check(case.run())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the kernels' Python is interpreted")
+@pytest.mark.parametrize(
+    ("lens", "splits"),
+    [
+        # more parts than the short ones have tiles; queries that see nothing of the last part
+        ([(70, 1300), (3, 130), (64, 64)], 4),
+        ([(130, 520), (0, 0), (1, 700)], 2),
+        ([(200, 200)], 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("width", "page"), [(128, 64), (192, 0)])
+def test_keys_are_split(lens: list[tuple[int, int]], splits: int, width: int, page: int) -> None:
+    case = Case(lens, width, page)
+    case.check(case.run(splits=splits))
+
+
+def test_how_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_sm90, "multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+    found = [
+        prefill_sm90.splits_for(blocks, keys, device)
+        for blocks, keys in [(32, 8000), (32, 1100), (32, 600), (16, 8000), (1, 10**6), (67, 8000)]
+    ]
+    assert found == [4, 2, 1, 8, prefill_sm90.MOST_SPLITS, 1]
 
 
 def test_keys_in_two_parts() -> None:
@@ -190,9 +231,12 @@ so_far = prefill.SoFar(m(512, 4, 128, t=torch.float32), m(512, 4, t=torch.float3
 kv = m(512, 2, 256)
 prefill.dense_prefill(m(512, 4, 192), kv[..., :128], kv[..., 128:], i(3), i(2), i(2), 256, 0.1,
     config=config, so_far=so_far, k_rope=m(512, 576)[:, 512:])
+prefill.paged_prefill(m(73, 4, 128), m(99, 64, 2, 128), m(99, 64, 2, 128),
+    torch.empty(2, 30, dtype=torch.int32), i(3), i(2), 70, 0.1, config=config)
 """
 CHECKS = """
-assert [kernel.name for kernel in launched] == ["_prefill_sm90_kernel"] * 3
+names = [kernel.name for kernel in launched]
+assert names == ["_prefill_sm90_kernel"] * 4 + ["_merge_kernel"], names
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
@@ -201,12 +245,12 @@ for kernel in launched:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
-    """Packed keys, pages, and packed keys in two parts behind others."""
+    """Packed keys, pages, packed keys in two parts behind others, and pages that are split."""
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
-    for kernel in kernels:
+    for kernel in kernels[:4]:
         said = assembled(kernel, tmp_path)
         assert "serialized" not in said
         assert "setmaxnreg" not in said
@@ -220,3 +264,10 @@ def test_compiled_code_is_right_and_free_of_races(
     case = Case([(70, 300), (3, 200)], width, page)
     case.check(case.run(machine=kernels[which]))
     case.check(case.run(machine=kernels[which], seed=which))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="executed without a GPU")
+def test_compiled_code_splits_keys(kernels: list[Kernel]) -> None:
+    case = Case([(70, 1300), (3, 200)], 128, 64)
+    case.check(case.run(machine=kernels[3], splits=4))
+    case.check(case.run(machine=kernels[3], splits=4, seed=1))
