@@ -77,3 +77,31 @@ def test_pieces_give_what_eager_steps_give(folder: Path, options: dict[str, Any]
             assert before.keys() == after.keys()
             for token, entry in before.items():
                 assert after[token].logprob == pytest.approx(entry.logprob, abs=1e-3)
+
+
+def test_launches_wait_for_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whose last token alone is not cached, fresh ones and such that begin with a cached
+    prefix come while others decode. torch raises where the host would wait for the GPU."""
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=4, page_size=64)
+    random = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(VOCAB, (n,), generator=random).tolist() for n in (65, 129, 100, 190)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    wanted = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
+    runner = llm.engine.worker.runner
+    launch = runner.launch
+    launched = []
+
+    def strict(output: Any, metadata: Any) -> Any:
+        launched.append(len(output.new_requests))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(output, metadata)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner, "launch", strict)
+    fresh = torch.randint(VOCAB, (70,), generator=random).tolist()
+    found = [out.outputs[0].token_ids for out in llm.generate([*prompts, fresh], params)]
+    assert found[:4] == wanted
+    assert sum(launched) == 5
+    llm.engine.close()

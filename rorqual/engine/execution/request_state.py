@@ -142,8 +142,9 @@ class RequestState:
         slot = row.slot
         self.params[slot] = row
         if row.length:
-            self.last_token[slot] = row.last_token
-            self.length[slot] = row.length
+            # assigned, a number would be copied, for which the host would wait
+            self.last_token[slot].fill_(row.last_token)
+            self.length[slot].fill_(row.length)
         if self.history is not None:
             self.history[slot, : len(row.tokens)] = self._on_device(row.tokens)
         self.matchers.pop(slot, None)
