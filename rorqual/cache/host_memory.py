@@ -6,16 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from rorqual.cache.host_tier import PageCopy
+from rorqual.cache.page_memory import page_mover
 from rorqual.cache.pool import KVPool
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.platforms.base import Platform
 
+LAYER_GROUPS = 8  # in which pages come where a step reads them layer by layer
 BLOCK_BYTES = 2**30  # pinned at a time: libraries round pinned sizes up to a power of two
 MOST_RUNNING = 16  # calls of `start` that nothing waits for; older ones are waited for
 
@@ -33,15 +35,34 @@ class CopyRun:
         return any(copy.page in self.pages or copy.slot in self.slots for copy in other)
 
 
+class LayersToCome:
+    """Pages that are being copied in and that a step reads: each layer waits for its own part.
+    groups: of copies started together, (the first layer, wait), in order of the layers."""
+
+    def __init__(self) -> None:
+        self.groups: list[deque[tuple[int, Callable[[], None]]]] = []
+
+    def layer(self, index: int) -> None:
+        """Later launches wait for this layer."""
+        for groups in self.groups:
+            wait: Callable[[], None] | None = None
+            while groups and groups[0][0] <= index:
+                wait = groups.popleft()[1]
+            if wait is not None:
+                wait()
+
+
 class HostMemory:
     """`slots` pages as bytes: layer after layer, of each its planes in order. Pages are staged in
-    one piece of device memory, so that a page is one copy between device and host. Copies of the
-    two directions run concurrently. Raises ConfigError where the host's memory does not suffice."""
+    one piece of device memory, so that a page is one copy between device and host, except where a
+    step reads pages while they come. Copies of the two directions run concurrently. Raises
+    ConfigError where the host's memory does not suffice."""
 
     def __init__(self, pool: KVPool, platform: Platform, slots: int):
         self.platform = platform
-        self.planes = [plane for layer in pool.layers for plane in layer.values()]
-        self.size = sum(plane[0].nbytes for plane in self.planes)
+        planes = [plane for layer in pool.layers for plane in layer.values()]
+        self.first_planes = [*accumulate((len(layer) for layer in pool.layers), initial=0)]
+        self.size = sum(plane[0].nbytes for plane in planes)
         platform.copies_pages = True
         platform.fetch(torch.zeros(1, device=platform.device))()  # compiles, if there is a kernel
         self.rows = max(1, BLOCK_BYTES // self.size)  # of a block
@@ -56,26 +77,42 @@ class HostMemory:
             to_host: torch.empty((rows, self.size), dtype=torch.uint8, device=platform.device)
             for to_host in (False, True)
         }
+        self.mover = page_mover(planes)
+        null = torch.zeros(1, dtype=torch.int64, device=platform.device)
+        self.mover.gather(null, self.staged[True][:1])  # compiles, and so does the way back
+        self.mover.scatter(self.staged[True][:1], null)
+        if self.mover.reads_host:
+            self.mover.read_host(null[:0], null[:0], range(1))
         # by direction: of one `start` each, oldest first
         self.running: dict[bool, deque[list[CopyRun]]] = {False: deque(), True: deque()}
 
-    def start(self, copies: Sequence[PageCopy]) -> None:
+    def start(self, copies: Sequence[PageCopy], by_layer: bool = False) -> LayersToCome:
         """Start copies: after everything launched so far, concurrently with what is launched next.
-        Those that use the same page or slot are in order."""
+        Those that use the same page or slot are in order. by_layer: what is launched next reads
+        pages that are copied in, and waits for each layer of them."""
+        coming = LayersToCome()
         if not copies:
-            return
+            return coming
         self.settle(MOST_RUNNING, MOST_RUNNING)
         started: set[bool] = set()
         for to_host, found in groupby(copies, key=lambda copy: copy.to_host):
             run = list(found)
             before = self._before(to_host, run)
-            wait = self.platform.beside(partial(self._copy, to_host, run, before), int(to_host))
+            work = partial(self._copy, to_host, run, before)
+            by_groups = by_layer and not to_host and self.mover.reads_host
+            if by_groups:
+                coming.groups.append(deque())
+                work = partial(self._read_layers, run, before, coming.groups[-1])
+            wait = self.platform.beside(work, int(to_host))
+            if by_layer and not to_host and not by_groups:
+                coming.groups.append(deque([(0, wait)]))
             pages = frozenset(copy.page for copy in run)
             if to_host not in started:
                 self.running[to_host].append([])
                 started.add(to_host)
             slots = frozenset(copy.slot for copy in run)
             self.running[to_host][-1].append(CopyRun(pages, slots, wait))
+        return coming
 
     def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
         """A wait for the last run of the other direction that these must follow."""
@@ -107,25 +144,43 @@ class HostMemory:
             (self._out if to_host else self._in)(pages, slots, staged[: len(part)])
 
     def _out(self, pages: Tensor, slots: list[int], staged: Tensor) -> None:
-        for flat, columns in self._parts(staged):
-            columns.copy_(flat.index_select(0, pages))
-        for row, slot in zip(staged, slots, strict=True):
-            self._row(slot).copy_(row, non_blocking=True)
+        self.mover.gather(pages, staged)
+        for rows, held in self._runs(slots):
+            held.copy_(staged[rows], non_blocking=True)
 
     def _in(self, pages: Tensor, slots: list[int], staged: Tensor) -> None:
-        for row, slot in zip(staged, slots, strict=True):
-            row.copy_(self._row(slot), non_blocking=True)
-        for flat, columns in self._parts(staged):
-            flat.index_copy_(0, pages, columns)
+        for rows, held in self._runs(slots):
+            staged[rows].copy_(held, non_blocking=True)
+        self.mover.scatter(staged, pages)
 
-    def _parts(self, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each plane: its pages as bytes, and its columns of the staging memory."""
+    def _read_layers(
+        self,
+        copies: Sequence[PageCopy],
+        before: Callable[[], None] | None,
+        groups: deque[tuple[int, Callable[[], None]]],
+    ) -> None:
+        """Copies in, layer after layer, by a kernel that reads the host's memory: copies of layers
+        would be too small for the copy engine, behind which a step's other data would queue."""
+        if before is not None:
+            before()
+        where = [(copy.page, self._row(copy.slot).data_ptr()) for copy in copies]
+        pages, addresses = self.platform.to_device(torch.tensor(where).T.contiguous())
+        layers = len(self.first_planes) - 1
+        cuts = range(0, layers, -(-layers // LAYER_GROUPS))
+        for first, end in pairwise([*cuts, layers]):
+            planes = range(self.first_planes[first], self.first_planes[end])
+            self.mover.read_host(addresses, pages, planes)
+            groups.append((first, self.platform.mark()))
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
+        """Slots whose memory is in one piece: their places in the list, and their rows."""
         start = 0
-        for plane in self.planes:
-            flat = plane.view(plane.shape[0], -1).view(torch.uint8)
-            stop = start + flat.shape[1]
-            yield flat, staged[:, start:stop]
-            start = stop
+        for stop in range(1, len(slots) + 1):
+            more = stop < len(slots) and slots[stop] == slots[stop - 1] + 1
+            if not more or slots[stop] % self.rows == 0:
+                block, first = divmod(slots[start], self.rows)
+                yield slice(start, stop), self.blocks[block][first : first + stop - start]
+                start = stop
 
     def _row(self, slot: int) -> Tensor:
         return self.blocks[slot // self.rows][slot % self.rows]

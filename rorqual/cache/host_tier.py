@@ -60,7 +60,9 @@ class HostTier:
     concurrently with them, unless `first`: then one of its requests was given a page that is being
     copied out. Later steps do so too, up to one that writes to a page that is being copied, or
     reads one that is being copied in: it waits for that direction's copies of that step and of
-    those before. at_once: every later step waits."""
+    those before. at_once: every later step waits. by_layer: the step reads pages that it copies in,
+    each layer after its own copies. many: these take longer than it takes to launch layers one by
+    one, so that a captured step, which would wait for all of them, would end later."""
 
     def __init__(self, capacity: int, step_pages: int):
         self.capacity = capacity
@@ -72,6 +74,7 @@ class HostTier:
         self.copying_out: set[int] = set()  # pages being copied out
         self.first = False
         self.at_once = False
+        self.by_layer = self.many = False
         self.coming = UnawaitedCopies()
         self.going = UnawaitedCopies()
         self.out_left = self.in_left = 0
@@ -84,7 +87,7 @@ class HostTier:
         self.planning = True
         self.copies = []
         self.copying_out = set()
-        self.first = False
+        self.first = self.by_layer = self.many = False
         self.out_left = self.in_left = self.step_pages
 
     def end(self, launched: bool) -> None:

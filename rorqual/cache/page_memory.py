@@ -20,11 +20,17 @@ MAX_PARTS = 256  # whose movers are cached
 
 class PageMover(Protocol):
     """Copies pages [n] int64 to and from rows [n, bytes of a page's part] uint8, all on the device.
-    far: the rows are a peer device's memory, mapped here."""
+    far: the rows are a peer device's memory, mapped here. reads_host: whether `read_host` is there,
+    which copies some planes of rows at these addresses in pinned memory."""
+
+    @property
+    def reads_host(self) -> bool: ...
 
     def gather(self, pages: Tensor, rows: Tensor) -> None: ...
 
     def scatter(self, rows: Tensor, pages: Tensor, far: bool = False) -> None: ...
+
+    def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None: ...
 
     def warm(self, pages: Tensor) -> None:
         """Prepare the first `scatter` from far rows to these pages."""
@@ -33,6 +39,8 @@ class PageMover(Protocol):
 
 class PlaneMover:
     """A PageMover by torch calls, one per plane ([pages, page_size, ...])."""
+
+    reads_host = False
 
     def __init__(self, planes: Sequence[Tensor]):
         self.planes = planes
@@ -55,8 +63,21 @@ class PlaneMover:
             came = columns.clone().view(plane.dtype)
             plane.index_copy_(0, pages, came.view(len(pages), *plane.shape[1:]))
 
+    def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None:
+        raise AssertionError("copied by rows")
+
     def warm(self, pages: Tensor) -> None:
         """Nothing is compiled."""
+
+
+def page_mover(planes: Sequence[Tensor]) -> PageMover:
+    """Of planes on one device, whole or some heads of them. Must be called in the context that
+    launches the copies."""
+    if planes[0].device.type != "cuda":
+        return PlaneMover(planes)
+    from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
+
+    return PlaneTable.of(planes)
 
 
 class PageMemory:
@@ -134,15 +155,8 @@ class PageMemory:
             if found is None:
                 if len(self.movers) >= MAX_PARTS:
                     self.movers.clear()
-                found = self.movers[part] = self._new_mover(list(self._planes(part)))
+                found = self.movers[part] = page_mover(list(self._planes(part)))
             return found
-
-    def _new_mover(self, planes: Sequence[Tensor]) -> PageMover:
-        if self.platform.device.type != "cuda":
-            return PlaneMover(planes)
-        from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
-
-        return PlaneTable.of(planes)
 
     def numbers(self, pages: Sequence[tuple[int, Mark | None]]) -> Tensor:
         """Page numbers [n] int64 on the device, slices of which can be passed to `gather` as

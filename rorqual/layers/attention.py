@@ -63,7 +63,7 @@ class GQA:
         return self.out.forward(out.flatten(1))
 
     def _attend(self, step: ForwardBatch, q: Tensor) -> Tensor:
-        planes = step.pool.layers[self.index]
+        planes = step.read(self.index)
         outs = [
             self.ops.attention(
                 q[part], planes["k"], planes["v"], segment, self.scale, planes.get("scales")

@@ -36,6 +36,7 @@ class ForwardBatch:
     from Transformer.layout. `recorder`: set during a piecewise capture, which is for any step of
     this many tokens, so the segments are unknown. `parts`: the micro-batches of the step, in the
     order of the packed tokens. `layer_written`: called after a layer has launched its cache writes.
+    `layer_read`: called, with its number in the pool, before a layer launches its attention.
     """
 
     token_ids: Tensor
@@ -49,6 +50,7 @@ class ForwardBatch:
     recorder: PieceRecorder | None = None
     parts: Sequence[ForwardBatch] = ()
     layer_written: Callable[[], None] | None = None
+    layer_read: Callable[[int], None] | None = None
 
     def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
         """A slice of the packed tokens, of whole requests, as its own batch without logit rows."""
@@ -90,6 +92,12 @@ class ForwardBatch:
         if self.recorder is None:
             return work(self, *inputs)
         return self.recorder.between(work, inputs, shape)
+
+    def read(self, layer: int) -> dict[str, Tensor]:
+        """Planes of a layer's cache, for its attention."""
+        if self.layer_read is not None:
+            self.layer_read(layer)
+        return self.pool.layers[layer]
 
     @property
     def num_tokens(self) -> int:

@@ -295,7 +295,7 @@ class MLA:
         """`query_in`: the input of the query projection, for the materialized form."""
         if form == "AM_CC_ME":
             assert query_in is not None
-            plane = self._latents(step.pool.layers[self.index])
+            plane = self._latents(step.read(self.index))
             assert plane is not None
             return self._attend_materialized(query_in, plane, step, segment, part)
         return self.out.forward(self._heads(form, q, step, segment))
@@ -304,7 +304,7 @@ class MLA:
         self, form: str, q: Tensor, step: ForwardBatch, segment: AttentionMetadata
     ) -> Activation:
         """Concatenated heads [T, H v]: the input of the last product."""
-        planes = step.pool.layers[self.index]
+        planes = step.read(self.index)
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
             return heads.flatten(1)

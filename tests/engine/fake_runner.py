@@ -147,6 +147,8 @@ class FakeRunner:
         self.start_copies(output.copies)
         if output.copies_first or self.steps % self.prompt_copies == 0:
             self.finish_copies()
+        if output.copies_by_layer:
+            self._finish_direction(False, 0)
         result = self._compute(output)
         if output.copies_settled:
             self.finish_copies()

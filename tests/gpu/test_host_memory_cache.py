@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.cache.host_memory import HostMemory
+from rorqual.cache.host_memory import HostMemory, LayersToCome
 from rorqual.cache.host_tier import PageCopy
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, Plane
@@ -23,7 +23,8 @@ from tests.models.checkpoints import VOCAB, rewrite_config, save
 
 
 def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int]:
-    """(tokens, tokens found in host memory): eight prompts twice, all at once."""
+    """(tokens, tokens found in host memory): eight prompts twice, first all at once, then one by
+    one."""
     llm = LLM(
         folder,
         dtype="float32",
@@ -35,18 +36,32 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int]:
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (330,), generator=random).tolist() for _ in range(8)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    found = [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params)]
+    groups = [prompts, *([prompt] for prompt in prompts)]
+    found = [out.outputs[0].token_ids for each in groups for out in llm.generate(each, params)]
     return found, llm.engine.scheduler.usage().host_hits
 
 
 @pytest.mark.parametrize("model", ["v3", "qwen"])
-def test_tokens_are_those_of_a_large_cache(tmp_path: Path, model: str) -> None:
+def test_tokens_are_those_of_a_large_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    by_layer = []
+    start = HostMemory.start
+
+    def counted(self: HostMemory, copies: Any, wanted: bool = False) -> LayersToCome:
+        coming = start(self, copies, wanted)
+        by_layer.extend(coming.groups)
+        return coming
+
+    monkeypatch.setattr(HostMemory, "start", counted)
     save(model, tmp_path)
     rewrite_config(tmp_path, max_position_embeddings=512)
     wanted, _ = answers(tmp_path)
     tokens, hits = answers(tmp_path, num_pages=25, kv_host_memory=0.5)
     assert tokens == wanted
     assert hits > 1000
+    assert len(by_layer) >= 6, "alone a request reads its pages while they come"
+    assert not any(by_layer), "a layer did not wait for its pages"
 
 
 def test_copies_wait_for_what_was_launched_and_are_waited_for() -> None:

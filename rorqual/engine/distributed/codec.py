@@ -125,6 +125,7 @@ def _from_part(part: SchedulerOutput, tokens: list[bytes]) -> list[Any]:
         part.copies_first,
         part.copies_running,
         part.copies_settled,
+        part.copies_by_layer,
     ]
 
 
@@ -136,9 +137,8 @@ def _from_chunk(chunk: PrefillChunk, tokens: list[bytes]) -> list[Any]:
 
 def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
     """Reads the tokens in the order in which `_from_part` wrote them."""
-    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, first, running, settled = (
-        data
-    )
+    slots, bounds, chunks, rows, pages, num_speculative_tokens, copies, *how = data
+    first, running, settled, by_layer = how
     made = [
         PrefillChunk(slot, start, tokens.take(count), sample, tuple(following), *scores)
         for slot, start, count, sample, following, *scores in chunks
@@ -167,6 +167,7 @@ def _to_part(data: list[Any], tokens: _Tokens) -> SchedulerOutput:
         first,
         tuple(running),
         settled,
+        by_layer,
     )
 
 

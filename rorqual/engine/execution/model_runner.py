@@ -46,7 +46,7 @@ from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
 
 if TYPE_CHECKING:
-    from rorqual.cache.host_memory import HostMemory
+    from rorqual.cache.host_memory import HostMemory, LayersToCome
     from rorqual.cache.written_layers import WrittenLayers
     from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
@@ -236,11 +236,13 @@ class ModelRunner:
                 self.mover.switch(metadata.switch)
             named = [*output.decode_slots, *(row.slot for row in output.new_requests)]
             self.shared.settle(named)
+            coming = self._start_copies(output, metadata)  # first, as they take longest
             self.rows.apply(output)
-            self._start_copies(output)
             # a step of copies alone; all ranks know that it has no tokens
             pending = (
-                self._launch(output, metadata, watch) if any(metadata.tokens) else PendingStep()
+                self._launch(output, metadata, watch, coming)
+                if any(metadata.tokens)
+                else PendingStep()
             )
             if watch is not None:
                 watch.whole()
@@ -259,23 +261,37 @@ class ModelRunner:
         if self.turns is not None:
             self.turns.finish(self.turns.begun)
 
-    def _start_copies(self, output: SchedulerOutput) -> None:
-        """Start copies between the cache and host memory."""
+    def _start_copies(self, output: SchedulerOutput, metadata: StepMetadata) -> LayersToCome | None:
+        """Start copies between the cache and host memory. Returns those that the step waits for
+        while it runs."""
         if self.host is None:
-            return
+            return None
         self.host.settle(*output.copies_running)
-        self.host.start(output.copies)
+        # captured steps and micro-batches do not wait by layer, and steps in turns would wait for
+        # only some of each other's copies
+        whole = bool(metadata.decodes or metadata.micro_batches) or not output.chunks
+        by_layer = output.copies_by_layer and not (whole or self.turns is not None)
+        coming = self.host.start(output.copies, by_layer)
         if output.copies_first:
             self.host.settle()
+        elif output.copies_by_layer and not by_layer:
+            self.host.settle(0, None)
+        return coming if by_layer else None
 
     def _launch(
-        self, output: SchedulerOutput, metadata: StepMetadata, watch: WrittenLayers | None
+        self,
+        output: SchedulerOutput,
+        metadata: StepMetadata,
+        watch: WrittenLayers | None,
+        coming: LayersToCome | None,
     ) -> PendingStep:
         if self.graphs is not None and metadata.decodes:
             return self._replay(self.graphs, output, metadata)
         batch = self.batch(output, metadata)
         if watch is not None and not batch.step.parts:
             batch.step.layer_written = watch.layer
+        if coming is not None:
+            batch.step.layer_read = coming.layer
         if self.turns is not None:
             pending = PendingStep()
 
@@ -288,6 +304,8 @@ class ModelRunner:
             pending.begun = self.turns.launch(forward, end)
             return pending
         hidden = self._forward(batch, metadata)
+        if coming is not None and self.host is not None:
+            self.host.settle(0, None)  # prediction modules read theirs next
         if not self.model.mesh.last_stage:
             return PendingStep()
         return self.sampler.sample(output, batch, hidden, metadata)

@@ -2,9 +2,11 @@
 
 A request at the head of the queue whose next pages are in host memory waits here, not in the queue.
 All the device pages for them are allocated up front, so that it can always finish. Each step copies
-some. After the step that copies the last one, or, where others decode, SETTLE_STEPS later, it
-returns to the head of the queue and finds its pages in the prefix cache like any prefix. If it is
-dropped midway, loaded pages are ordinary cached pages, and the others are free.
+some. SETTLE_STEPS after the one that copies the last one it returns to the head of the queue and
+finds its pages in the prefix cache like any prefix. Where nothing else runs, many more are copied
+at once, and the step that copies the last ones computes the request: each layer waits for its own
+part of them. If a request is dropped midway, loaded pages are ordinary cached pages, and the others
+are free.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from rorqual.engine.scheduling.sequence import Sequence
 # The step that first uses loaded pages waits for their copies, and so do the requests that decode
 # in it. The copies are given some more steps to finish before.
 SETTLE_STEPS = 2
+ALONE_STEPS = 8  # so many steps' copies at once where nobody waits for them
 
 
 @dataclass
@@ -62,10 +65,11 @@ class HostLoads:
             self.prefix.host.begin()
         self.notes = []
 
-    def start(self, sequence: Sequence, pages: list[int], key: bytes) -> bool:
-        """If the pages after the cached `pages` are in host memory, start to load them: the request
-        then waits here, and True is returned. The caller holds `pages`, the last of which has
-        `key`, and has checked that there are device pages for the whole request."""
+    def start(self, sequence: Sequence, pages: list[int], key: bytes, others: bool) -> bool:
+        """If the pages after the cached `pages` are in host memory, start to load them and return
+        True: the request then waits here, or, without `others`, finds them in the cache at once,
+        for this step. The caller holds `pages`, the last of which has `key`, and has checked that
+        there are device pages for the whole request."""
         host = self.prefix.host
         if host is None:
             return False
@@ -86,7 +90,10 @@ class HostLoads:
         load = Load(sequence, pages + taken, deque(keys[: len(taken)]), len(pages), key)
         self.loads[sequence.request.id] = load
         self.coming.update(load.keys)
-        self._copy(load)
+        if not others and self._copy_alone(load):
+            self.drop(sequence)
+        else:
+            self._copy(load)
         return True
 
     def _take(self, keys: list[bytes]) -> list[int]:
@@ -105,9 +112,13 @@ class HostLoads:
         """Schedule a step's copies; returns the requests that are done waiting, in order. others:
         the step has other requests, which should not wait for copies."""
         done = [load for load in self.loads.values() if self._done(load, others)]
+        alone = not others and not done
         for load in self.loads.values():
-            if load.keys and not self._copy(load) and not load.keys:
-                done.append(load)
+            if load.keys:
+                whole = alone and self._copy_alone(load)
+                alone = False
+                if whole or (not self._copy(load) and not load.keys):
+                    done.append(load)
         for load in done:
             self.drop(load.sequence)
         return [load.sequence for load in done]
@@ -117,6 +128,21 @@ class HostLoads:
             return False
         load.rest -= 1
         return not others or load.rest < 0
+
+    def _copy_alone(self, load: Load) -> bool:
+        """Copy more than a step's share. Returns whether the step may compute the request, as all
+        its pages will have come by then; nothing else is copied in this step."""
+        host = self.prefix.host
+        assert host is not None
+        host.in_left += (ALONE_STEPS - 1) * host.step_pages
+        count = self._copy(load)
+        if load.keys:
+            return False
+        host.in_left = 0
+        host.by_layer = True
+        host.many = count > host.step_pages
+        self._note()
+        return True
 
     def _copy(self, load: Load) -> int:
         """Returns the number of pages scheduled."""
@@ -158,8 +184,11 @@ class HostLoads:
 
     def end(self, launched: bool) -> None:
         """The step is scheduled, if there is one: later steps may read its loaded pages."""
+        self._note()
+        if self.prefix.host is not None:
+            self.prefix.host.end(launched)
+
+    def _note(self) -> None:
         for note in self.notes:
             self.coming.discard(self.prefix.insert(*note))
         self.notes = []
-        if self.prefix.host is not None:
-            self.prefix.host.end(launched)

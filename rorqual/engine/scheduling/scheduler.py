@@ -341,10 +341,12 @@ class Scheduler:
         host = self.prefix.host
         computes = bool(output.decode_slots or output.chunks)
         if host is not None:
-            if computes:
+            # copies ahead of their need do not delay a request whose pages come
+            if computes and not host.by_layer:
                 self.prefix.copy_ahead(self._pages_for(sum(len(c.tokens) for c in output.chunks)))
             output.copies = host.copies
             output.copies_first = host.first
+            output.copies_by_layer = host.by_layer
             output.copies_running = (host.coming.allowed, host.going.allowed)
             output.copies_settled = host.at_once = self.prefix.read_by_peers
         launched = computes or bool(output.copies)
@@ -520,7 +522,8 @@ class Scheduler:
         drafts = self.config.num_speculative_tokens
         # a step's micro-batches begin with its decoding requests, which would read too early
         filled = bool(pages) and pages[-1] in self._filled
-        decodes = drafts < budget and not filled
+        slow = self.prefix.host is not None and self.prefix.host.many
+        decodes = drafts < budget and not (filled or slow)
         decodes = decodes and self._decodes_at_once(sequence, len(pages), tail)
         # The step that ends the prompt makes the first drafts, which write entries after it.
         written = known + (2 * drafts if decodes else drafts)
@@ -533,7 +536,10 @@ class Scheduler:
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
-        if self.loads.start(sequence, pages, key):
+        others = self.num_running > 0 or len(self.loads) > 0
+        if self.loads.start(sequence, pages, key, others):
+            if sequence not in self.loads:
+                return self._admit(output, budget)
             self.waiting.pop_head()
             return None
         self.waiting.pop_head()

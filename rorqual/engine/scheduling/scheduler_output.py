@@ -66,7 +66,8 @@ class SchedulerOutput:
     after the step; `new_requests` and `pages` (slot, index in block table, page) are applied to the
     device rows before the step. `copies` between device and host memory are done in their order,
     before the step if `copies_first`, else concurrently with it and later ones; a step may consist
-    of copies alone. `copies_running`, for copies in and out: the step waits for those of earlier
+    of copies alone. `copies_by_layer`: the step reads pages that it copies in, and each layer waits
+    for its own. `copies_running`, for copies in and out: the step waits for those of earlier
     steps, except of the last so many steps that had any; None: for none. What is launched later
     waits for its own if `copies_settled`.
     """
@@ -81,6 +82,7 @@ class SchedulerOutput:
     copies_first: bool = False
     copies_running: tuple[int | None, int | None] = (None, None)
     copies_settled: bool = False
+    copies_by_layer: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -3,9 +3,11 @@ and pages do come from there. fp32, tiny checkpoints, real engine."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import rorqual.engine.executor as executors
 from rorqual import LLM
 from rorqual.cache.host_memory import HostMemory
 from rorqual.cache.host_tier import PageCopy
+from rorqual.cache.page_memory import PlaneMover
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.config import host_memory
@@ -94,6 +97,86 @@ def test_tokens_are_those_of_a_large_cache(
     save(model, tmp_path)
     want = greedy(engine(tmp_path, **options), texts(), one_by_one=True)
     assert_host_helps(engine(tmp_path, **{**options, **TIER}), want)
+
+
+class ByLayer(LatePlatform):
+    """Planes of pages that a step reads while they come are there as late as they may be, too."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.planes: deque[Callable[[], None]] = deque()
+        self.started = 0
+        self.most_left = 0  # after a wait
+
+    def read(self, work: Callable[[], None]) -> None:
+        self.planes.append(work)
+        self.started += 1
+
+    def mark(self) -> Callable[[], None]:
+        place = self.started
+
+        def wait() -> None:
+            while self.planes and self.started - len(self.planes) < place:
+                self.planes.popleft()()
+            self.most_left = max(self.most_left, len(self.planes))
+
+        return wait
+
+    def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:
+        if lane:
+            return super().beside(work, lane)
+        work()
+        return self.mark()
+
+
+class ByAddress(PlaneMover):
+    reads_host = True
+
+    def __init__(self, planes: Sequence[Tensor], platform: ByLayer):
+        super().__init__(planes)
+        self.platform = platform
+
+    def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None:
+        sizes = [plane[0].nbytes for plane in self.planes]
+        for number in planes:
+            for address, page in zip(addresses.tolist(), pages.tolist(), strict=True):
+                target = self.planes[number][page]
+                source = address + sum(sizes[:number])
+                self.platform.read(
+                    partial(ctypes.memmove, target.data_ptr(), source, target.nbytes)
+                )
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("v3", {"steps_in_flight": 2}),
+        ("qwen", {"chunked_prefill_size": 20, "steps_in_flight": 2}),
+        ("v3", {"mla_prefill": "CD", "mla_decode": "CD"}),
+        ("mtp", {"num_speculative_tokens": 2}),
+    ],
+    ids=lambda found: str(found),
+)
+def test_each_layer_waits_for_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any]
+) -> None:
+    if model == "mtp":
+        save_with_mtp(tmp_path, 1, agreement=2.0)
+    else:
+        save(model, tmp_path)
+    prompts = texts(length=85)  # of the last page some tokens are computed
+    want = greedy(engine(tmp_path, **options), prompts, one_by_one=True)
+    platform = ByLayer(torch.device("cpu"))
+    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    small = engine(tmp_path, **{**options, **TIER})
+    for one_by_one in (True, True, False):
+        assert greedy(small, prompts, one_by_one) == want
+    assert small.engine.scheduler.usage().host_hits >= 6 * 9 * PAGE
+    assert platform.most_left, "no layer ran before the last one's pages had come"
+    assert not platform.planes
 
 
 def test_steps_of_copies_alone_teach_nothing_of_decoding(tmp_path: Path) -> None:
@@ -176,6 +259,32 @@ def test_pages_are_bytes_that_come_back(
         found = contents(pool, page)
         right = wanted[now.get(page, page)]
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), page
+
+
+def test_a_page_comes_by_layer_once_it_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old content goes to the host in the same step."""
+    platform = ByLayer(torch.device("cpu"))
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    pool, host = memory(3, lambda device: platform)
+    for layer in pool.layers:
+        for plane in layer.values():
+            plane.copy_(torch.randint(-100, 100, plane.shape))
+    wanted = {page: contents(pool, page) for page in range(9)}
+    host.start([PageCopy(2, 1, True)])
+    host.settle()
+    coming = host.start([PageCopy(1, 0, True), PageCopy(1, 1, False)], by_layer=True)
+    for index, layer in enumerate(pool.layers):
+        coming.layer(index)
+        first = sum(map(len, pool.layers[:index]))
+        for plane, right in zip(layer.values(), wanted[2][first:], strict=False):
+            assert torch.equal(plane[1], right), index
+    host.start([PageCopy(3, 0, False)])
+    host.settle()
+    for page, source in ((1, 2), (2, 2), (3, 1), (4, 4)):
+        found = contents(pool, page)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted[source], strict=True)), page
 
 
 class Stream:

@@ -105,6 +105,7 @@ def test_a_step_copies_only_so_much_and_others_decode_meanwhile() -> None:
         step = loop.scheduler.schedule()
         assert step is not None
         shares.append(sum(not copy.to_host for copy in step.output.copies))
+        assert not step.output.copies_by_layer
         running, _ = step.output.copies_running
         waited.append(running is not None and running < started)
         loop.in_flight.append((step, loop.runner.launch(step.output)))
@@ -114,6 +115,34 @@ def test_a_step_copies_only_so_much_and_others_decode_meanwhile() -> None:
     assert shares == [2, 2, 2, 2, 1, 0, 0, 0]
     assert waited == [False] * 7 + [True]
     finish(loop, other, again)
+
+
+@pytest.mark.parametrize(
+    ("step_pages", "shares"), [(2, [9]), (1, [8, 1])], ids=["at once", "in two steps"]
+)
+def test_alone_it_is_computed_by_the_step_that_copies_its_last_pages(
+    step_pages: int, shares: list[int]
+) -> None:
+    """Of nine pages eight steps' share at once."""
+    loop = make(num_pages=25)
+    fill(loop, 5)
+    host(loop).step_pages = step_pages
+    again = [ask(loop, f"again{i}", text(i)) for i in range(2)]
+    for share in shares:
+        step = loop.scheduler.schedule()
+        assert step is not None
+        last = share == shares[-1]
+        assert sum(not copy.to_host for copy in step.output.copies) == share
+        assert step.output.copies_by_layer == last
+        assert [len(chunk.tokens) for chunk in step.output.chunks] == [4] * last
+        loop.in_flight.append((step, loop.runner.launch(step.output)))
+    step = loop.scheduler.schedule()
+    assert step is not None
+    assert not step.output.copies_by_layer, "the first one is running"
+    assert sum(not copy.to_host for copy in step.output.copies) == step_pages
+    loop.in_flight.append((step, loop.runner.launch(step.output)))
+    finish(loop, *again)
+    assert host(loop).pages_in == 18
 
 
 def test_requests_for_the_same_pages_wait_for_one_copy() -> None:

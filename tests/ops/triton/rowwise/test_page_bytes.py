@@ -93,6 +93,30 @@ def test_pages_are_torch_s(kind: str, far: bool, monkeypatch: pytest.MonkeyPatch
             assert same_bytes(one[:, :, 3], was[:, :, 3])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_planes_are_read_from_addresses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_bytes, "HOST_SIZE", 256)
+    monkeypatch.setattr(page_bytes, "HOST_PROGRAMS", 3)
+    torch.manual_seed(3)
+    planes = planes_of(kind)
+    before = [one.clone() for one in planes]
+    table = PlaneTable.of(planes)
+    rows = torch.randint(0, 256, (5, table.size), dtype=torch.uint8)
+    rows = rows.pin_memory() if DEVICE == "cuda" else rows
+    pages = torch.tensor([2, 0, 4], device=DEVICE)
+    chosen = [3, 1, 4]
+    addresses = torch.tensor([rows[i].data_ptr() for i in chosen], device=DEVICE)
+    last = len(planes) - 1
+    table.read_host(addresses, pages, range(last, last + 1))
+    for one, was in zip(planes[:last], before, strict=False):
+        assert same_bytes(one, was), "other planes"
+    assert same_bytes(planes[last][[1, 3, 5, 6]], before[last][[1, 3, 5, 6]]), "other pages"
+    table.read_host(addresses, pages, range(last))
+    found = torch.empty(3, table.size, dtype=torch.uint8, device=DEVICE)
+    table.gather(pages, found)
+    assert found.cpu().equal(rows[chosen])
+
+
 def test_rows_that_begin_at_a_multiple_of_less_than_sixteen_bytes() -> None:
     planes = planes_of("latents")
     table = PlaneTable.of(planes)
