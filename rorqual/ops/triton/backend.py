@@ -376,7 +376,7 @@ class TritonOps(Ops):
         """Hopper's kernel supports keys in two parts."""
         known = derived(segment)
         queries = q.shape[0] if found is not None else known.most_queries
-        if not prefill.takes_parts(q, *keys, v, queries):
+        if not prefill.takes_parts(q, *keys, v, queries, len(segment), found is None):
             return super().decompressed_attention(q, keys, v, segment, scale, found)
         so_far = None
         if found is not None:
