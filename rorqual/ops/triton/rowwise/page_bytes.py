@@ -23,12 +23,13 @@ SIZE = 2048  # units per program
 FAR_PROGRAMS = 66  # half of the multiprocessors get one
 FAR_SIZE = 4096
 FAR_WARPS = 8
-# One H200: 128 KB in flight reach 50 GB/s of the host's memory, 256 KB 51, also beside kernels that
-# use all of the device's bandwidth, which take 6 % longer. A megabyte in flight makes it 20 %, and
-# small kernels take 1.7 times as long instead of 1.4.
-HOST_PROGRAMS = 4
+# One H200: 64 KB in flight reach 27 GB/s of the host's memory, 128 KB 50, 256 KB 51, also beside
+# kernels that use all of the device's bandwidth, which take 6 % longer. With a megabyte it is 20 %,
+# and small kernels take 1.7 times as long instead of 1.4. Few programs leave multiprocessors to
+# kernels that need one whole for each of theirs.
+HOST_IN_FLIGHT = 2**18
 HOST_SIZE = 8192
-HOST_WARPS = 16
+HOST_WARP_SIZE = 512  # units of a warp
 FIELDS = 5
 UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 VECTOR = 16  # most bytes that a thread loads at once
@@ -261,11 +262,13 @@ class PlaneTable:
     def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None:
         """Copies some planes of rows in pinned memory to pages [n] int64. addresses [n] int64: of
         the rows, multiples of 16 bytes or of what divides all of a page's sizes."""
-        pieces = triton.cdiv(self.tokens * self.width, HOST_SIZE)
+        size = min(HOST_SIZE, triton.next_power_of_2(self.tokens * self.width))
+        pieces = triton.cdiv(self.tokens * self.width, size)
         items = pages.shape[0] * len(planes) * pieces
+        programs = max(1, min(HOST_IN_FLIGHT // (size * self.unit), items))
         if pages.is_cuda:
             self.planes.record_stream(torch.cuda.current_stream(pages.device))
-        _host_rows_kernel[(max(1, min(HOST_PROGRAMS, items)),)](
+        _host_rows_kernel[(programs,)](
             pages,
             self.planes,
             addresses,
@@ -277,8 +280,8 @@ class PlaneTable:
             UNIT=UNITS[self.unit],
             ALIGNED=self.aligned,
             WHOLE=self.whole,
-            SIZE=HOST_SIZE,
-            num_warps=HOST_WARPS,
+            SIZE=size,
+            num_warps=max(1, size // HOST_WARP_SIZE),
         )
 
     def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool, far: bool) -> None:

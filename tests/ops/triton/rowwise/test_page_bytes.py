@@ -96,7 +96,7 @@ def test_pages_are_torch_s(kind: str, far: bool, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", KINDS)
 def test_planes_are_read_from_addresses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_bytes, "HOST_SIZE", 256)
-    monkeypatch.setattr(page_bytes, "HOST_PROGRAMS", 3)
+    monkeypatch.setattr(page_bytes, "HOST_IN_FLIGHT", 6000)  # a few programs
     torch.manual_seed(3)
     planes = planes_of(kind)
     before = [one.clone() for one in planes]
