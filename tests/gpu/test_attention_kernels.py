@@ -174,7 +174,7 @@ def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
 @pytest.mark.parametrize("page", [64, *rarely(128)])
 @pytest.mark.parametrize(
     ("heads", "queries"),
-    [(16, 1), (12, 3), (128, 2), *rarely((16, 2), (16, 4), (64, 1), (128, 1))],
+    [(12, 3), (128, 2), *rarely((16, 1), (16, 2), (16, 4), (64, 1), (128, 1))],
 )
 def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
     """Every kernel and form, in the same process: a form that disagrees with another is named."""

@@ -128,8 +128,12 @@ def test_bytes_come_and_a_kill_is_no_fault(there: str) -> None:
 @pytest.mark.parametrize("there", THERE)
 @pytest.mark.parametrize(
     ("places", "staging_mb"),
-    [(True, 256), (True, 32), (False, 256), (False, 32)],
-    ids=["at once", "at once, few windows", "by a range", "by the host"],
+    [
+        pytest.param(True, 256, id="at once"),
+        pytest.param(True, 32, id="at once, few windows", marks=pytest.mark.exhaustive),
+        pytest.param(False, 256, id="by a range", marks=pytest.mark.exhaustive),
+        pytest.param(False, 32, id="by the host"),
+    ],
 )
 def test_a_prompt_s_pages_between_two_processes(
     there: str, places: bool, staging_mb: int, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from rorqual import LLM
 from rorqual.bench.comm.handle_hop import HandleHopSetup, bench
 from tests.disagg.expert_processes import ExpertProcess, write_secret
 from tests.engine.mixed_batch import COMMON, TEXTS, params
+from tests.gpu.choice import rarely
 
 OPTIONS: dict[str, Any] = {**COMMON, "device": "cuda"}
 
@@ -57,7 +58,7 @@ def expected() -> list[list[int]]:
         llm.engine.close()
 
 
-@pytest.mark.parametrize("more", [{}, {"micro_batches": 2, "num_speculative_tokens": 1}])
+@pytest.mark.parametrize("more", [*rarely({}), {"micro_batches": 2, "num_speculative_tokens": 1}])
 def test_tokens_are_one_process_s_also_when_a_server_is_killed(
     more: dict[str, Any],
     servers: list[ExpertProcess],
@@ -119,7 +120,7 @@ def shared_servers(
 
 
 @pytest.mark.parametrize("device", OTHERS)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [*rarely(1), 2])
 def test_rows_come_back_right(device: str, servers: int) -> None:
     """By one program a row, by several of both widths, and at two servers."""
     setup = HandleHopSetup(
