@@ -72,6 +72,7 @@ class HostMemory:
         except (CapacityError, RuntimeError, MemoryError) as error:
             wanted = slots * self.size / 2**30
             raise ConfigError(f"kv_host_memory: no {wanted:.2f} GiB can be had: {error}") from error
+        self.starts = [block.data_ptr() for block in self.blocks]
         rows = max(1, min(slots, platform.host_step_bytes // self.size))
         self.staged = {
             to_host: torch.empty((rows, self.size), dtype=torch.uint8, device=platform.device)
@@ -103,16 +104,29 @@ class HostMemory:
             if by_groups:
                 coming.groups.append(deque())
                 work = partial(self._read_layers, run, before, coming.groups[-1])
-            wait = self.platform.beside(work, int(to_host))
+            wait = self._begin(work, to_host, run, to_host not in started)
+            started.add(to_host)
             if by_layer and not to_host and not by_groups:
                 coming.groups.append(deque([(0, wait)]))
-            pages = frozenset(copy.page for copy in run)
-            if to_host not in started:
-                self.running[to_host].append([])
-                started.add(to_host)
-            slots = frozenset(copy.slot for copy in run)
-            self.running[to_host][-1].append(CopyRun(pages, slots, wait))
         return coming
+
+    def _begin(
+        self, work: Callable[[], None], to_host: bool, copies: Sequence[PageCopy], first: bool
+    ) -> Callable[[], None]:
+        """Start a run and note it, also one that an interrupt leaves half started. first: of its
+        direction in this call of `start`. Returns the wait for its end."""
+        wait: Callable[[], None] | None = None
+        try:
+            wait = self.platform.beside(work, int(to_host))
+        finally:
+            end = self.platform.beside(lambda: None, int(to_host)) if wait is None else wait
+            pages = frozenset(copy.page for copy in copies)
+            run = CopyRun(pages, frozenset(copy.slot for copy in copies), end)
+            if first:
+                self.running[to_host].append([run])
+            else:
+                self.running[to_host][-1].append(run)
+        return wait
 
     def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
         """A wait for the last run of the other direction that these must follow."""
@@ -163,7 +177,7 @@ class HostMemory:
         would be too small for the copy engine, behind which a step's other data would queue."""
         if before is not None:
             before()
-        where = [(copy.page, self._row(copy.slot).data_ptr()) for copy in copies]
+        where = [(copy.page, self._address(copy.slot)) for copy in copies]
         pages, addresses = self.platform.to_device(torch.tensor(where).T.contiguous())
         layers = len(self.first_planes) - 1
         cuts = range(0, layers, -(-layers // LAYER_GROUPS))
@@ -182,5 +196,5 @@ class HostMemory:
                 yield slice(start, stop), self.blocks[block][first : first + stop - start]
                 start = stop
 
-    def _row(self, slot: int) -> Tensor:
-        return self.blocks[slot // self.rows][slot % self.rows]
+    def _address(self, slot: int) -> int:
+        return self.starts[slot // self.rows] + slot % self.rows * self.size

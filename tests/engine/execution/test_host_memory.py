@@ -287,6 +287,30 @@ def test_a_page_comes_by_layer_once_it_has_gone(monkeypatch: pytest.MonkeyPatch)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted[source], strict=True)), page
 
 
+def test_what_an_interrupt_left_half_started_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platform = ByLayer(torch.device("cpu"))
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    _, host = memory(3, lambda device: platform)
+    read = host.mover.read_host
+
+    def broken(addresses: Tensor, pages: Tensor, planes: range) -> None:
+        read(addresses, pages, planes)
+        raise KeyboardInterrupt
+
+    host.start([PageCopy(2, 1, True)])
+    monkeypatch.setattr(host.mover, "read_host", broken)
+    with pytest.raises(KeyboardInterrupt):
+        host.start([PageCopy(1, 1, False)], by_layer=True)
+    assert platform.planes, "some of it was launched"
+    host.settle()
+    assert not platform.planes
+    assert not any(host.running.values())
+
+
 class Stream:
     """Notes what waits for what."""
 
