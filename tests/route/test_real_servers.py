@@ -157,7 +157,9 @@ def test_it_is_only_in_the_way(cluster: Cluster, undisturbed: dict[int, Read]) -
     assert (status, "error" in answer) == (400, True)
 
 
-@pytest.mark.parametrize(("number", "after"), [(0, 1), (1, 20), (3, 30), (4, 10)])
+@pytest.mark.parametrize(
+    ("number", "after"), [pytest.param(0, 1, marks=pytest.mark.longest), (1, 20), (3, 30), (4, 10)]
+)
 def test_an_engine_is_killed_in_the_midst(
     cluster: Cluster, undisturbed: dict[int, Read], number: int, after: int
 ) -> None:

@@ -147,6 +147,7 @@ class ByAddress(PlaneMover):
                 )
 
 
+@pytest.mark.exhaustive(but_first=True)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
