@@ -100,14 +100,14 @@ class HostMemory:
             run = list(found)
             before = self._before(to_host, run)
             work = partial(self._copy, to_host, run, before)
-            by_groups = by_layer and not to_host and self.mover.reads_host
-            if by_groups:
-                coming.groups.append(deque())
-                work = partial(self._read_layers, run, before, coming.groups[-1])
+            groups: deque[tuple[int, Callable[[], None]]] = deque()
+            read = by_layer and not to_host
+            if read and self.mover.reads_host:
+                work = partial(self._read_layers, run, before, groups)
             wait = self._begin(work, to_host, run, to_host not in started)
             started.add(to_host)
-            if by_layer and not to_host and not by_groups:
-                coming.groups.append(deque([(0, wait)]))
+            if read:
+                coming.groups.append(groups or deque([(0, wait)]))
         return coming
 
     def _begin(

@@ -22,7 +22,7 @@ from rorqual.engine.scheduling.sequence import Sequence
 # The step that first uses loaded pages waits for their copies, and so do the requests that decode
 # in it. The copies are given some more steps to finish before.
 SETTLE_STEPS = 2
-ALONE_STEPS = 8  # so many steps' copies at once where nobody waits for them
+ALONE_STEPS = 8  # so many steps' copies at once where nothing else runs
 
 
 @dataclass

@@ -121,6 +121,46 @@ def _page_bytes_kernel(
     )
 
 
+@triton.jit
+def _copy_pieces(
+    pages,
+    planes,
+    rows,
+    row_units,
+    tokens,
+    first,
+    count,
+    plane_count,
+    pieces,
+    BY_ADDRESS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Copies `count` pages of the `plane_count` planes from number `first` on, in several pieces
+    each. Programs are interleaved, so that concurrent accesses are adjacent."""
+    for item in range(tl.program_id(0), count * plane_count * pieces, tl.num_programs(0)):
+        row = item // pieces
+        _copy_piece(
+            pages,
+            planes,
+            rows,
+            row_units,
+            tokens,
+            row // plane_count,
+            first + row % plane_count,
+            item % pieces,
+            False,
+            True,
+            BY_ADDRESS,
+            UNIT,
+            ALIGNED,
+            WHOLE,
+            SIZE,
+        )
+
+
 # one kernel for any number of pages and any alignment of their list
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["pages"])
 def _far_rows_kernel(
@@ -137,27 +177,22 @@ def _far_rows_kernel(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Copies `count` pages of `plane_count` planes, in several pieces each. Programs are
-    interleaved, so that concurrent accesses are adjacent."""
-    for item in range(tl.program_id(0), count * plane_count * pieces, tl.num_programs(0)):
-        row = item // pieces
-        _copy_piece(
-            pages,
-            planes,
-            rows,
-            row_units,
-            tokens,
-            row // plane_count,
-            row % plane_count,
-            item % pieces,
-            False,
-            True,
-            False,
-            UNIT,
-            ALIGNED,
-            WHOLE,
-            SIZE,
-        )
+    _copy_pieces(
+        pages,
+        planes,
+        rows,
+        row_units,
+        tokens,
+        0,
+        count,
+        plane_count,
+        pieces,
+        False,
+        UNIT,
+        ALIGNED,
+        WHOLE,
+        SIZE,
+    )
 
 
 @triton.jit(
@@ -178,27 +213,22 @@ def _host_rows_kernel(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """As `_far_rows_kernel`, of the `plane_count` planes from number `first` on, from rows at these
-    addresses."""
-    for item in range(tl.program_id(0), count * plane_count * pieces, tl.num_programs(0)):
-        row = item // pieces
-        _copy_piece(
-            pages,
-            planes,
-            addresses,
-            0,
-            tokens,
-            row // plane_count,
-            first + row % plane_count,
-            item % pieces,
-            False,
-            True,
-            True,
-            UNIT,
-            ALIGNED,
-            WHOLE,
-            SIZE,
-        )
+    _copy_pieces(
+        pages,
+        planes,
+        addresses,
+        0,
+        tokens,
+        first,
+        count,
+        plane_count,
+        pieces,
+        True,
+        UNIT,
+        ALIGNED,
+        WHOLE,
+        SIZE,
+    )
 
 
 @dataclass(frozen=True)
