@@ -70,15 +70,6 @@ def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConf
     return tuning.config_for("prefill", PrefillConfig, q.device, dtype=str(q.dtype)[6:], **shape)
 
 
-def splits_for(q: Tensor, queries: int, requests: int, keys: int) -> int:
-    """Into how many parts the Hopper kernel splits the keys of each block. queries: of a request,
-    keys: of all requests."""
-    from rorqual.ops.triton.attention import prefill_sm90
-
-    blocks = triton.cdiv(queries, prefill_sm90.ROWS) * q.shape[1] * requests
-    return prefill_sm90.splits_for(blocks, keys // requests, q.device)
-
-
 def takes_parts(
     q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, queries: int, requests: int, first: bool
 ) -> bool:
@@ -90,7 +81,7 @@ def takes_parts(
 
     wanted = config_for(q, k_nope.shape[1], False, queries).gluon
     if first and not wanted:
-        wanted = splits_for(q, queries, requests, k_nope.shape[0]) > 1
+        wanted = prefill_sm90.splits_for(q, queries, requests, k_nope.shape[0]) > 1
     return wanted and prefill_sm90.supported(q, k_nope, v, 0, k_rope)
 
 
@@ -354,9 +345,8 @@ def _launch(
 
         splits = 1
         if so_far is None:
-            requests = kv_lens.shape[0]
             keys = k.shape[0] if tables is None else tables.numel() * page
-            splits = splits_for(q, max_query_len, requests, keys)
+            splits = prefill_sm90.splits_for(q, max_query_len, kv_lens.shape[0], keys)
         wanted = config.gluon or splits > 1
         if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)

@@ -711,11 +711,12 @@ def _merge_kernel(
     tl.store(target + columns[None, :], found.to(out.dtype.element_ty), mask=there[:, None])
 
 
-def splits_for(blocks: int, keys: int, device: torch.device) -> int:
-    """Into how many parts to split the keys of each of so many blocks (of all heads and requests).
-    keys: a bound for those of a block."""
-    each = multiprocessors(device) // blocks
-    return max(1, min(each, MOST_SPLITS, keys // (TOKENS * LEAST_TILES)))
+def splits_for(q: Tensor, queries: int, requests: int, keys: int) -> int:
+    """Into how many parts to split the keys of each block. queries: of a request; keys: a bound for
+    those of all requests together."""
+    blocks = triton.cdiv(queries, ROWS) * q.shape[1] * requests
+    each = multiprocessors(q.device) // blocks
+    return max(1, min(each, MOST_SPLITS, keys // requests // (TOKENS * LEAST_TILES)))
 
 
 def launch(

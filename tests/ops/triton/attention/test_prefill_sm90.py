@@ -188,12 +188,13 @@ def test_keys_are_split(lens: list[tuple[int, int]], splits: int, width: int, pa
 
 def test_how_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_sm90, "multiprocessors", lambda device: 132)
-    device = torch.device("cpu")
     found = [
-        prefill_sm90.splits_for(blocks, keys, device)
-        for blocks, keys in [(32, 8000), (32, 600), (32, 500), (16, 8000), (1, 10**6), (67, 8000)]
+        prefill_sm90.splits_for(torch.empty(128, heads, 128), 128, 1, keys)
+        for heads, keys in [(32, 8000), (32, 600), (32, 500), (16, 8000), (1, 10**6), (67, 8000)]
     ]
     assert found == [4, 2, 1, 8, prefill_sm90.MOST_SPLITS, 1]
+    # three requests of two blocks each, of 2,000 keys in all
+    assert prefill_sm90.splits_for(torch.empty(600, 4, 128), 200, 3, 2000) == 2
 
 
 def test_keys_in_two_parts() -> None:
