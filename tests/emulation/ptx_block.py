@@ -150,6 +150,10 @@ class Block(Products):
                 self.shared.wait(kind, int(text[0]), mask)
         elif op.startswith(("cp.async.cg.shared.global", "cp.async.ca.shared.global")):
             self.copy_words(text, mask)
+        elif op.startswith("cp.async.mbarrier.arrive.noinc"):
+            address = self.address(text[0])
+            for t in np.flatnonzero(mask):
+                self.shared.arrive(int(address[t]), 0, int(self.shared.row[t]))
         else:
             assert op.startswith(NOTHING), op
 

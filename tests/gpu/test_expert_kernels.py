@@ -82,14 +82,23 @@ def test_every_plan_agrees(kind: str) -> None:
         assert bench.difference(got, expected) < (1e-3 if kind == "fp8" else 1e-4)
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(128, 6), (128, 2), (256, 4)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "stages"),
+    [
+        ("fp8", 128, 6),
+        ("fp8", 128, 2),
+        ("fp8", 256, 4),
+        ("bf16", 128, 4),
+        *rarely(("bf16", 128, 2)),
+    ],
+)
 @pytest.mark.parametrize("tokens", [700, *rarely(60, 3000)])
-def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
+def test_products_of_many_rows(kind: str, rows: int, stages: int, tokens: int) -> None:
     """Skewed routing, experts without rows, or on other ranks: as the reference, and the same in
     captured graphs whose kernels start early."""
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
-    shape = bench.ExpertShape("fp8", 16, 1024, 512, 4)
+    shape = bench.ExpertShape(kind, 16, 1024, 512, 4)
     w = bench.expert_weights(shape, DEVICE)
     x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.rand(tokens, 12, device=DEVICE).topk(4).indices
@@ -100,7 +109,8 @@ def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     torch.cuda.synchronize()
     with bench.poisoned():
         first = grouped_gemm.grouped_experts(x, ids, weights, w, plan)
-    assert bench.difference(first, reference.experts(x, ids, weights, w)) < 1e-3
+    bound = 1e-3 if kind == "fp8" else 1e-4
+    assert bench.difference(first, reference.experts(x, ids, weights, w)) < bound
     outs: list[torch.Tensor] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

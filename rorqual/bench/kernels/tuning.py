@@ -174,14 +174,18 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 def tall_plans(
     used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device
 ) -> list[ex.GroupedGemmPlan]:
-    """grouped_gemm_sm90_fp8.py's kernel where an expert has many rows, with the tiles in use where
-    it is not to be had."""
-    if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
+    """Hopper's kernels for many rows of an expert, with the tiles in use where they are not to be
+    had."""
+    if picks / shape.routed < 16 or not is_hopper(device):
         return []
-    return [
-        replace(used, rows=rows, tall=stages)
-        for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))
-    ]
+    sizes = {
+        "fp8": ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3)),
+        "bf16": ((128, 4), (128, 3)),
+    }
+    whole_tiles = shape.hidden % 256 == 0 and shape.inner % 128 == 0
+    if shape.kind == "bf16" and not whole_tiles:
+        return []
+    return [replace(used, rows=rows, tall=stages) for rows, stages in sizes.get(shape.kind, ())]
 
 
 def best_tiles(

@@ -3,8 +3,8 @@ with e = ids[t, k].
 
 Three forms behind `experts`:
 - direct, for a few (token, expert) pairs: small_batch.py.
-- tall, for many rows per expert in fp8: grouped_gemm_sm90_fp8.py instead of the grouped form's
-  GEMMs.
+- tall, for many rows per expert on Hopper: grouped_gemm_sm90_fp8.py or grouped_gemm_sm90_bf16.py
+  instead of the grouped form's GEMMs.
 - grouped: pairs are sorted into blocks of rows that share an expert (align.py), then two grouped
   GEMMs and a weighted sum (combine.py).
 While an expert has few rows its weights are on the M side of the tensor cores (`swap`), which has
@@ -70,9 +70,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class GroupedGemmPlan:
-    """rows: rows of a block. up, down: tiles of both GEMMs. tall: stages of
-    grouped_gemm_sm90_fp8.py's kernel, used instead on Hopper for fp8 with 128 or 256 rows; 0:
-    never."""
+    """rows: rows of a block. up, down: tiles of both GEMMs. tall: stages of the kernel of
+    grouped_gemm_sm90_fp8.py (128 or 256 rows) or grouped_gemm_sm90_bf16.py (128), used instead on
+    Hopper; 0: never."""
 
     rows: int
     up: Tile
@@ -308,7 +308,7 @@ def plan_for(
 ) -> GroupedGemmPlan:
     """The plan for num_picks pairs, chosen by their mean number per expert. The last `shared`
     experts and their pairs are not counted: they only add blocks of rows. dtype: of the result.
-    Tuning rules with "tall" apply only if grouped_gemm_sm90_fp8.py's kernel can run."""
+    Tuning rules with "tall" apply only if that form's kernel can run."""
     slots, hidden, _ = down.data.shape
     inner = down.columns
     slots -= shared
@@ -324,8 +324,17 @@ def plan_for(
         GroupedGemmPlan,
         down.data.device,
         **shape,
-        tall=dtype.itemsize == 2 and is_hopper(down.data.device),
+        tall=is_hopper(down.data.device) and _has_tall(down, dtype),
     )
+
+
+def _has_tall(down: Weight, dtype: torch.dtype) -> bool:
+    """Whether Hopper has a kernel for many rows of these weights and 16-bit results."""
+    if down.quantized:
+        return dtype.itemsize == 2
+    from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16
+
+    return grouped_gemm_sm90_bf16.fits(down, dtype)
 
 
 def supported(w: ExpertWeights) -> bool:
@@ -422,10 +431,15 @@ def _products(
     dtype: torch.dtype,
 ) -> Tensor:
     assert blocks.rows == plan.rows
-    if plan.tall:
+    if plan.tall and w.down.quantized:
         from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 
         return grouped_gemm_sm90_fp8.products(x, w, blocks, top_k, dtype, plan.tall)
+    if plan.tall:
+        from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16
+
+        assert not isinstance(x, Quantized), "16-bit weights take activations as they are"
+        return grouped_gemm_sm90_bf16.products(hidden_of(x), w, blocks, top_k, plan.tall)
     h = gate_up_product(x, w.gate_up, blocks, top_k, plan.up)
     return down_product(h, w.down, blocks, dtype, plan.down)
 

@@ -184,7 +184,7 @@ def _sums(
 
 
 @gluon.jit
-def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+def let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
     """Skip the stages of a tile in which this warpgroup has no rows."""
     for _ in range(BLOCKS):
         mbarrier.wait(full.index(stage), phase)
@@ -194,7 +194,7 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
 
 
 @gluon.jit
-def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
+def targets_of(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
     """Result rows of 64 rows from `first` on: the same rows or, with SCATTER, those in `order`; -1
     from `end` on."""
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
@@ -205,7 +205,7 @@ def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 
 
 @gluon.jit
-def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
+def put_rows(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
     """Store 64 rows of sums through the shared buffer `out`."""
     thread_barrier()  # all threads have read the previous contents
     out.store(acc.to(out.dtype))
@@ -253,23 +253,23 @@ def _multiply_rows(
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
             order = rows.order + gl.load(block + 3 * rows.limit)
             # loaded before the products, to overlap with them
-            target = _targets(order, first, end, LINE, SCATTER)
+            target = targets_of(order, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
-                next_target = _targets(order, first + 128, end, LINE, SCATTER)
+                next_target = targets_of(order, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = _sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
                     first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
                 )  # fmt: skip
-                _put(y, out, low, target, n_tile, ROWS, LINE)
-                _put(y, out, upper, next_target, n_tile, ROWS, LINE)
+                put_rows(y, out, low, target, n_tile, ROWS, LINE)
+                put_rows(y, out, upper, next_target, n_tile, ROWS, LINE)
             else:
                 low, upper, stage, phase = _sums(
                     x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
                     first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
                 )  # fmt: skip
-                _put(y, out, low, target, n_tile, ROWS, LINE)
+                put_rows(y, out, low, target, n_tile, ROWS, LINE)
         else:
-            stage, phase = _let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
+            stage, phase = let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
 
 
 @gluon.jit(do_not_specialize=["limit", "xs_block"])

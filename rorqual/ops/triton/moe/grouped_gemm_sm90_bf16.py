@@ -1,0 +1,310 @@
+"""Grouped GEMMs of 16-bit weights for many rows per expert on Hopper, in Gluon: four warps copy,
+two warpgroups multiply 64 rows x 256 weight rows each.
+
+Tiles are those of grouped_gemm_sm90_fp8.py: blocks of up to 128 rows of one expert, of which a
+warpgroup without rows skips the stages. Copies run up to STAGES units of 64 columns ahead, also
+across tiles, so that neither the first copies of a tile nor its results leave the tensor cores
+without work for long; of the second GEMM's short tiles (12 units of Qwen3-30B) both would be a
+quarter.
+
+In the first GEMM a tile has 128 rows of gate and the 128 of up that belong to them, one product of
+256: two of 128 would read x twice, and shared memory, 128 bytes per cycle, is the bottleneck (a
+product of 64 x 256 x 16 reads 10 KB in its 128 cycles, a unit writes 48 KB in 1,024: 125 bytes per
+cycle). Its rows of x are gathered by token with 16-byte copies; the second GEMM's follow one
+another in memory, and are copied in the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share
+from rorqual.ops.triton.moe.align import ExpertBlocks
+from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import (
+    PipelineBuffers,
+    RowBlocks,
+    let_pass,
+    put_rows,
+    targets_of,
+)
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    bulk_layout,
+    let_next_start,
+    next_stage,
+    wait_for_inputs,
+)
+
+M = 128  # rows of a block
+UNIT = 64  # columns of a stage
+COPY_THREADS = gl.constexpr(128)
+REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of the copying warps
+
+
+@gluon.jit
+def _tile_at(turn, rounds, TILES: gl.constexpr):
+    """(row block, weight tile) of a turn: all weight tiles of a block follow one another, so that
+    programs at work at the same time have few experts. The last round, with fewer tiles than
+    programs, starts with the last program."""
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
+    return tile // TILES, tile % TILES
+
+
+@gluon.jit
+def _copy_units(
+    x,
+    w_tma,
+    ring,
+    rows,
+    TILES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, 128, gl.SliceLayout(1, LINE))
+    column = gl.arange(0, 64, gl.SliceLayout(0, LINE))
+    wait_for_inputs(DEPENDENT)
+    high = gl.load(rows.count)
+    turns, rounds = share(high, TILES * 128)
+    stage = 0
+    phase = 1
+    for turn in range(turns):
+        m_tile, n_tile = _tile_at(turn, rounds, TILES)
+        block = rows.blocks + m_tile
+        place = gl.load(block + rows.limit) + row
+        there = place < gl.load(block + 2 * rows.limit)
+        if GATED:
+            order = rows.order + gl.load(block + 3 * rows.limit)
+            place = gl.load(order + place, mask=there, other=0) // TOP_K
+            lower = gl.load(block) * (2 * TILES * 128) + n_tile * 128
+            upper = lower + TILES * 128
+        else:
+            lower = gl.load(block) * (TILES * 256) + n_tile * 256
+            upper = lower + 128
+        source = x + place.to(gl.int64)[:, None] * COLUMNS + column[None, :]
+        for unit in range(COLUMNS // 64):
+            mbarrier.wait(ring.empty.index(stage), phase)
+            full = ring.full.index(stage)
+            weights = ring.weights.index(stage)
+            mbarrier.expect(full, 256 * 64 * 2)
+            tma.async_copy_global_to_shared(w_tma, [lower, unit * 64], full, weights.slice(0, 128))
+            tma.async_copy_global_to_shared(
+                w_tma, [upper, unit * 64], full, weights.slice(128, 128)
+            )
+            async_copy.async_copy_global_to_shared(
+                ring.inputs.index(stage), source + unit * 64, mask=there[:, None]
+            )
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _split_columns(acc):
+    """The first and the last 128 columns of 256."""
+    return gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _multiply_units(
+    y,
+    out,
+    ring,
+    rows,
+    TILES: gl.constexpr,
+    UNITS: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """One of the two warpgroups: the first or the last 64 rows of each block."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    wait_for_inputs(DEPENDENT)
+    high = gl.load(rows.count)
+    turns, rounds = share(high, TILES * 128)
+    stage = 0
+    phase = 0
+    for turn in range(turns):
+        m_tile, n_tile = _tile_at(turn, rounds, TILES)
+        block = rows.blocks + m_tile
+        first = gl.load(block + rows.limit) + WHO * 64
+        end = gl.load(block + 2 * rows.limit)
+        if first < end:
+            order = rows.order + gl.load(block + 3 * rows.limit)
+            # loaded before the products, to overlap with them
+            target = targets_of(order, first, end, LINE, not GATED)
+            acc = gl.full([64, 256], 0.0, gl.float32, ACC)
+            for unit in range(UNITS):
+                mbarrier.wait(ring.full.index(stage), phase)
+                fence_async_shared()  # x was not copied by a bulk copy
+                xt = ring.inputs.index(stage).slice(WHO * 64, 64)
+                wt = ring.weights.index(stage).permute((1, 0))
+                acc = warpgroup_mma(xt, wt, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                # not carried from one unit to the next as a variable: Triton takes one that is set
+                # to the value it had before the loop for a constant
+                before = gl.where(stage == 0, STAGES - 1, stage - 1)
+                mbarrier.arrive(ring.empty.index(before), count=1, pred=unit > 0)
+                stage, phase = next_stage(stage, phase, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            last = gl.where(stage == 0, STAGES - 1, stage - 1)
+            mbarrier.arrive(ring.empty.index(last), count=1)
+            first_half, second_half = _split_columns(acc)
+            if GATED:
+                result = first_half / (1.0 + gl.exp(-first_half)) * second_half
+                put_rows(y, out, result, target, n_tile, TILES * 128, LINE)
+            else:
+                put_rows(y, out, first_half, target, 2 * n_tile, TILES * 256, LINE)
+                put_rows(y, out, second_half, target, 2 * n_tile + 1, TILES * 256, LINE)
+        else:
+            stage, phase = let_pass(ring.full, ring.empty, stage, phase, UNITS, STAGES)
+
+
+@gluon.jit(do_not_specialize=["limit"])
+def _grouped_kernel_bf16(
+    x,
+    w_tma,
+    y,
+    order,
+    blocks,
+    count,
+    limit,
+    TILES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLIER: gl.constexpr,
+    COPIER: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid: any number of programs. TILES: of each expert's weight rows. GATED: y = silu(gate x) *
+    (up x) in sorted order, for x in token order; else y = w x in pair order, for x in sorted
+    order."""
+    inputs = gl.allocate_shared_memory(
+        y.dtype.element_ty, [STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
+    weights = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, 256, 64], w_tma.layout)
+    outs = gl.allocate_shared_memory(
+        y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    let_next_start(DEPENDENT)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1 + COPY_THREADS)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    ring = PipelineBuffers(inputs, weights, full, empty)
+    rows = RowBlocks(order, blocks, count, limit)
+    UNITS: gl.constexpr = COLUMNS // 64
+    gl.warp_specialize(
+        [
+            (
+                _multiply_units,
+                (y, outs.index(0), ring, rows, TILES, UNITS, GATED, STAGES, 0, DEPENDENT),
+            ),
+            (
+                _multiply_units,
+                (y, outs.index(1), ring, rows, TILES, UNITS, GATED, STAGES, 1, DEPENDENT),
+            ),
+            (
+                _copy_units,
+                (x, w_tma, ring, rows, TILES, COLUMNS, TOP_K, GATED, STAGES, DEPENDENT),
+            ),
+        ],
+        [4, 4],
+        [MULTIPLIER, COPIER],
+    )
+
+
+def fits(down: Weight, dtype: torch.dtype) -> bool:
+    """Whether experts with these weights, not quantized, consist of whole tiles, in 16 bits like
+    the activations, which are of `dtype`."""
+    _, hidden, inner = down.data.shape
+    return (
+        dtype.itemsize == 2 and down.data.dtype == dtype and hidden % 256 == 0 and inner % 128 == 0
+    )
+
+
+def _launch(
+    x: Tensor,
+    weight: Weight,
+    y: Tensor,
+    blocks: ExpertBlocks,
+    top_k: int,
+    gated: bool,
+    stages: int,
+) -> None:
+    experts, rows, columns = weight.data.shape
+    device = weight.data.device
+    assert blocks.rows == M, blocks.rows
+    assert x.is_contiguous()
+    assert rows % 256 == columns % UNIT == 0, (rows, columns)
+    assert (M + 256) * UNIT * 2 * stages + 4 * 64 * 128 <= SHARED, stages
+    tiles = rows // 256
+    _grouped_kernel_bf16[min(blocks.limit * tiles, multiprocessors(device)),](
+        x,
+        TensorDescriptor.from_tensor(
+            weight.data.view(experts * rows, columns), [128, UNIT], bulk_layout(16)
+        ),
+        y,
+        blocks.order,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        tiles,
+        columns,
+        top_k,
+        gated,
+        stages,
+        *REGISTERS,
+        num_warps=4,
+        maxnreg=168,
+        **dependent(device),
+    )
+
+
+def gate_up_product(
+    x: Tensor, weight: Weight, blocks: ExpertBlocks, top_k: int, stages: int
+) -> Tensor:
+    """silu(gate x) * (up x) of each pair, in sorted order: [pairs, inner]. x [T, hidden] of the
+    weights' dtype, which has 16 bits."""
+    inner = weight.data.shape[1] // 2
+    h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=x.device)
+    _launch(x, weight, h, blocks, top_k, True, stages)
+    return h
+
+
+def down_product(h: Tensor, weight: Weight, blocks: ExpertBlocks, stages: int) -> Tensor:
+    """down h of each pair, in pair order: [pairs, hidden]. h [pairs, inner] in sorted order. Rows
+    of experts on other ranks are uninitialized."""
+    y = torch.empty(blocks.num_picks, weight.data.shape[1], dtype=h.dtype, device=h.device)
+    _launch(h, weight, y, blocks, 1, False, stages)
+    return y
+
+
+def products(x: Tensor, w: ExpertWeights, blocks: ExpertBlocks, top_k: int, stages: int) -> Tensor:
+    """down (silu(gate x) * (up x)) of each pair, in pair order: [pairs, hidden]; see
+    grouped_gemm.py."""
+    h = gate_up_product(x, w.gate_up, blocks, top_k, stages)
+    return down_product(h, w.down, blocks, stages)

@@ -1,0 +1,152 @@
+"""Grouped GEMMs of 16-bit weights and many rows: what they compile to, executed, against fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from tests.emulation import ptx_interpreter
+from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
+from tests.emulation.ptx_memory import TensorMap
+
+pytestmark = pytest.mark.exhaustive
+
+SHIFT = 3  # of a row to its pair in the order
+B = torch.bfloat16
+
+
+class Experts:
+    """Experts with so many rows each, in blocks of 128, followed by unused rows; both GEMMs'
+    operands, and their results in fp64."""
+
+    def __init__(self, counts: list[int], hidden: int, inner: int, top_k: int, unused: int = 5):
+        torch.manual_seed(sum(counts))
+        total = sum(counts)
+        pairs = -(-(total + unused) // top_k) * top_k
+        self.total = total
+        self.gate_up = (torch.randn(len(counts), 2 * inner, hidden) / hidden**0.5).to(B)
+        self.down = (torch.randn(len(counts), hidden, inner) / inner**0.5).to(B)
+        self.x = torch.randn(pairs // top_k, hidden).to(B)
+        self.h = torch.randn(pairs, inner).to(B)
+        starts = [sum(counts[:expert]) for expert in range(len(counts))]
+        spans = [
+            (e, at, start + n)
+            for e, (start, n) in enumerate(zip(starts, counts, strict=True))
+            for at in range(start, start + n, 128)
+        ]
+        self.limit = len(spans) + 2
+        self.blocks = torch.full((4, self.limit), -(10**6), dtype=torch.int32)
+        for index, (expert, at, end) in enumerate(spans):
+            self.blocks[:, index] = torch.tensor([expert, at, end, SHIFT])
+        self.count = torch.tensor([len(spans)], dtype=torch.int32)
+        self.places = torch.randperm(pairs).int()
+        self.order = torch.cat((torch.full((SHIFT,), -(10**6), dtype=torch.int32), self.places))
+        self.gated = torch.full((pairs, inner), float("nan"), dtype=torch.float64)
+        self.out = torch.full((pairs, hidden), float("nan"), dtype=torch.float64)
+        for expert, (start, n) in enumerate(zip(starts, counts, strict=True)):
+            own = slice(start, start + n)
+            tokens = self.x[self.places[own].long() // top_k].double()
+            gate, up = (tokens @ self.gate_up[expert].double().T).chunk(2, 1)
+            self.gated[own] = torch.nn.functional.silu(gate) * up
+            self.out[own] = self.h[own].double() @ self.down[expert].double().T
+
+
+PLANS = """
+from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16 as kernels
+from rorqual.ops.triton.moe.align import empty_blocks
+def launch(experts, hidden, inner, top_k, stages, pairs):
+    blocks = empty_blocks(pairs, experts, 128, torch.device("cpu"), buckets=True)
+    gate_up = Weight(torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16), None)
+    down = Weight(torch.empty(experts, hidden, inner, dtype=torch.bfloat16), None)
+    assert kernels.fits(down, torch.bfloat16)
+    x = torch.empty(pairs // top_k, hidden, dtype=torch.bfloat16)
+    h = kernels.gate_up_product(x, gate_up, blocks, top_k, stages)
+    kernels.down_product(h, down, blocks, stages)
+launch(128, 2048, 768, 8, 4, 8192)
+launch(64, 2048, 1408, 6, 4, 6144)
+"""
+CHECKS = """
+assert [k.name for k in launched] == ["_grouped_kernel_bf16"] * len(launched), launched
+for kernel in launched[:4]:
+    found = kernel.resources()
+    # the second's copying warps keep two registers' bytes aside, outside their loop
+    assert found["shared"] <= SHARED[90] and found["stack"] <= 16, found
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 2 * 4
+    assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+"""
+# rows of each expert, hidden, inner, top_k, stages, programs
+FORMS = [([70, 0, 131, 1], 256, 128, 3, 2, 2), ([129, 20, 60], 512, 256, 2, 3, 3)]
+SMALL = f"""
+for counts, hidden, inner, top_k, stages, _ in {FORMS}:
+    launch(len(counts), hidden, inner, top_k, stages, -(-(sum(counts) + 5) // top_k) * top_k)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    """Of PLANS and of FORMS, both GEMMs of each."""
+    return compiled(PLANS + SMALL, tmp_path_factory.mktemp("compiled"), CHECKS)
+
+
+def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
+    for kernel in kernels[:4]:
+        assert "serialized" not in assembled(kernel, tmp_path)
+
+
+def execute(
+    kernel: Kernel, form: int, gated: bool, seed: int | None = None, ptx: str = ""
+) -> Tensor:
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
+    is right, and free of races."""
+    counts, hidden, inner, top_k, _, programs = FORMS[form]
+    case = Experts(counts, hidden, inner, top_k)
+    exact = case.gated if gated else case.out
+    x = case.x if gated else case.h
+    weight = case.gate_up if gated else case.down
+    y = torch.full(exact.shape, float("nan"), dtype=B)
+    flat = TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128)
+    arguments = [x, flat, y, case.order, case.blocks, case.count, case.limit]
+    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
+    found = y if gated else y[case.places.long()]
+    error = (found[: case.total].double() - exact[: case.total]).norm()
+    assert error / exact[: case.total].norm() < 3e-3
+    assert found[case.total :].isnan().all(), "an unused row was stored"
+    return y.nan_to_num(7)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_compiled_code_is_right_and_free_of_races(
+    kernels: list[Kernel], form: int, gated: bool
+) -> None:
+    kernel = kernels[4 + 2 * form + (not gated)]
+    assert torch.equal(execute(kernel, form, gated), execute(kernel, form, gated, seed=form))
+
+
+# what is taken out, one place at a time; by what; how many of the places matter at least
+BROKEN = {
+    "a stage is used or filled before it is there or free": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        3,
+    ),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
+    "rows that are not announced": (r"cp\.async\.mbarrier\.arrive[^;]*;", "", 1),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_races_are_found(kernels: list[Kernel], what: str) -> None:
+    pattern, by, matter = BROKEN[what]
+    kernel = kernels[4]
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, 0, True, ptx=ptx))
+        >= matter
+    ), what
