@@ -547,8 +547,12 @@ def _fitting(tile: Tile, weight: Weight) -> Tile:
 def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:
     fp8 = weight.fp8_blocks
     assert not weight.quantized or weight.is_int4 or (tile.k == 128 and fp8)
+    # The assembler gives a kernel for sm_80 that lacks a few registers only 32, unless it is told
+    # how many there are (Triton 3.8, 128 rows in bf16).
+    most = is_hopper(weight.data.device) or tile.warps > 8
+    limit = {} if most else {"maxnreg": 255}
     return {
         "N": tile.n, "K": tile.k, "QUANT": fp8, "ZERO": weight.zero is not None,
         "GROUP": int4.group_of(weight) if weight.is_int4 else 0, "SWAP": tile.swap, "TMA": tile.tma,
-        "PRECISION": "ieee", "num_warps": tile.warps, "num_stages": tile.stages,
+        "PRECISION": "ieee", "num_warps": tile.warps, "num_stages": tile.stages, **limit,
     }  # fmt: skip
