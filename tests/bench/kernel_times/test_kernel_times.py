@@ -27,7 +27,7 @@ from rorqual.bench.step_times.measure import (
 )
 from rorqual.bench.step_times.rows import steps
 from rorqual.cli.main import app
-from rorqual.config.hardware import load_device
+from rorqual.config.hardware import DATA, load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
@@ -36,9 +36,10 @@ from rorqual.ops.interface import Ops
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing import digests, tables
+from rorqual.planner.timing.between import learn
 from rorqual.planner.timing.profiles import load_profile, with_kernels
 from rorqual.planner.timing.roofline import StepModel
-from rorqual.planner.timing.timed_steps import TimedStep, read
+from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read
 from rorqual.planner.validation import validation
 from rorqual.platforms import make_platform
 from tests.bench.kernel_times.fake_engine import RATES, FakeEngine
@@ -312,6 +313,18 @@ def test_the_steps_list_needs_no_gpu() -> None:
 
 def plan(*arguments: str) -> str:
     return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False).output
+
+
+def test_the_shipped_tables_follow_from_their_rows() -> None:
+    """So that rows measured again by hand do not leave the tables behind that a plan reads."""
+    data = json.loads((DATA / "kernels_h200_rorqual.json").read_text())
+    measured = {TimedRow(row[0], row[1], tuple(row[2])): row[3] for row in data["rows"]}
+    for name, table in json.loads(json.dumps(wanted.tables(measured))).items():
+        assert data[name] == table, name
+    of_steps = {TimedStep(*row[:7]): StepMeasurement(*row[7:9]) for row in data["steps"]}
+    base = tables.load_tables(data["meta"]["base"])
+    learnt = learn(of_steps, data["meta"]["device"], tables.KernelTables(data, base))
+    assert data["between"] == json.loads(json.dumps(learnt))
 
 
 def test_a_plan_on_a_fresh_file_is_not_stale(whole: Path) -> None:
