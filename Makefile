@@ -60,7 +60,7 @@ lint: $(VENV)/.installed-test
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Rorqual needs Python 3.11 or newer"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 1; }
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(TORCH) || $(BIN)/pip install -q 'torch>=2.11,<2.14'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(TORCH) || $(BIN)/pip install -q 'torch>=2.11,<2.15'
 	@$(BIN)/pip install -q -e .
 	@touch $@
 
