@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from rorqual.ops.triton.runtime import launch
 
 # bytes a block may ask for, by compute capability
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 class AbsentDriver:
@@ -79,7 +79,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def compiling(capability: int) -> Iterator[list[Compiled]]:
-    """Collects one Compiled a launch. Capability 80, 89 or 90."""
+    """Collects one Compiled a launch. capability: a key of SHARED."""
     found: list[Compiled] = []
     run = JITFunction.run
 
@@ -89,7 +89,7 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
         return kernel
 
     def hopper(device: torch.device) -> bool:
-        return capability >= 90
+        return capability == 90
 
     before = driver._active
     driver.set_active(AbsentDriver(capability))

@@ -80,11 +80,12 @@ def takes_fp8(device: torch.device) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Compute capability 9 or later: bulk tensor copies and dependent launches."""
+    """Compute capability 9: bulk tensor copies, dependent launches, and products of whole
+    warpgroups, which later GPUs lack. Those run what GPUs before Hopper run."""
     return (
         device.type == "cuda"
         and not INTERPRETED
-        and torch.cuda.get_device_capability(device)[0] >= 9
+        and torch.cuda.get_device_capability(device)[0] == 9
     )
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_80, sm_89 and sm_90 in the shapes of the real models, with no
+"""Every kernel compiles for sm_80, 89, 90, 100 and 120 in the shapes of the real models, with no
 GPU. Run as a script it prints what the compiler made of them: registers, spills, shared memory
 and the instructions that matter."""
 
@@ -21,6 +21,7 @@ from tests.child_process import output_of_compiler
 INSTRUCTIONS = (
     "wgmma.mma_async",
     "mma.sync",
+    "tcgen05.mma",
     "cp.async.cg",
     "cp.async.bulk.tensor",
     "griddepcontrol.wait",
@@ -487,7 +488,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "capability", [*(pytest.param(older, marks=pytest.mark.longest) for older in (80, 89)), 90]
+    "capability",
+    [*(pytest.param(other, marks=pytest.mark.longest) for other in (80, 89, 100, 120)), 90],
 )
 def test_kernels_compile(capability: int) -> None:
     from tests.emulation.cross_compile import SHARED
@@ -509,9 +511,10 @@ def test_kernels_compile(capability: int) -> None:
             "_quantized_down_kernel",
             "_gate_kernel",
         ):
-            product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
-            assert row["case"] == "fp32" or product in row, row
-        assert ("griddepcontrol.wait" in row) == (capability >= 90), row
+            products = {90: ("wgmma.mma_async",), 100: ("tcgen05.mma", "mma.sync")}
+            there = [word in row for word in products.get(capability, ("mma.sync",))]
+            assert row["case"] == "fp32" or any(there), row
+        assert ("griddepcontrol.wait" in row) == (capability == 90), row
     orders = [(row["case"], row["kernel"], row["sums over"]) for row in rows if "sums over" in row]
     assert {kernel for _, kernel, _ in orders} == {"_norm_kernel", "_combine_norm_kernel"}
     alike = len({(case, order) for case, _, order in orders}) == len(

@@ -33,7 +33,7 @@ from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, Stre
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.quantized import experts as quantized_experts
 from rorqual.ops.triton.quantized import linear as quantized_linear
-from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime import launch, tuning
 from rorqual.ops.triton.runtime.launch import keep_compiled
 
 pytestmark = needs_triton
@@ -458,3 +458,14 @@ def test_compiled_kernels_stay_in_the_cache_folder(
         monkeypatch.delenv(name, raising=False)
     keep_compiled()
     assert triton.knobs.cache.dir == str(folder / "triton")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_kernels_for_hopper_are_for_it_alone(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later GPUs do not have its products of whole warpgroups."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    hopper = launch.is_hopper.__wrapped__(torch.device("cuda"))
+    assert hopper == (capability == (9, 0))
