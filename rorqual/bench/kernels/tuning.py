@@ -143,7 +143,7 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
         return [partial(ex.grouped_experts, *draw, w, plan) for draw in picked]
 
     used = ex.plan_for(w.down, picks, shape.shared)
-    plans = [used, *tall_plans(used, shape, picks, device)]
+    plans = [used, *tall_plans(used, shape, picks, w)]
     plans += [
         plan
         for rows in row_candidates(picks, shape.routed)
@@ -172,19 +172,16 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 
 
 def tall_plans(
-    used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device
+    used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, w: ExpertWeights
 ) -> list[ex.GroupedGemmPlan]:
     """Hopper's kernels for many rows of an expert, with the tiles in use where they are not to be
     had."""
-    if picks / shape.routed < 16 or not is_hopper(device):
+    if picks / shape.routed < 16 or not ex.has_tall(w.down, torch.bfloat16):
         return []
     sizes = {
         "fp8": ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3)),
         "bf16": ((128, 4), (128, 3)),
     }
-    whole_tiles = shape.hidden % 256 == 0 and shape.inner % 128 == 0
-    if shape.kind == "bf16" and not whole_tiles:
-        return []
     return [replace(used, rows=rows, tall=stages) for rows, stages in sizes.get(shape.kind, ())]
 
 

@@ -324,12 +324,14 @@ def plan_for(
         GroupedGemmPlan,
         down.data.device,
         **shape,
-        tall=is_hopper(down.data.device) and _has_tall(down, dtype),
+        tall=has_tall(down, dtype),
     )
 
 
-def _has_tall(down: Weight, dtype: torch.dtype) -> bool:
-    """Whether Hopper has a kernel for many rows of these weights and 16-bit results."""
+def has_tall(down: Weight, dtype: torch.dtype) -> bool:
+    """Whether the weights' GPU has a kernel for many rows of them and results of `dtype`."""
+    if not is_hopper(down.data.device):
+        return False
     if down.quantized:
         return dtype.itemsize == 2
     from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16
@@ -549,8 +551,8 @@ def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:
     assert not weight.quantized or weight.is_int4 or (tile.k == 128 and fp8)
     # The assembler gives a kernel for sm_80 that lacks a few registers only 32, unless it is told
     # how many there are (Triton 3.8, 128 rows in bf16).
-    most = is_hopper(weight.data.device) or tile.warps > 8
-    limit = {} if most else {"maxnreg": 255}
+    named = tile.warps <= 8 and not is_hopper(weight.data.device)
+    limit = {"maxnreg": 255} if named else {}
     return {
         "N": tile.n, "K": tile.k, "QUANT": fp8, "ZERO": weight.zero is not None,
         "GROUP": int4.group_of(weight) if weight.is_int4 else 0, "SWAP": tile.swap, "TMA": tile.tma,

@@ -8,10 +8,11 @@ without work for long; of the second GEMM's short tiles (12 units of Qwen3-30B) 
 quarter.
 
 In the first GEMM a tile has 128 rows of gate and the 128 of up that belong to them, one product of
-256: two of 128 would read x twice, and shared memory, 128 bytes per cycle, is the bottleneck (a
-product of 64 x 256 x 16 reads 10 KB in its 128 cycles, a unit writes 48 KB in 1,024: 125 bytes per
-cycle). Its rows of x are gathered by token with 16-byte copies; the second GEMM's follow one
-another in memory, and are copied in the same way.
+256: two of 128 would read x twice, and shared memory has 128 bytes per cycle (a product of 64 x 256
+x 16 reads 10 KB in its 128 cycles, a unit writes 48 KB in 1,024: together 125). What limits an H200
+before that is the L2 cache, which these 48 KB come from (docs/performance.md). The first GEMM's
+rows of x are gathered by token with 16-byte copies; the second GEMM's follow one another in memory,
+and are copied in the same way.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ def _copy_units(
 
 
 @gluon.jit
+def _stage_before(stage, STAGES: gl.constexpr):
+    """Computed, not carried from one unit to the next: Triton takes a variable that a loop sets to
+    the value it had before the loop for a constant."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _split_columns(acc):
     """The first and the last 128 columns of 256."""
     return gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
@@ -160,14 +168,11 @@ def _multiply_units(
                 wt = ring.weights.index(stage).permute((1, 0))
                 acc = warpgroup_mma(xt, wt, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                # not carried from one unit to the next as a variable: Triton takes one that is set
-                # to the value it had before the loop for a constant
-                before = gl.where(stage == 0, STAGES - 1, stage - 1)
+                before = _stage_before(stage, STAGES)
                 mbarrier.arrive(ring.empty.index(before), count=1, pred=unit > 0)
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            last = gl.where(stage == 0, STAGES - 1, stage - 1)
-            mbarrier.arrive(ring.empty.index(last), count=1)
+            mbarrier.arrive(ring.empty.index(_stage_before(stage, STAGES)), count=1)
             first_half, second_half = _split_columns(acc)
             if GATED:
                 result = first_half / (1.0 + gl.exp(-first_half)) * second_half
