@@ -19,11 +19,13 @@ from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.bench.kernels import quantized as cases
 from rorqual.bench.kernels.quantized import QuantizedFormat
 from rorqual.ops import reference
-from rorqual.ops.triton.quantized import experts, int4_order
+from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.quantized import experts, int4_grouped_sm90, int4_order
 from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
+from rorqual.ops.triton.quantized.experts import QuantizedExpertsPlan, QuantizedTile
 from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear
 from rorqual.ops.triton.quantized.rows import ROUNDED, rounded_rows
-from rorqual.ops.triton.runtime.launch import takes_fp8
+from rorqual.ops.triton.runtime.launch import is_hopper, takes_fp8
 from tests.gpu.choice import rarely
 
 DEVICE = torch.device("cuda")
@@ -110,3 +112,50 @@ def test_experts(form: QuantizedFormat, tokens: int) -> None:
         first = experts.experts(x, ids, weights, w)
     assert bench.difference(first, reference.experts(x, ids, weights, plain)) < LIMIT
     replayed(lambda: experts.experts(x, ids, weights, w), first)
+
+
+@pytest.mark.skipif(not is_hopper(DEVICE), reason="a kernel of Hopper")
+@pytest.mark.parametrize("rows", int4_grouped_sm90.ROWS_TAKEN)
+@pytest.mark.parametrize(
+    ("group", "hidden", "inner", "dtype"),
+    [
+        (128, 1024, 768, torch.bfloat16),
+        (128, 640, 1408, torch.bfloat16),
+        (64, 512, 384, torch.bfloat16),
+        (128, 512, 384, torch.float16),
+    ],
+)
+def test_every_block_of_sorted_int4_rows(
+    rows: int, group: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    """Experts without rows, with one, and with more than a block; experts on other ranks."""
+
+    def weight(*shape: int) -> Weight:
+        scale = (torch.rand(*shape[:-1], shape[-1] // group, device=DEVICE) + 0.5) / 20
+        data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), device=DEVICE)
+        scale = (scale * shape[-1] ** -0.5).to(dtype)
+        return Weight(data.to(torch.uint8), scale, (1, group), activation="wide")
+
+    slots = 6
+    w = ExpertWeights(weight(slots, 2 * inner, hidden), weight(slots, hidden, inner))
+    QuantizedTritonOps().prepare_experts(w, "test")
+    assert int4_grouped_sm90.takes_experts(w.down)
+    plain = ExpertWeights(int4_order.plain(w.gate_up), int4_order.plain(w.down))
+    tile = QuantizedTile(grouped=True)
+    plan = QuantizedExpertsPlan(rows, tile, tile)
+    for tokens in (2, 300):
+        x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
+        ids = torch.where(torch.rand(tokens, 2, device=DEVICE) < 0.1, -1, 4)
+        ids[:, 1] = torch.randint(0, 4, (tokens,), device=DEVICE)
+        ids[0] = torch.tensor([5, -1])
+        weights = torch.rand(tokens, 2, device=DEVICE)
+
+        def layer(x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> Tensor:
+            blocks = experts.sorted_picks(ids, w, plan)
+            return experts.combine(experts.products(x, w, plan, blocks, ids), ids, weights)
+
+        torch.cuda.synchronize()
+        with bench.poisoned():
+            first = layer()
+        assert bench.difference(first, reference.experts(x, ids, weights, plain)) < 1e-4
+        replayed(layer, first)

@@ -17,7 +17,7 @@ from rorqual.bench.kernels.quantized import QuantizedFormat
 from rorqual.bench.kernels.tuning import TuningSearch, keep, row_candidates, timed
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import moe_align_block_size
-from rorqual.ops.triton.quantized import experts, int4_direct, operands
+from rorqual.ops.triton.quantized import experts, int4_direct, int4_grouped_sm90, operands
 from rorqual.ops.triton.quantized.experts import QuantizedExpertsPlan, QuantizedTile
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear, plan_for
@@ -85,6 +85,11 @@ def direct_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
                 yield QuantizedTile(direct=tile)
 
 
+def grouped_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
+    if rows in int4_grouped_sm90.ROWS_TAKEN and int4_grouped_sm90.takes(weight):
+        yield QuantizedTile(grouped=True)
+
+
 def tune_experts(
     form: QuantizedFormat, shape: ExpertShape, tokens: int, device: torch.device
 ) -> None:
@@ -105,7 +110,11 @@ def tune_experts(
             ]
 
         shared = [] if rows < 16 else list(tile_candidates(rows, form.numbers == "int4"))
-        options = [*shared, *direct_candidates(w.gate_up, rows)]
+        options = [
+            *shared,
+            *direct_candidates(w.gate_up, rows),
+            *grouped_candidates(w.gate_up, rows),
+        ]
         up = timed(f"rows {rows} up", options, first)
         if not up:
             continue
@@ -117,7 +126,11 @@ def tune_experts(
                 for h, (_, blocks) in zip(made, pairs, strict=True)
             ]
 
-        options = [*shared, *direct_candidates(w.down, rows)]
+        options = [
+            *shared,
+            *direct_candidates(w.down, rows),
+            *grouped_candidates(w.down, rows),
+        ]
         down = timed(f"rows {rows} down", options, second)
         if down:
             plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))
@@ -129,6 +142,7 @@ def tune_experts(
         "kind": operands.kind_of(w.down), "slots": shape.slots, "hidden": shape.hidden,
         "inner": shape.inner, "mean": tuning.near(picks / shape.slots),
         "direct": int4_direct.takes_experts(w.down),
+        "grouped": int4_grouped_sm90.takes_experts(w.down),
     }  # fmt: skip
     results = timed("whole layer", plans, whole)
     keep("experts_quantized", named, results, whole, used, 1e-3, device)
@@ -136,8 +150,7 @@ def tune_experts(
 
 def _layer(draw: Draw, w: ExpertWeights, plan: QuantizedExpertsPlan) -> Tensor:
     x, ids, weights = draw
-    direct = ids.numel() <= experts.DIRECT_PICKS
-    blocks = None if direct else experts.sorted_picks(ids, w, plan)
+    blocks = experts.sorted_picks(ids, w, plan) if plan.sorts(ids.numel()) else None
     return experts.combine(experts.products(x, w, plan, blocks, ids), ids, weights)
 
 

@@ -56,7 +56,7 @@ REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of the copyin
 
 
 @gluon.jit
-def _tile_at(turn, rounds, TILES: gl.constexpr):
+def tile_at(turn, rounds, TILES: gl.constexpr):
     """(row block, weight tile) of a turn: all weight tiles of a block follow one another, so that
     programs at work at the same time have few experts. The last round, with fewer tiles than
     programs, starts with the last program."""
@@ -88,7 +88,7 @@ def _copy_units(
     stage = 0
     phase = 1
     for turn in range(turns):
-        m_tile, n_tile = _tile_at(turn, rounds, TILES)
+        m_tile, n_tile = tile_at(turn, rounds, TILES)
         block = rows.blocks + m_tile
         place = gl.load(block + rows.limit) + row
         there = place < gl.load(block + 2 * rows.limit)
@@ -152,7 +152,7 @@ def _multiply_units(
     stage = 0
     phase = 0
     for turn in range(turns):
-        m_tile, n_tile = _tile_at(turn, rounds, TILES)
+        m_tile, n_tile = tile_at(turn, rounds, TILES)
         block = rows.blocks + m_tile
         first = gl.load(block + rows.limit) + WHO * 64
         end = gl.load(block + 2 * rows.limit)

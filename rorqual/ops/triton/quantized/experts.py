@@ -5,8 +5,10 @@ then two GEMMs and a weighted sum (moe/combine.py). Up to DIRECT_PICKS pairs eac
 its own, and nothing is sorted. Between the GEMMs rows have the activations' dtype; if the second
 GEMM takes 8-bit input a separate kernel quantizes them, since a token's scale covers all columns.
 
-A tile of the first GEMM has as many gate as up rows, so that one GEMM computes both. With many rows
-per expert, int4 weights are dequantized to 16 bits for moe/grouped_gemm.py (widened.py).
+A tile of the first GEMM has as many gate as up rows, so that one GEMM computes both. Kernels of
+their own take int4 weights and 16-bit rows: int4_direct.py a few rows per expert, and on Hopper
+int4_grouped_sm90.py more. Elsewhere, with many rows per expert, int4 weights are dequantized to 16
+bits for moe/grouped_gemm.py (widened.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe import grouped_gemm
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
-from rorqual.ops.triton.quantized import int4_direct, operands, widened
+from rorqual.ops.triton.quantized import int4_direct, int4_grouped_sm90, operands, widened
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.rowwise.silu import silu_exp
@@ -36,12 +38,14 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 @dataclass(frozen=True)
 class QuantizedTile:
     """n weight rows (in the first GEMM half gate, half up), warps, pipeline stages. direct: use
-    int4_direct.py's kernel with this tile instead."""
+    int4_direct.py's kernel with this tile instead; grouped: int4_grouped_sm90.py's, for sorted
+    pairs only."""
 
     n: int = 64
     warps: int = 4
     stages: int = 4
     direct: DirectTile | None = None
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class QuantizedExpertsPlan:
     up: QuantizedTile
     down: QuantizedTile
     widened: bool = False
+
+    def sorts(self, num_picks: int) -> bool:
+        """Whether so many pairs are sorted; else each is a block of its own."""
+        return num_picks > DIRECT_PICKS or self.up.grouped or self.down.grouped
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,7 @@ def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsP
         hidden=hidden,
         inner=down.columns,
         direct=int4_direct.takes_experts(down),
+        grouped=int4_grouped_sm90.takes_experts(down),
     )
 
 
@@ -252,8 +261,8 @@ def experts(
     plan = plan_for(w.down, round(num_picks * w.local_fraction), shared)
     if widens(plan, w, x.dtype):
         return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
-    direct = num_picks <= DIRECT_PICKS
-    y = products(x, w, plan, None if direct else sorted_picks(ids, w, plan), ids)
+    blocks = sorted_picks(ids, w, plan) if plan.sorts(num_picks) else None
+    y = products(x, w, plan, blocks, ids)
     return combine(y, ids, weights, base)
 
 
@@ -286,6 +295,8 @@ def gate_up_product(
 ) -> Tensor:
     """silu(gate x) * (up x) of each pair, in the blocks' order: [pairs, inner] in x's dtype."""
     inner = weight.data.shape[1] // 2
+    if tile.grouped:
+        return int4_grouped_sm90.gate_up_product(x, weight, _sorted(blocks), top_k)
     tile = _fitting(tile, weight)
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=weight.data.device)
@@ -328,6 +339,8 @@ def down_product(
     """down h of each pair, in pair order: [pairs, hidden] in h's dtype. early: the previous kernel
     is int4_direct.gate_up."""
     hidden = weight.data.shape[1]
+    if tile.grouped:
+        return int4_grouped_sm90.down_product(h, weight, _sorted(blocks))
     tile = _fitting(tile, weight)
     data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     y = torch.empty(blocks.num_picks, hidden, dtype=h.dtype, device=weight.data.device)
@@ -368,6 +381,11 @@ def _places(blocks: Blocks) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     if isinstance(blocks, ExpertBlocks):
         return blocks.order, blocks.blocks, blocks.count, blocks.limit
     return blocks.ids, None, None, blocks.num_picks
+
+
+def _sorted(blocks: Blocks) -> ExpertBlocks:
+    assert isinstance(blocks, ExpertBlocks), "int4_grouped_sm90.py takes sorted pairs"
+    return blocks
 
 
 def _fitting(tile: QuantizedTile, weight: Weight) -> QuantizedTile:

@@ -14,47 +14,11 @@ pytest.importorskip("triton.experimental.gluon")
 from tests.emulation import ptx_interpreter
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.emulation.ptx_memory import TensorMap
+from tests.ops.triton.moe.sorted_rows import Experts
 
 pytestmark = pytest.mark.exhaustive
 
-SHIFT = 3  # of a row to its pair in the order
 B = torch.bfloat16
-
-
-class Experts:
-    """Experts with so many rows each, in blocks of 128, followed by unused rows; both GEMMs'
-    operands, and their results in fp64."""
-
-    def __init__(self, counts: list[int], hidden: int, inner: int, top_k: int, unused: int = 5):
-        torch.manual_seed(sum(counts))
-        total = sum(counts)
-        pairs = -(-(total + unused) // top_k) * top_k
-        self.total = total
-        self.gate_up = (torch.randn(len(counts), 2 * inner, hidden) / hidden**0.5).to(B)
-        self.down = (torch.randn(len(counts), hidden, inner) / inner**0.5).to(B)
-        self.x = torch.randn(pairs // top_k, hidden).to(B)
-        self.h = torch.randn(pairs, inner).to(B)
-        starts = [sum(counts[:expert]) for expert in range(len(counts))]
-        spans = [
-            (e, at, start + n)
-            for e, (start, n) in enumerate(zip(starts, counts, strict=True))
-            for at in range(start, start + n, 128)
-        ]
-        self.limit = len(spans) + 2
-        self.blocks = torch.full((4, self.limit), -(10**6), dtype=torch.int32)
-        for index, (expert, at, end) in enumerate(spans):
-            self.blocks[:, index] = torch.tensor([expert, at, end, SHIFT])
-        self.count = torch.tensor([len(spans)], dtype=torch.int32)
-        self.places = torch.randperm(pairs).int()
-        self.order = torch.cat((torch.full((SHIFT,), -(10**6), dtype=torch.int32), self.places))
-        self.gated = torch.full((pairs, inner), float("nan"), dtype=torch.float64)
-        self.out = torch.full((pairs, hidden), float("nan"), dtype=torch.float64)
-        for expert, (start, n) in enumerate(zip(starts, counts, strict=True)):
-            own = slice(start, start + n)
-            tokens = self.x[self.places[own].long() // top_k].double()
-            gate, up = (tokens @ self.gate_up[expert].double().T).chunk(2, 1)
-            self.gated[own] = torch.nn.functional.silu(gate) * up
-            self.out[own] = self.h[own].double() @ self.down[expert].double().T
 
 
 PLANS = """

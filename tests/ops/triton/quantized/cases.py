@@ -34,6 +34,14 @@ def weight(
     return Weight(data, scale, (share, each), activation=activation)
 
 
+def drawn(group: int, *shape: int) -> tuple[Weight, Tensor]:
+    """An int4 weight as loaded, and its data as the kernels take it, in chunks of 128 columns."""
+    data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    scale = ((torch.rand(*shape[:-1], shape[-1] // group) + 0.5) * 0.02).bfloat16()
+    weight = Weight(data, scale, (1, group), None, "wide")
+    return weight, int4_order.turned(data, 128, "wide")
+
+
 def prepared(plain: Weight, device: str) -> Weight:
     """A copy as the backend lays it out, on the device."""
     data, scale, zero, order = (

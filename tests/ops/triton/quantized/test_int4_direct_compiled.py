@@ -12,11 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from rorqual.ops import reference
-from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.quantized import int4_order
+from rorqual.ops.reference import ExpertWeights
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import compiled
-from tests.ops.triton.quantized.cases import difference
+from tests.ops.triton.quantized.cases import difference, drawn
 
 pytestmark = pytest.mark.exhaustive
 
@@ -43,14 +42,6 @@ whole = lambda *shape: new(*shape, dtype=torch.int32)
 blocks = ExpertBlocks(whole({picks}), whole(4, {limit}), whole(1), 8, {picks})
 experts.products(new({tokens}, {hidden}), w, plan, {given}, whole({tokens}, {top_k}))
 """
-
-
-def drawn(group: int, *shape: int) -> tuple[Weight, torch.Tensor]:
-    """A weight as loaded, and its data as the kernels take it."""
-    data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
-    scale = ((torch.rand(*shape[:-1], shape[-1] // group) + 0.5) * 0.02).bfloat16()
-    weight = Weight(data, scale, (1, group), None, "wide")
-    return weight, int4_order.turned(data, 128, "wide")
 
 
 def nothing(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
