@@ -17,8 +17,6 @@ r + 8 that a thread has of each 16.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -37,7 +35,7 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.grouped_gemm_sm90_bf16 import tile_at
-from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import RowBlocks
+from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import PipelineBuffers, RowBlocks
 from rorqual.ops.triton.quantized import int4_order
 from rorqual.ops.triton.quantized.int4_direct import CHUNK, GROUPS_TAKEN, high_numbers, low_numbers
 from rorqual.ops.triton.runtime.launch import (
@@ -62,16 +60,6 @@ FEW_ROWS = gl.constexpr(32)  # of a block, up to which a multiprocessor has two 
 # warpgroups, of the warps that copy tokens and of the one that copies weights
 REGISTERS = {1: (128, 216, 56, 24), 2: (64, 104, 24, 24)}
 MOST_STAGES = 16
-
-
-class Ring(NamedTuple):
-    """Buffers between the copying and the multiplying warps: halves of chunks of the tokens, weight
-    rows of each warpgroup, and barriers for full and for empty stages."""
-
-    inputs: Any
-    weights: Any
-    full: Any
-    empty: Any
 
 
 @gluon.constexpr_function
@@ -450,7 +438,7 @@ def _int4_grouped_kernel(
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    ring = Ring(inputs, weights, full, empty)
+    ring = PipelineBuffers(inputs, weights, full, empty)
     rows = RowBlocks(order, blocks, count, limit)
     CHUNKS: gl.constexpr = COLUMNS // 128
     gl.warp_specialize(

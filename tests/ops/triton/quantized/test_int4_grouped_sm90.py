@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.ops.reference import dequantize
 from tests.emulation import ptx_interpreter
-from tests.emulation.ptx_kernels import Kernel, assembled, compiled
+from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.emulation.ptx_memory import TensorMap
 from tests.ops.triton.moe.sorted_rows import Experts
 from tests.ops.triton.quantized.cases import drawn
@@ -38,21 +38,21 @@ def launch(experts, hidden, inner, top_k, m, stages, group, pairs):
     down = weight(group, experts, hidden, inner)
     h = kernels.gate_up_product(x, gate_up, blocks, top_k, stages)
     kernels.down_product(h, down, blocks, stages)
-for m in (8, 16, 32, 64, 128):
+for m in (8, 32, 128):
     launch(128, 2048, 768, 8, m, 99, 128, 8192)
 launch(64, 2048, 1408, 6, 16, 99, 128, 6144)
 launch(128, 2048, 768, 8, 16, 99, 64, 8192)
 """
-LARGE = 14  # kernels of PLANS
+LARGE = 10  # kernels of PLANS
 CHECKS = f"""
 assert [k.name for k in launched] == ["_int4_grouped_kernel"] * len(launched), launched
 for i, kernel in enumerate(launched[:{LARGE}]):
     found = kernel.resources()
-    rows = [8, 8, 16, 16, 32, 32, 64, 64, 128, 128, 16, 16, 16, 16][i]
+    rows = [8, 8, 32, 32, 128, 128, 16, 16, 16, 16][i]
     # a few bytes are kept aside where two programs share the registers
     assert found["shared"] <= SHARED[90] and found["stack"] <= 16 * (rows == 32), found
     # of two warpgroups, for two halves of 64 columns
-    chunks = [2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 2, 1, 1, 1][i]  # of a stage
+    chunks = [2, 2, 2, 2, 1, 1, 2, 1, 1, 1][i]  # of a stage
     assert kernel.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{{rows}}k16") == 2 * 2 * 4 * chunks
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
     assert "ld.shared.v4.b32" in kernel.ptx
@@ -114,3 +114,25 @@ def test_compiled_code_is_right_and_free_of_races(
 ) -> None:
     kernel = kernels[LARGE + 2 * form + (not gated)]
     assert torch.equal(execute(kernel, form, gated), execute(kernel, form, gated, seed=form))
+
+
+# what is taken out, one place at a time; by what; how many of the places matter at least
+BROKEN = {
+    "a stage is used or filled before it is there or free": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        3,
+    ),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 3),
+    "tokens announced before they are there": (r"cp\.async\.wait_group[^;]*;", "", 1),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
+}
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("what", BROKEN)
+def test_races_are_found(kernels: list[Kernel], what: str) -> None:
+    pattern, by, matter = BROKEN[what]
+    kernel = kernels[LARGE]
+    changed = changes(kernel.ptx, pattern, by)
+    assert caught(changed, lambda ptx: execute(kernel, 0, True, ptx=ptx)) >= matter, what
