@@ -84,7 +84,8 @@ class QuantizedTritonOps(TritonOps):
         base: Tensor | None = None,
         padded: PaddedRows | None = None,
     ) -> NormInput:
-        """As TritonOps': the router's kernel sorts, and the norm does the sum."""
+        """As TritonOps': the router's kernel sorts, and the norm does the sum. A few pairs are not
+        sorted."""
         rows = room_of(x)
         tokens = rows.shape[0]
         if not tokens or not experts_kernels.supported(w):
@@ -92,18 +93,19 @@ class QuantizedTritonOps(TritonOps):
         shared = w.num_fused_shared_experts
         num_picks = tokens * router.config.top_k
         plan = experts_kernels.plan_for(w.down, num_picks, shared)
-        few = not plan.sorts(num_picks)
         apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
-        if few or apart or experts_kernels.widens(plan, w, rows.dtype):
+        if apart or experts_kernels.widens(plan, w, rows.dtype):
             return self.experts(x, *_router(x, router, padded=padded), w, base)
         picks = num_picks + tokens * shared
+        sorts = plan.sorts(num_picks)
         blocks = None
-        if sorts_while_routing(w.down, picks):
+        if sorts and sorts_while_routing(w.down, picks):
             slots = w.down.data.shape[0]
             blocks = empty_blocks(picks, slots, plan.rows, rows.device, buckets=True)
         ids, weights = _router(x, router, blocks, padded)
         rows = hidden_of(x)
-        blocks = blocks or experts_kernels.sorted_picks(ids, w, plan)
+        if sorts and blocks is None:
+            blocks = experts_kernels.sorted_picks(ids, w, plan)
         y = experts_kernels.products(rows, w, plan, blocks, ids)
         gave = DeferredMoESum(y, None, weights, base, combine.combine, padded)
         return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()
