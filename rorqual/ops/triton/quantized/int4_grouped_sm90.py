@@ -1,15 +1,15 @@
-"""Grouped GEMMs of int4 weights and 16-bit tokens on Hopper, in Gluon: four warps copy, two
-warpgroups widen and multiply 64 weight rows each.
+"""Grouped GEMMs of int4 weights and 16-bit tokens on Hopper, in Gluon: one warp copies weights and
+four copy tokens, two warpgroups widen and multiply 64 weight rows each.
 
 Weights are the left operand of the products, in registers, and a block's 8 to 128 tokens the right
-one: so weights cross shared memory as 4-bit numbers, and few tokens do not fill half of a product
-with nothing. A stage has 128 columns, a chunk of int4_order.py, of 128 weight rows and of the
-tokens. Copies run up to STAGES stages ahead, also across tiles, so that memory is never without
-requests: a tile of Qwen3-30B's second GEMM is over after six stages.
+one: so weights cross shared memory as 4-bit numbers, and a product of few tokens is narrow. A stage
+has one chunk of int4_order.py, 128 columns, or two, of 128 weight rows and of the tokens. Copies
+run as many stages ahead as fit, also across tiles, so that memory is never without requests: a tile
+of Qwen3-30B's second GEMM has six chunks.
 
 While one warpgroup widens numbers or multiplies a group's sums with its scales in fp32 (numbers
 from -8 to 7 are exact in 16 bits), the tensor cores work for the other, or for those of the second
-program of a multiprocessor. Scales are loaded three stages before they are used.
+program of a multiprocessor. Scales are loaded one to three stages before they are used.
 
 In the first GEMM a tile has 64 rows of gate and the 64 of up that belong to them, in the rows r and
 r + 8 that a thread has of each 16.
