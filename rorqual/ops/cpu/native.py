@@ -58,6 +58,10 @@ FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
+# GCC's alone. Tuned for some processors (AMD's Zen 2 and later) it rounds the product of a long sum
+# before it adds it, in some loops and not in others: a row's result would depend on how many rows
+# there are beside it.
+GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
 COMPILE_SECONDS = 300
 STORAGE = (torch.float32, torch.bfloat16)
 log = logging.getLogger("rorqual")
@@ -170,10 +174,12 @@ def _output(*command: str) -> bytes:
 def _build(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and
     processor."""
+    name = _output(command, "--version")
+    if b"Free Software Foundation" in name:
+        flags += GCC_FLAGS
     # The macros are those of the instructions that may be used. Every compiler prints them; one
     # that does not leaves no way to tell this processor's library from another's: nothing is built.
     processor = _output(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
-    name = _output(command, "--version")
     source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
     key = hashlib.sha256(source + " ".join(flags).encode() + processor + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"

@@ -4,6 +4,8 @@ write is NaN before, and so are cached entries that nobody may read."""
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from rorqual.ops import reference
 from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
+from tests.ops.cpu.conftest import one_compiles
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -50,6 +53,18 @@ def test_a_row_does_not_depend_on_those_beside_it(native: Native, dtype: torch.d
     whole = native.linear(x, w, None)
     for rows in (1, 2, 5, 16):
         assert torch.equal(native.linear(x[:rows], w, None), whole[:rows])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a processor of x86")
+@DTYPES
+def test_nor_where_the_compiler_tunes_for_amd(dtype: torch.dtype) -> None:
+    """GCC, tuned for it, would round some products before it adds them."""
+    with one_compiles():
+        kernels = library("haswell", ("-mtune=znver3",))
+    if kernels is None:
+        pytest.skip("no compiler")
+    test_a_row_does_not_depend_on_those_beside_it(Native(kernels), dtype)
 
 
 @DTYPES
