@@ -106,6 +106,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize("what", BROKEN)
 def test_races_are_found(kernels: list[Kernel], what: str) -> None:
     pattern, by, matter = BROKEN[what]
