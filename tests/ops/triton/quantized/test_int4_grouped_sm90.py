@@ -116,7 +116,8 @@ def test_compiled_code_is_right_and_free_of_races(
     assert torch.equal(execute(kernel, form, gated), execute(kernel, form, gated, seed=form))
 
 
-# what is taken out, one place at a time; by what; how many of the places matter at least
+# what is taken out, one place at a time; by what; how many of the places matter at least. Not: waits
+# for copies of tokens, which the interpreter does at once.
 BROKEN = {
     "a stage is used or filled before it is there or free": (
         r"mbarrier\.try_wait\.parity[^;]*;",
@@ -124,7 +125,6 @@ BROKEN = {
         3,
     ),
     "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 3),
-    "tokens announced before they are there": (r"cp\.async\.wait_group[^;]*;", "", 1),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
 }
 
