@@ -116,8 +116,8 @@ def test_compiled_code_is_right_and_free_of_races(
     assert torch.equal(execute(kernel, form, gated), execute(kernel, form, gated, seed=form))
 
 
-# what is taken out, one place at a time; by what; how many of the places matter at least. Not: waits
-# for copies of tokens, which the interpreter does at once.
+# what is taken out, one place at a time; by what; how many of the places matter at least. Waits for
+# copies of tokens are not among them: the interpreter does these copies at once.
 BROKEN = {
     "a stage is used or filled before it is there or free": (
         r"mbarrier\.try_wait\.parity[^;]*;",
