@@ -78,14 +78,12 @@ def direct_tiles() -> Iterator[DirectTile]:
             yield DirectTile(warps, parts, depth, registers, tiles)
 
 
-def direct_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
+def int4_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
+    """Of the kernels that take int4 weights and 16-bit rows alone."""
     if rows in DIRECT_ROWS and int4_direct.takes(weight):
         for tile in direct_tiles():
             if int4_direct.fits(weight.columns, rows, tile.parts):
                 yield QuantizedTile(direct=tile)
-
-
-def grouped_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
     if rows in int4_grouped_sm90.ROWS_TAKEN and int4_grouped_sm90.takes(weight):
         yield QuantizedTile(grouped=True)
 
@@ -110,11 +108,7 @@ def tune_experts(
             ]
 
         shared = [] if rows < 16 else list(tile_candidates(rows, form.numbers == "int4"))
-        options = [
-            *shared,
-            *direct_candidates(w.gate_up, rows),
-            *grouped_candidates(w.gate_up, rows),
-        ]
+        options = [*shared, *int4_candidates(w.gate_up, rows)]
         up = timed(f"rows {rows} up", options, first)
         if not up:
             continue
@@ -126,11 +120,7 @@ def tune_experts(
                 for h, (_, blocks) in zip(made, pairs, strict=True)
             ]
 
-        options = [
-            *shared,
-            *direct_candidates(w.down, rows),
-            *grouped_candidates(w.down, rows),
-        ]
+        options = [*shared, *int4_candidates(w.down, rows)]
         down = timed(f"rows {rows} down", options, second)
         if down:
             plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))
