@@ -27,13 +27,13 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest $(TWO_WORKERS) --processor-minutes 8
 
-# Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases), but for
-# a few of the longest, which stay test-all's alone: CI has half an hour.
+# Everything; and of what `make test` leaves out (long emulations, compilers, matrices of cases) the
+# first case of each test, without the longest: CI has half an hour.
 test-all: $(VENV)/.installed-test lint test-npu
 	$(BIN)/python -m pytest $(TWO_WORKERS) --exhaustive all
 
 test-exhaustive: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(TWO_WORKERS) --exhaustive only
+	$(BIN)/python -m pytest $(TWO_WORKERS) --exhaustive first
 
 # Every valid combination of parallel sizes on two and four local processes: minutes. `make test`
 # runs a selection that covers every pair of settings. Launchers too: two hosts need root (network

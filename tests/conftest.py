@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 pytest_plugins = ["tests.processor_time"]
 
 
-EXHAUSTIVE = ("no", "only", "all")
+EXHAUSTIVE = ("no", "first", "only", "all")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive",
         choices=EXHAUSTIVE,
         default="no",
-        help="tests marked exhaustive: left out, run alone, or run with the others",
+        help="tests marked exhaustive: left out, run alone (the first case of each function, or "
+        "all but the longest), or run with the others",
     )
 
 
@@ -44,8 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "exhaustive(but_first=False): left to `make test-all`; with but_first the first case of "
-        "each test function runs in `make test` all the same",
+        "exhaustive(but_first=False, every=False): left to `make test-all`; with but_first the "
+        "first case of each test function runs in `make test` all the same. CI runs the first of "
+        "the others, or with `every` all",
     )
     config.addinivalue_line(
         "markers", "longest: exhaustive, and left out of CI's run as well: `make test-all` alone"
@@ -72,16 +74,33 @@ def is_exhaustive(item: pytest.Item, seen: set[str]) -> bool:
     return not (first and mark.kwargs.get("but_first", False))
 
 
+def later_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All but the first case of each function, unless it is marked for every case to run."""
+    seen: set[str] = set()
+    found = []
+    for item in items:
+        mark = item.get_closest_marker("exhaustive")
+        function = item.nodeid.partition("[")[0]
+        if function in seen and not (mark and mark.kwargs.get("every", False)):
+            found.append(item)
+        seen.add(function)
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: list[pytest.Item] = []
     if "full_matrix" not in (config.option.markexpr or ""):
         left_out += [item for item in items if item.get_closest_marker("full_matrix")]
     asked = config.option.exhaustive
-    if asked == "only":
+    if asked in ("first", "only"):
         left_out += [item for item in items if item.get_closest_marker("longest")]
     if asked != "all":
         seen: set[str] = set()
-        left_out += [item for item in items if is_exhaustive(item, seen) != (asked == "only")]
+        wanted = asked != "no"
+        left_out += [item for item in items if is_exhaustive(item, seen) != wanted]
+    if asked == "first":
+        gone = set(left_out)
+        left_out += later_cases([item for item in items if item not in gone])
     if left_out:
         gone = set(left_out)
         config.hook.pytest_deselected(items=list(gone))

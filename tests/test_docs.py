@@ -519,7 +519,7 @@ def test_a_documented_command_has_a_rule(command: Command) -> None:
     assert rule_of(command)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive(every=True)
 @pytest.mark.parametrize("command", [*COMMANDS, *JOBS], ids=lambda command: command.where)
 def test_a_documented_command_works(command: Command, place: Place) -> None:
     rule_of(command)(command, place)

@@ -109,6 +109,7 @@ def test_tokens_are_one_process_s(
         assert all(sum(rows) for rows in announced)
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_a_step_is_told_whole_before_it_is_replayed(
     secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -219,6 +220,7 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         assert len(calls.active) == 2
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_steps_in_turns_go_by_the_servers_they_began_with(
     secret_file: str, expected: list[list[int]]

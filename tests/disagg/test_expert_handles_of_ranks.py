@@ -157,6 +157,7 @@ def test_steps_that_are_told_whole(
             assert tokens(llm) == expected
 
 
+@pytest.mark.longest
 def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
     secret_file: str, expected: list[list[int]]
 ) -> None:

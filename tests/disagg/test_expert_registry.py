@@ -193,6 +193,7 @@ def test_servers_come_and_go_by_the_registry(
         load.during(LEASE_SECONDS + 3, lambda: linked(llm) == {third.port, fourth.port})
 
 
+@pytest.mark.longest
 def test_a_quick_restart_of_a_registry_that_forgets(
     registry: Registry, tmp_path: Path, greedy: list[list[int]]
 ) -> None:

@@ -81,6 +81,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in llm.generate(TEXTS, params())]
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_a_mixed_batch_is_one_process_s(
     three: list[ExpertServer], secret_file: str, expected: list[Any]
@@ -197,6 +198,7 @@ def test_layers_may_lie_apart(start: Start, secret_file: str, greedy: Any) -> No
         assert tokens(llm) == greedy
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_two_engines_share_servers(
     three: list[ExpertServer], secret_file: str, greedy: Any
@@ -287,6 +289,7 @@ RANKS: list[Any] = [
 ]
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("more", RANKS)
 def test_several_ranks_give_up_a_step_together(

@@ -100,6 +100,7 @@ def test_several_ranks_live_on_without_their_experts(
         assert metric(running, "engine_restarts") in ([], [0.0])
 
 
+@pytest.mark.longest
 def test_servers_come_and_go_under_a_server(
     server: Running, experts: list[ExpertProcess], expected: str
 ) -> None:

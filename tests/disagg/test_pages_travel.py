@@ -259,6 +259,7 @@ def test_a_request_may_fail_instead(folder: Path) -> None:
         assert strict.held_pages() == 0
 
 
+@pytest.mark.longest
 def test_pages_leave_while_the_prompt_is_computed(folder: Path, pair: Pair) -> None:
     more = ("--num-speculative-tokens", "2", "--kv-overlap", "--chunked-prefill-size", "8")
     with server("prefill", folder, *more) as early:

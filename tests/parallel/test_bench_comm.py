@@ -44,6 +44,7 @@ def test_every_call_is_timed_and_counted(pool: RankPool) -> None:
 
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")
+@pytest.mark.longest
 def test_shared_memory_has_rows_of_its_own(pool: RankPool, tmp_path: Path) -> None:
     """Checked against the process group on the way; bytes are those of the rows that were routed
     to other ranks."""

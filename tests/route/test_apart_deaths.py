@@ -229,6 +229,7 @@ def test_killed_while_the_answer_streams(apart: Apart, victim: str) -> None:
     apart.rest()
 
 
+@pytest.mark.longest
 def test_a_reader_that_sleeps_for_longer_than_the_lease(
     apart: Apart, right: dict[int, Read]
 ) -> None:

@@ -172,11 +172,13 @@ def check_lengths(apart: Apart, lengths: range) -> None:
     apart.prefill.wait_until(lambda: figure(apart.prefill, "kv_transfer_pages_held") == 0, 20)
 
 
+@pytest.mark.longest
 def test_the_answer_goes_on_in_a_decode_step(tmp_path: Path) -> None:
     with ExitStack() as stack:
         check_lengths(started(stack, tmp_path), range(2, 3 * PAGE + 3))
 
 
+@pytest.mark.longest
 def test_the_answer_goes_on_in_a_decode_step_with_drafts(tmp_path: Path) -> None:
     """Entries of a prediction module depend on the token after theirs."""
     with ExitStack() as stack:
@@ -184,6 +186,7 @@ def test_the_answer_goes_on_in_a_decode_step_with_drafts(tmp_path: Path) -> None
         check_lengths(apart, range(2, 3 * PAGE + 3))
 
 
+@pytest.mark.longest
 def test_with_pages_sent_early_the_other_server_sends_the_token(tmp_path: Path) -> None:
     """There is none yet when the pages are offered."""
     for option in ("--kv-overlap", "--kv-by-layer"):

@@ -146,6 +146,7 @@ def undisturbed(cluster: Cluster) -> dict[int, Read]:
     return {number: stream(cluster.servers[0].url, body(number)) for number in range(5)}
 
 
+@pytest.mark.longest
 def test_it_is_only_in_the_way(cluster: Cluster, undisturbed: dict[int, Read]) -> None:
     for number, want in undisturbed.items():
         assert stream(cluster.router.url, body(number)) == want
@@ -261,6 +262,7 @@ def test_many_streams_while_servers_die_and_come_back(undisturbed: dict[int, Rea
         assert "rorqual_router_resumes_total 0.0" not in figures
 
 
+@pytest.mark.longest
 def test_prompts_and_answers_apart(tmp_path: Path, undisturbed: dict[int, Read]) -> None:
     """As README and docs/serving.md say, and one decode server more, which joins by itself."""
     secret = tmp_path / "kv-secret"

@@ -93,6 +93,7 @@ def port(server: Running) -> dict[str, Any]:
     return {"server.address": "127.0.0.1", "server.port": server.port}
 
 
+@pytest.mark.longest
 def test_a_prompt_that_travels(site: Site) -> None:
     header = f"00-{TRACE}-{PARENT}-01"
     asked = body(0)

@@ -308,6 +308,7 @@ def test_other_references_and_what_only_looks_like_one(grammars: XGrammars, sche
     assert grammars.matcher(StructuredOutput("json_schema", json.dumps(schema)))
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_what_the_compiler_prints_is_logged_on_one_line(capfd: pytest.CaptureFixture[str]):
     """xgrammar warns of a name that a schema gives, and writes it as it came."""

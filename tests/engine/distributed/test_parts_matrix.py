@@ -73,6 +73,7 @@ def test_every_exchange_has_sizes() -> None:
         assert set(sizes) == set(EXCHANGES) - {"auto"}
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(("ranks", "exchange", "drafts", "experts"), cases())
 def test_tokens_are_those_of_one_process(
     monkeypatch: pytest.MonkeyPatch,

@@ -223,6 +223,7 @@ RANKS: list[Any] = [
 ]
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(("name", "options"), RANKS)
 def test_several_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Collectives are operators of the graph. Where all ranks hold the same rows there are two

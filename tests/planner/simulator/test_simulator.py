@@ -117,6 +117,7 @@ def single_server() -> Pool:
     )
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_one_server_of_constant_time_waits_as_an_m_d_1_queue() -> None:
     """rho / 2 (1 - rho) of a service (Pollaczek and Khinchine); other seeds of so many requests

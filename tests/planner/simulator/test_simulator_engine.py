@@ -74,6 +74,7 @@ class Driver(StepDriver):
         return seconds
 
 
+@pytest.mark.longest
 def test_simulated_throughput_is_that_of_the_engine(engine: Engine) -> None:
     driver = Driver(engine)
     jobs = list(WORK.jobs(0))

@@ -45,6 +45,7 @@ def test_sglang_on_eight_h200(groups: dict[str, ValidationGroup], name: str, tpo
     assert groups[name].mean_error("TTFT") < 0.25
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None:
     rows = sorted(

@@ -78,6 +78,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.longest
 def test_an_engine_killed_again_and_again_leaves_nothing_open() -> None:
     """Three lives, each ended by SIGKILL under load; the fourth serves, and the API process has
     no more files open than with the first."""

@@ -60,6 +60,7 @@ async def struck_under_load(
     return ends
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(
     ("blow", "words"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")]
 )

@@ -12,6 +12,7 @@ from tests.serve.running import Running
 pytestmark = pytest.mark.exhaustive
 
 
+@pytest.mark.longest
 def test_mixed_load_leaves_nothing_behind(server: Running):
     seen = asyncio.run(soak.run(server.port, 400, 48))
     assert soak.problems(server, seen) == []

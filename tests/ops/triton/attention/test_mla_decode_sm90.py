@@ -173,6 +173,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)[2]
 
 
+@pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernel: Kernel, tmp_path: Path) -> None:
     said = assembled(kernel, tmp_path)
     assert "serialized" not in said
@@ -181,6 +182,7 @@ def test_it_compiles_to_products_that_overlap(kernel: Kernel, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
+@pytest.mark.longest
 def test_compiled_code_is_right_and_free_of_races(kernel: Kernel) -> None:
     check([150, 0, 3], 16, 4, 2, 1, 64, kernel)
     for seed in range(3):

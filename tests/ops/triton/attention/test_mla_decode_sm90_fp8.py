@@ -325,6 +325,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.longest
 def test_products_overlap_and_nothing_is_spilled_between_them(compiled: list[Path]) -> None:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     for path in compiled:

@@ -250,6 +250,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 
+@pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
     for kernel in kernels[:4]:
         said = assembled(kernel, tmp_path)

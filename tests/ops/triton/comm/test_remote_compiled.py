@@ -139,6 +139,7 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.longest)])
+@pytest.mark.longest
 def test_rows_come_back(kernels: list[Kernel], seed: int) -> None:
     exchange(kernels, seed)
 

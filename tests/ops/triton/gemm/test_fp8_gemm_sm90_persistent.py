@@ -155,6 +155,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     return compiled(PLANS + SMALL, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 
+@pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
     for kernel in kernels[: -len(FORMS)]:
         said = assembled(kernel, tmp_path)
