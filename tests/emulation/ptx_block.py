@@ -82,6 +82,8 @@ class Block(Products):
             self.stmatrix(vector(text[1]), self.address(text[0]), "trans" in rest, mask)
         elif head in ("ld", "st"):
             self.move(head, rest, text, mask)
+        elif head == "prefetch":
+            self.memory.prefetch(self.address(text[0]), mask)
         elif head in ("atom", "red"):
             self.atomic(rest, text if head == "atom" else ["_", *text], mask)
         elif head in ("shfl", "redux", "elect"):

@@ -96,6 +96,12 @@ class GlobalMemory:
             out[inside] = area.data[cells]
         return out
 
+    def prefetch(self, address: np.ndarray, mask: np.ndarray) -> None:
+        """Not a read: what another may not have written yet may be fetched, but what is nobody's
+        may not."""
+        for _ in self._pieces(address, 1, mask):
+            pass
+
     def store(
         self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, row: np.ndarray
     ) -> None:

@@ -25,6 +25,7 @@ from rorqual.ops.triton.attention.mla_decode import (
     _store_part,
     _whole,
     fetch_rows_ahead,
+    request_at,
     widened,
 )
 from rorqual.ops.triton.attention.shared_prefix import (
@@ -220,10 +221,10 @@ def _gqa_decode_kernel(
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
     request = tl.load(first + worker, cache_modifier=".cg")
+    begin, end, length = request_at(starts, kv_lens, request, requests)
     if DEPENDENT:  # noqa: SIM102 - known to the compiler
         if position < last:
-            tile = position - tl.load(starts + request, cache_modifier=".cg")
-            length = tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
+            tile = position - begin
             table = tables + request.to(tl.int64) * table_row
             if PREFIX_ROWS > 0:
                 table += tl.load(first_pages + request, cache_modifier=".cg")
@@ -285,11 +286,8 @@ def _gqa_decode_kernel(
                 BLOCK_H,
             )
     while position < last:
-        begin = tl.load(starts + request)
-        end = tl.load(starts + request + 1)
         stop = tl.minimum(end, last)
         if stop > position:
-            length = tl.load(kv_lens + request).to(tl.int32)
             table = tables + request.to(tl.int64) * table_row
             if PREFIX_ROWS > 0:
                 table += tl.load(first_pages + request)
@@ -412,6 +410,7 @@ def _gqa_decode_kernel(
                     )
             position = stop
         request += 1
+        begin, end, length = request_at(starts, kv_lens, request, requests)
 
 
 def gqa_workers(

@@ -175,6 +175,16 @@ def _row(table, n, PAGE: tl.constexpr):
 
 
 @triton.jit
+def request_at(starts, kv_lens, request, requests):
+    """(first tile, tile after the last, length) of a request; of the last one if there are no more.
+    Bypasses L1, which may have the previous step's."""
+    request = tl.minimum(request, requests - 1)
+    begin = tl.load(starts + request, cache_modifier=".cg")
+    end = tl.load(starts + request + 1, cache_modifier=".cg")
+    return begin, end, tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
+
+
+@triton.jit
 def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
     """Prefetch SIZE bytes from each of a tile of addresses to L2, in lines of 128. Asynchronous:
     for data of earlier steps, before this kernel waits for its inputs."""
@@ -335,10 +345,10 @@ def _mla_decode_kernel(
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
     request = tl.load(first + worker, cache_modifier=".cg")
+    begin, end, length = request_at(starts, kv_lens, request, requests)
     if DEPENDENT:  # noqa: SIM102 - known to the compiler
         if position < last:
-            tile = position - tl.load(starts + request, cache_modifier=".cg")
-            length = tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
+            tile = position - begin
             table = tables + request.to(tl.int64) * table_row
             slots = _slots(table, tile * BLOCK_N + offsets, length, PAGE)
             row_bytes: tl.constexpr = RANK * latent.dtype.element_ty.primitive_bitwidth // 8
@@ -347,11 +357,8 @@ def _mla_decode_kernel(
             fetch_rows_ahead(rope + slots * rope_row, rope_bytes, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     while position < last:
-        begin = tl.load(starts + request)
-        end = tl.load(starts + request + 1)
         stop = tl.minimum(end, last)
         if stop > position:
-            length = tl.load(kv_lens + request).to(tl.int32)
             table = tables + request.to(tl.int64) * table_row
             token = request.to(tl.int64) * QUERIES + query
             q_rows = q_latent + token * q_token + head * q_head
@@ -431,6 +438,7 @@ def _mla_decode_kernel(
                 _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, RANK)
             position = stop
         request += 1
+        begin, end, length = request_at(starts, kv_lens, request, requests)
 
 
 def _descriptor(rows: Tensor, block_n: int) -> TensorDescriptor:

@@ -19,6 +19,7 @@ from rorqual.ops.triton.attention.latent_fp8 import scale_of, steps_of, store_ro
 from rorqual.ops.triton.rowwise.norm import normed
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.prefetch import fetch_row_ahead
 
 # For more tokens than FEW_TOKENS, rope rotates up to ROTATED elements per program, ROTATED_BY_WARP
 # per warp.
@@ -35,6 +36,14 @@ def _pair(offsets, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
     else:
         half: tl.constexpr = SIZE // 2
         return (offsets + half) % SIZE, offsets % half, tl.where(offsets < half, -1.0, 1.0)
+
+
+@triton.jit
+def _fetch_places_ahead(cos, sin, slot, HALF: tl.constexpr, DEPENDENT: tl.constexpr):
+    """A token's angles and its slot."""
+    fetch_row_ahead(cos, HALF, HALF, DEPENDENT)
+    fetch_row_ahead(sin, HALF, HALF, DEPENDENT)
+    fetch_row_ahead(slot, 1, 1, DEPENDENT)
 
 
 @triton.jit
@@ -228,12 +237,17 @@ def _latent_kernel(
     """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's
     latent, or without a latent (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE
     columns turn in place."""
-    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     base = x + token * x_row
+    angle = token * (ROPE // 2)
+    if tl.program_id(1) == 0:
+        fetch_row_ahead(kv_weight, RANK, RANK, DEPENDENT)
+        _fetch_places_ahead(cos + angle, sin + angle, slots + token, ROPE // 2, DEPENDENT)
+    elif NORM:
+        fetch_row_ahead(q_weight, QUERY, QUERY, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if tl.program_id(1) == 0:
         slot = tl.load(slots + token).to(tl.int64)
-        angle = token * (ROPE // 2)
         _store_entry(
             base + QUERY,
             kv_weight,
@@ -260,7 +274,6 @@ def _latent_kernel(
     elif HEADS > 0:
         head = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
         width = QUERY // HEADS
-        angle = token * (ROPE // 2)
         place = base + head * width + (width - ROPE)
         _rotate_heads(place, place, cos + angle, sin + angle, head < HEADS, ROPE, INTERLEAVED)
 
@@ -328,8 +341,9 @@ def latent_epilogue(
 
 
 @triton.jit
-def _normed_pairs(base, weight, cos, sin, present, eps, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Heads at base [n], normed and rotated: first and second halves, [n, HALF] each."""
+def _normed_pairs(base, w1, w2, cos, sin, present, eps, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Heads at base [n], normed and rotated: first and second halves, [n, HALF] each. w1, w2: the
+    halves of the norm's weights."""
     columns = tl.arange(0, HALF)
     place = base[:, None] + columns[None, :]
     first = tl.load(place, mask=present[:, None], other=0.0).to(tl.float32)
@@ -337,10 +351,10 @@ def _normed_pairs(base, weight, cos, sin, present, eps, HALF: tl.constexpr, dtyp
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[
         :, None
     ]
-    w1 = tl.load(weight + columns).to(tl.float32)
-    w2 = tl.load(weight + HALF + columns).to(tl.float32)
-    first = ((first * scale).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
-    second = ((second * scale).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
+    w1 = w1.to(tl.float32)[None, :]
+    w2 = w2.to(tl.float32)[None, :]
+    first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+    second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     c = tl.load(cos + columns)[None, :]
     s = tl.load(sin + columns)[None, :]
     return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
@@ -395,7 +409,6 @@ def _heads_kernel(
 ):
     """Program (token, part): BLOCK query heads, or in the last part all keys and values of the
     token. SCALED: to an 8-bit cache."""
-    wait_for_inputs(DEPENDENT)
     HALF: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -403,18 +416,22 @@ def _heads_kernel(
     row = x + token * x_row
     cos = cos + token * HALF
     sin = sin + token * HALF
+    weight = k_weight if part == tl.num_programs(1) - 1 else q_weight
+    # loaded before the wait: no kernel of a step writes weights
+    w1 = tl.load(weight + tl.arange(0, HALF))
+    w2 = tl.load(weight + HALF + tl.arange(0, HALF))
+    _fetch_places_ahead(cos, sin, slots + token, HALF, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if part < tl.num_programs(1) - 1:
         head = part * BLOCK + tl.arange(0, BLOCK)
-        q1, q2 = _normed_pairs(
-            row + head * SIZE, q_weight, cos, sin, head < HEADS, eps, HALF, dtype
-        )
+        q1, q2 = _normed_pairs(row + head * SIZE, w1, w2, cos, sin, head < HEADS, eps, HALF, dtype)
         _store_pairs(q + (token * HEADS + head) * SIZE, q1, q2, head < HEADS, HALF)
     else:
         group = tl.arange(0, GROUP_PAD)
         slot = tl.load(slots + token).to(tl.int64)
         present = (group < GROUPS) & (slot >= 0)
         keys = row + HEADS * SIZE + group * SIZE
-        k1, k2 = _normed_pairs(keys, k_weight, cos, sin, present, eps, HALF, dtype)
+        k1, k2 = _normed_pairs(keys, w1, w2, cos, sin, present, eps, HALF, dtype)
         k_place = k_plane + slot * k_slot + group * k_head
         values = (keys + GROUPS * SIZE)[:, None] + tl.arange(0, HALF)[None, :]
         v1 = tl.load(values, mask=present[:, None], other=0.0)

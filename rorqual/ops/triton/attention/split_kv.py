@@ -185,13 +185,15 @@ def _combine_kernel(
 ):
     """Rows of one request: the weighted sum of its partials; zeros for a request of length 0;
     nothing if one worker did it all. The output has SIZE columns, the partials WIDTH."""
-    # even without work: kernels that wait for this one rely on earlier ones having ended
-    wait_for_inputs(DEPENDENT)
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin = tl.load(starts + request)
-    end = tl.load(starts + request + 1)
-    chunk = _chunk(tl.load(starts + requests), workers, min_tiles)
+    # before the wait, as in decode attention: the schedule is complete
+    begin = tl.load(starts + request, cache_modifier=".cg")
+    end = tl.load(starts + request + 1, cache_modifier=".cg")
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
+    # even without work: kernels that wait for this one rely on earlier ones having ended
+    wait_for_inputs(DEPENDENT)
+    chunk = _chunk(all_tiles, workers, min_tiles)
     head_worker = begin // chunk
     count = tl.where(end > begin, (end - 1) // chunk - head_worker + 1, 0)
     if count == 1:

@@ -21,6 +21,7 @@ from rorqual.ops.triton.rowwise.norm import normed, warps_for
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
 from rorqual.ops.triton.runtime.padding import padding, real_rows
+from rorqual.ops.triton.runtime.prefetch import fetch_row_ahead
 
 # Steps of up to so many tokens fuse the sum with the next norm; 0: none. Longer ones would save
 # only a seventh of the two kernels' bytes, and keep y [T K, hidden] allocated until the norm is
@@ -159,9 +160,10 @@ def _combine_norm_kernel(
     # went through it after the previous norm
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
     real = real_rows(tl.num_programs(0), requests, each, first)
+    token = tl.program_id(0).to(tl.int64)
+    fetch_row_ahead(residual + token * r_row, hidden, SIZE, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
     other = tl.load(residual + token * r_row + offsets, mask=inside, other=0.0)
     if BASE:
         beside = tl.load(base + token * hidden + offsets, mask=inside, other=0.0)

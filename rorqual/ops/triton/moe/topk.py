@@ -35,6 +35,7 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 from rorqual.ops.triton.runtime.padding import padding, real_rows
+from rorqual.ops.triton.runtime.prefetch import fetch_row_ahead
 
 # Router GEMM and top-k are one kernel for up to so many tokens and multiplications: every token
 # reads the whole gate.
@@ -276,11 +277,10 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normed_row(x, residual, weight, out, total, columns, eps, STORES, HIDDEN: tl.constexpr):
-    """The norm of x + residual at `columns` of one row, as in rowwise/norm.py; both are stored if
-    STORES."""
+def _normed_row(x, residual, factor, out, total, columns, eps, STORES, HIDDEN: tl.constexpr):
+    """The norm of x + residual at `columns` of one row, with weights `factor`, as in
+    rowwise/norm.py; both are stored if STORES."""
     inside = columns < HIDDEN
-    factor = tl.load(weight + columns, mask=inside, other=0.0)
     values = tl.load(x + columns, mask=inside, other=0.0)
     other = tl.load(residual + columns, mask=inside, other=0.0)
     values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
@@ -350,6 +350,11 @@ def _router_kernel(
     # loaded before the wait: no kernel of a step writes weights
     weight = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
     real = real_rows(tl.num_programs(1), requests, each, first)
+    if PENDING:
+        factor = tl.load(norm_weight + columns, mask=columns < HIDDEN, other=0.0)
+        fetch_row_ahead(residual + token.to(tl.int64) * residual_row, HIDDEN, HIDDEN, DEPENDENT)
+    if BIAS:
+        fetch_row_ahead(bias, EXPERTS, EXPERTS, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     x_columns = x + token.to(tl.int64) * x_row + columns
     if PENDING:
@@ -357,7 +362,7 @@ def _router_kernel(
         y = _normed_row(
             x + at * x_row,
             residual + at * residual_row,
-            norm_weight,
+            factor,
             out + at * HIDDEN,
             total + at * HIDDEN,
             columns,

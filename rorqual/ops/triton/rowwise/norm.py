@@ -12,6 +12,7 @@ from rorqual.ops.activation import Activation, PendingNorm, Quantized, output_of
 from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.rowwise.silu import silu
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.runtime.prefetch import fetch_row_ahead
 
 
 @triton.jit
@@ -42,12 +43,15 @@ def _norm_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, SIZE)
     inside = offsets < columns
-    values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
+    # loaded before the wait: no kernel of a step writes weights
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
+    if ADD:
+        fetch_row_ahead(residual + row * r_row, columns, SIZE, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     if ADD:
         other = tl.load(residual + row * r_row + offsets, mask=inside, other=0.0)
         values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)

@@ -99,6 +99,7 @@ def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
         *[COLUMNS] * 3,
         1e-6,
         *strides,
+        early=[factor],
     )
     found = empty()
     stream = empty()
@@ -151,7 +152,8 @@ def test_sums_of_padding_rows(kernels: list[Kernel]) -> None:
     want = empty()
     total = empty()
     sizes = [*[COLUMNS] * 3, 1e-6, 0, 0]
-    run(kernels[ALONE[0]], (TOKENS,), summed, residual, factor, want, total, *sizes)
+    given = [summed, residual, factor, want, total, *sizes]
+    run(kernels[ALONE[0]], (TOKENS,), *given, early=[factor])
     found = empty()
     stream = empty()
     early = [factor, requests]

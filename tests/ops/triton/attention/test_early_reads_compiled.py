@@ -1,0 +1,139 @@
+"""Kernels between a step's products as compiled for Hopper: they read weights alone before the
+kernel before has ended, what they fetch into the cache exists, and results are the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rorqual.ops import reference
+from tests.emulation.ptx_interpreter import Grid, Launch
+from tests.emulation.ptx_kernels import Kernel, compiled, run_time
+
+pytestmark = pytest.mark.exhaustive
+
+HEADS, GROUPS, SIZE = 4, 2, 128
+QUERY, RANK, ROPE = 192, 64, 32
+HIDDEN, EXPERTS, TOP_K = 192, 24, 3
+TOKENS = 2
+PAGE = 16
+LAUNCHES = f"""
+from rorqual.config.model import MoEConfig
+from rorqual.ops.interface import GQAWeights, TokenPlaces
+from rorqual.ops.reference import RouterWeights
+from rorqual.ops.triton.attention.rope_kv_write import heads_epilogue, latent_epilogue
+from rorqual.ops.triton.moe import topk
+from rorqual.ops.triton.rowwise import norm
+def rows(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16)
+def places(half):
+    return TokenPlaces(torch.empty({TOKENS}, half), torch.empty({TOKENS}, half),
+        torch.empty({TOKENS}, dtype=torch.int64))
+planes = (rows(3, {PAGE}, {GROUPS}, {SIZE}), rows(3, {PAGE}, {GROUPS}, {SIZE}))
+heads_epilogue(rows({TOKENS}, ({HEADS} + 2 * {GROUPS}) * {SIZE}),
+    GQAWeights(rows({SIZE}), rows({SIZE}), 1e-6), places({SIZE} // 2), planes)
+latent_epilogue(rows({TOKENS}, {QUERY} + {RANK} + {ROPE}), rows({QUERY}), rows({RANK}),
+    places({ROPE} // 2), rows(3, {PAGE}, {RANK} + {ROPE}), 1e-6, True)
+topk.router(norm.pending(rows({TOKENS}, {HIDDEN}), rows({TOKENS}, {HIDDEN}), rows({HIDDEN}), 1e-6),
+    RouterWeights(torch.empty({EXPERTS}, {HIDDEN}), torch.empty({EXPERTS}), MoEConfig({EXPERTS},
+    {TOP_K}, 64, scoring="sigmoid", method="noaux_tc"), 0), dtype=torch.int32)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
+    found = compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"))
+    return {kernel.name: kernel for kernel in found}
+
+
+@dataclass
+class Made:
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+def places(size: int) -> Made:
+    angle = torch.rand(TOKENS, size // 2) * 6
+    return Made(angle.cos(), angle.sin(), torch.tensor([PAGE + 3, 2]))
+
+
+def run(
+    kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[object], early: Sequence[Tensor]
+) -> None:
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    programs = Grid([Launch(kernel.ptx, kernel.shared, grid, run_time(*arguments))], tensors, early)
+    programs.in_turn(range(len(programs.programs)))
+
+
+def row(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def close(found: Tensor, exact: Tensor) -> None:
+    assert (found.double() - exact.double()).norm() / exact.double().norm() < 6e-3
+
+
+def test_queries_and_keys(kernels: dict[str, Kernel]) -> None:
+    torch.manual_seed(0)
+    x = row(TOKENS, (HEADS + 2 * GROUPS) * SIZE)
+    weights = [row(SIZE), row(SIZE)]
+    at = places(SIZE)
+    k_plane, v_plane = (torch.zeros(3, PAGE, GROUPS, SIZE).bfloat16() for _ in range(2))
+    q = torch.full((TOKENS, HEADS, SIZE), float("nan")).bfloat16()
+    strides = [x.stride(0), *k_plane.stride()[1:3], *v_plane.stride()[1:3]]
+    given = [x, *weights, at.cos, at.sin, at.slots, k_plane, v_plane, q, *strides, 1e-6]
+    run(kernels["_heads_kernel"], (TOKENS, 2), given, weights)
+    heads = x.view(TOKENS, -1, SIZE)
+    for found, weight, part in (
+        (q, weights[0], heads[:, :HEADS]),
+        (k_plane.view(-1, GROUPS, SIZE)[at.slots], weights[1], heads[:, HEADS : HEADS + GROUPS]),
+    ):
+        normed = reference.norm(part, weight, 1e-6)
+        close(found, reference.rope(normed, at.cos, at.sin, False))
+    assert torch.equal(v_plane.view(-1, GROUPS, SIZE)[at.slots], heads[:, HEADS + GROUPS :])
+
+
+def test_a_latent_and_its_query(kernels: dict[str, Kernel]) -> None:
+    torch.manual_seed(1)
+    x = row(TOKENS, QUERY + RANK + ROPE)
+    weights = [row(QUERY), row(RANK)]
+    at = places(ROPE)
+    plane = torch.zeros(3, PAGE, RANK + ROPE).bfloat16()
+    q = torch.full((TOKENS, QUERY), float("nan")).bfloat16()
+    sizes = [x.stride(0), plane.stride(1), 1e-6, 0, 0]
+    given = [x, *weights, at.cos, at.sin, at.slots, plane, q, *sizes]
+    run(kernels["_latent_kernel"], (TOKENS, 2), given, weights)
+    close(q, reference.norm(x[:, :QUERY], weights[0], 1e-6))
+    entry = plane.view(-1, RANK + ROPE)[at.slots]
+    close(entry[:, :RANK], reference.norm(x[:, QUERY : QUERY + RANK], weights[1], 1e-6))
+    turned = reference.rope(x[:, None, QUERY + RANK :], at.cos, at.sin, True)
+    close(entry[:, RANK:], turned[:, 0])
+
+
+def test_a_router_with_its_norm(kernels: dict[str, Kernel]) -> None:
+    torch.manual_seed(2)
+    x, residual = row(TOKENS, HIDDEN), row(TOKENS, HIDDEN)
+    factor = row(HIDDEN)
+    gate = torch.randn(EXPERTS, HIDDEN)
+    bias = torch.rand(EXPERTS)
+    out, total = (torch.full((TOKENS, HIDDEN), float("nan")).bfloat16() for _ in range(2))
+    logits = torch.empty(TOKENS, EXPERTS)
+    counters = torch.zeros(64, dtype=torch.int32)
+    ids = torch.full((TOKENS, TOP_K), -7, dtype=torch.int32)
+    weights = torch.empty(TOKENS, TOP_K)
+    given = [x, residual, factor, out, total, gate, logits, counters, bias, ids, weights]
+    unsorted = [ids, ids, ids, ids, 0, 0]
+    sizes = [HIDDEN, HIDDEN, 1e-6, 1.0, *unsorted]
+    run(kernels["_router_kernel"], (EXPERTS, TOKENS), [*given, *sizes], [gate, factor])
+    close(total, x.double() + residual.double())
+    close(out, reference.norm(total, factor, 1e-6))
+    scores = (out.double() @ gate.double().T).sigmoid()
+    assert torch.equal(ids.long(), (scores + bias).topk(TOP_K).indices)
+    assert not counters.any()
