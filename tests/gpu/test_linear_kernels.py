@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 
 from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.ops import reference
+from rorqual.ops.triton.gemm import gemv, gemv_sm90
 from rorqual.ops.triton.gemm.fp8_gemm import linear
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
+from rorqual.ops.triton.rowwise.norm import norm
 from rorqual.ops.triton.rowwise.quantize import quantize
 from rorqual.ops.triton.runtime.launch import is_hopper
 from tests.gpu.choice import rarely
@@ -83,3 +85,47 @@ def test_few_tokens(plan: StreamKPlan, shape: tuple[int, int]) -> None:
 def test_many_tokens(plan: PersistentPlan, shape: tuple[int, int]) -> None:
     for tokens in (plan.m, 129, 5, 4200, 700):
         check(plan, *shape, tokens)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "kind"),
+    [
+        (2048, 4096, torch.bfloat16),
+        (3648, 2048, torch.float16),
+        *rarely(
+            (2048, 2048, torch.bfloat16), (72, 512, torch.bfloat16), (4104, 1024, torch.float16)
+        ),
+    ],
+)
+def test_one_token_whose_weights_come_first(rows: int, columns: int, kind: torch.dtype) -> None:
+    """Alone, and in a graph whose kernels all start while the first one waits."""
+    torch.manual_seed(rows)
+    layers = 6
+    weights = torch.randn(layers, rows, columns, device=DEVICE, dtype=kind)
+    scale = torch.rand(columns, device=DEVICE, dtype=kind)
+    bias = torch.randn(rows, device=DEVICE, dtype=kind)
+    x = torch.randn(layers, 1, columns, device=DEVICE, dtype=kind)
+    assert gemv_sm90.fits(x[0], weights[0])
+    torch.cuda.synchronize()
+    with bench.poisoned():
+        y = gemv.linear(x[0], weights[0], bias)
+    exact = x[0].double() @ weights[0].double().t() + bias.double()
+    assert bench.difference(y, exact) < 1e-5
+
+    def steps() -> list[Tensor]:
+        return [
+            gemv.linear(norm(x[layer], scale, 1e-6), weights[layer], bias)
+            for layer in range(layers)
+        ]
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = steps()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        for layer in range(layers):
+            row = norm(x[layer], scale, 1e-6)
+            torch.cuda.synchronize()
+            assert torch.equal(found[layer], gemv.linear(row, weights[layer], bias))

@@ -134,6 +134,11 @@ def linear(
 ) -> Tensor:
     """x [T, columns], T at most MOST_TOKENS; weight [rows, columns] contiguous; bias [rows]; [T,
     rows] in x's dtype, sums in fp32."""
+    if plan is None and is_hopper(x.device):
+        from rorqual.ops.triton.gemm import gemv_sm90
+
+        if gemv_sm90.fits(x, weight):
+            return gemv_sm90.linear(x, weight, bias)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, y, False, plan)
     return y
