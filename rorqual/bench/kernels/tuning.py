@@ -231,15 +231,17 @@ def tune_direct(
         return [partial(direct.direct_experts, *draw, w, plan) for draw in picked]
 
     results = timed("direct, both", [used, *plans], both)
-    for name, fields in (
-        ("up", ("up_rows", "up_columns")),
-        ("down", ("down_rows", "down_columns")),
+    sizes = [*itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024))]
+    for name, fields, values in (
+        ("up", ("up_rows", "up_columns"), sizes),
+        ("down", ("down_rows", "down_columns"), sizes),
+        (
+            "warps and stages of down",
+            ("down_warps", "down_stages"),
+            [*itertools.product((2, 4, 8), (2, 3, 4))],
+        ),
     ):
-        sizes = itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024))
-        some = [
-            replace(results[0][1], **{fields[0]: rows, fields[1]: columns})
-            for rows, columns in sizes
-        ]
+        some = [replace(results[0][1], **dict(zip(fields, pair, strict=True))) for pair in values]
         results = sorted(
             results + timed(f"direct, {name} alone varied", some, both),
             key=lambda result: result[0],

@@ -22,7 +22,7 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 @dataclass(frozen=True)
 class DirectPlan:
     """Tiles [weight rows, columns] of the two direct kernels; down_rows is shared by a token's
-    experts."""
+    experts. down_warps, down_stages: the second kernel's, if they differ from the first one's."""
 
     up_rows: int
     up_columns: int
@@ -30,6 +30,8 @@ class DirectPlan:
     down_columns: int
     warps: int = 8
     stages: int = 3
+    down_warps: int | None = None
+    down_stages: int | None = None
 
 
 # most pairs for this form, which reads an expert's weights again for each pair
@@ -381,9 +383,9 @@ def direct_experts(
         more,
         rows,
         *_format(w.down, plan.down_columns),
-        plan.stages,
+        plan.down_stages or plan.stages,
         base is not None,
-        num_warps=plan.warps,
+        num_warps=plan.down_warps or plan.warps,
         **late,
     )
     return out
