@@ -24,7 +24,6 @@ from rorqual.ops.triton.attention.mla_decode import (
     _softmax_step,
     _store_part,
     _whole,
-    fetch_rows_ahead,
     request_at,
     widened,
 )
@@ -43,6 +42,7 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
     zeroed_counters,
 )
+from rorqual.ops.triton.runtime.prefetch import fetch_rows_ahead
 
 CACHES = {torch.uint8: "fp8", torch.int8: "int8"}
 

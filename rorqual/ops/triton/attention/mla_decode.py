@@ -39,6 +39,7 @@ from rorqual.ops.triton.runtime.launch import (
     multiprocessors,
     wait_for_inputs,
 )
+from rorqual.ops.triton.runtime.prefetch import fetch_rows_ahead
 
 LOG2E = 1.4426950408889634
 ASSEMBLER = tl.constexpr(not INTERPRETED)
@@ -182,22 +183,6 @@ def request_at(starts, kv_lens, request, requests):
     begin = tl.load(starts + request, cache_modifier=".cg")
     end = tl.load(starts + request + 1, cache_modifier=".cg")
     return begin, end, tl.load(kv_lens + request, cache_modifier=".cg").to(tl.int32)
-
-
-@triton.jit
-def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Prefetch SIZE bytes from each of a tile of addresses to L2, in lines of 128. Asynchronous:
-    for data of earlier steps, before this kernel waits for its inputs."""
-    if DEPENDENT:
-        for line in tl.static_range(0, SIZE, 128):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [addresses.to(tl.int64) + line],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
 
 
 @triton.jit

@@ -13,19 +13,31 @@ import triton.language as tl
 
 
 @triton.jit
+def _fetch(addresses):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [addresses],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """SIZE bytes from each of a tile of addresses on, in lines of 128."""
+    if DEPENDENT:
+        for line in tl.static_range(0, SIZE, 128):
+            _fetch(addresses.to(tl.int64) + line)
+
+
+@triton.jit
 def fetch_ahead(pointer, size, MOST: tl.constexpr, DEPENDENT: tl.constexpr):
     """`size` bytes from a pointer on, at most MOST, in lines of 128."""
     if DEPENDENT:
         LINES: tl.constexpr = triton.next_power_of_2((MOST + 127) // 128)
-        line = tl.minimum(tl.arange(0, LINES) * 128, size - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointer.to(tl.int64) + line],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _fetch(pointer.to(tl.int64) + tl.minimum(tl.arange(0, LINES) * 128, size - 1))
 
 
 @triton.jit
