@@ -1,5 +1,6 @@
-"""Kernels between a step's products as compiled for Hopper: they read weights alone before the
-kernel before has ended, what they fetch into the cache exists, and results are the reference's."""
+"""Kernels between projections and attention as compiled for Hopper: they read weights alone before
+the kernel before has ended, what they fetch into the cache exists, and results are the
+reference's."""
 
 from __future__ import annotations
 
@@ -20,16 +21,11 @@ pytestmark = pytest.mark.exhaustive
 
 HEADS, GROUPS, SIZE = 4, 2, 128
 QUERY, RANK, ROPE = 192, 64, 32
-HIDDEN, EXPERTS, TOP_K = 192, 24, 3
 TOKENS = 2
 PAGE = 16
 LAUNCHES = f"""
-from rorqual.config.model import MoEConfig
 from rorqual.ops.interface import GQAWeights, TokenPlaces
-from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.attention.rope_kv_write import heads_epilogue, latent_epilogue
-from rorqual.ops.triton.moe import topk
-from rorqual.ops.triton.rowwise import norm
 def rows(*shape):
     return torch.empty(*shape, dtype=torch.bfloat16)
 def places(half):
@@ -40,9 +36,6 @@ heads_epilogue(rows({TOKENS}, ({HEADS} + 2 * {GROUPS}) * {SIZE}),
     GQAWeights(rows({SIZE}), rows({SIZE}), 1e-6), places({SIZE} // 2), planes)
 latent_epilogue(rows({TOKENS}, {QUERY} + {RANK} + {ROPE}), rows({QUERY}), rows({RANK}),
     places({ROPE} // 2), rows(3, {PAGE}, {RANK} + {ROPE}), 1e-6, True)
-topk.router(norm.pending(rows({TOKENS}, {HIDDEN}), rows({TOKENS}, {HIDDEN}), rows({HIDDEN}), 1e-6),
-    RouterWeights(torch.empty({EXPERTS}, {HIDDEN}), torch.empty({EXPERTS}), MoEConfig({EXPERTS},
-    {TOP_K}, 64, scoring="sigmoid", method="noaux_tc"), 0), dtype=torch.int32)
 """
 
 
@@ -115,25 +108,3 @@ def test_a_latent_and_its_query(kernels: dict[str, Kernel]) -> None:
     close(entry[:, :RANK], reference.norm(x[:, QUERY : QUERY + RANK], weights[1], 1e-6))
     turned = reference.rope(x[:, None, QUERY + RANK :], at.cos, at.sin, True)
     close(entry[:, RANK:], turned[:, 0])
-
-
-def test_a_router_with_its_norm(kernels: dict[str, Kernel]) -> None:
-    torch.manual_seed(2)
-    x, residual = row(TOKENS, HIDDEN), row(TOKENS, HIDDEN)
-    factor = row(HIDDEN)
-    gate = torch.randn(EXPERTS, HIDDEN)
-    bias = torch.rand(EXPERTS)
-    out, total = (torch.full((TOKENS, HIDDEN), float("nan")).bfloat16() for _ in range(2))
-    logits = torch.empty(TOKENS, EXPERTS)
-    counters = torch.zeros(64, dtype=torch.int32)
-    ids = torch.full((TOKENS, TOP_K), -7, dtype=torch.int32)
-    weights = torch.empty(TOKENS, TOP_K)
-    given = [x, residual, factor, out, total, gate, logits, counters, bias, ids, weights]
-    unsorted = [ids, ids, ids, ids, 0, 0]
-    sizes = [HIDDEN, HIDDEN, 1e-6, 1.0, *unsorted]
-    run(kernels["_router_kernel"], (EXPERTS, TOKENS), [*given, *sizes], [gate, factor])
-    close(total, x.double() + residual.double())
-    close(out, reference.norm(total, factor, 1e-6))
-    scores = (out.double() @ gate.double().T).sigmoid()
-    assert torch.equal(ids.long(), (scores + bias).topk(TOP_K).indices)
-    assert not counters.any()

@@ -155,7 +155,7 @@ def choose_normed(kernels: list[Kernel], seed: int | None, ptx: str = "") -> Non
     watched = [rows, total, ids, weights, *out.tensors, held, counters]
     arguments = [*before, *sizes, *out.arguments]
     ptx_interpreter.run(
-        ptx or kernel.ptx, kernel.shared, (24, 2), arguments, watched, seed, early=[gate]
+        ptx or kernel.ptx, kernel.shared, (24, 2), arguments, watched, seed, early=[gate, weight]
     )
     normed, added = reference.add_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, added)
