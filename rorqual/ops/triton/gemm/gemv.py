@@ -2,7 +2,8 @@
 
 Each program has a few weight rows with all columns and multiplies without tensor cores, so there
 are no partial sums between programs. It loads its first tile of weights before it waits for the
-kernel that computes x.
+kernel that computes x. For one token on Hopper, matrices whose share of a program fits into shared
+memory have a kernel that loads all of it before (gemv_sm90.py).
 """
 
 from __future__ import annotations
