@@ -97,8 +97,8 @@ class GlobalMemory:
         return out
 
     def prefetch(self, address: np.ndarray, mask: np.ndarray) -> None:
-        """Not a read: what another may not have written yet may be fetched, but what is nobody's
-        may not."""
+        """Not a read: what another may not have written yet may be fetched, but nothing outside
+        the tensors."""
         for _ in self._pieces(address, 1, mask):
             pass
 

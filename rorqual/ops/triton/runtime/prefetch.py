@@ -33,15 +33,9 @@ def fetch_rows_ahead(addresses, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(pointer, size, MOST: tl.constexpr, DEPENDENT: tl.constexpr):
-    """`size` bytes from a pointer on, at most MOST, in lines of 128."""
-    if DEPENDENT:
-        LINES: tl.constexpr = triton.next_power_of_2((MOST + 127) // 128)
-        _fetch(pointer.to(tl.int64) + tl.minimum(tl.arange(0, LINES) * 128, size - 1))
-
-
-@triton.jit
 def fetch_row_ahead(row, columns, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
-    """`columns` elements of a row, at most SIZE."""
-    each: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
-    fetch_ahead(row, columns * each, SIZE * each, DEPENDENT)
+    """`columns` elements of a row, at most SIZE, in lines of 128 bytes."""
+    if DEPENDENT:
+        each: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+        LINES: tl.constexpr = triton.next_power_of_2((SIZE * each + 127) // 128)
+        _fetch(row.to(tl.int64) + tl.minimum(tl.arange(0, LINES) * 128, columns * each - 1))

@@ -5,7 +5,6 @@ reference's."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rorqual.ops import reference
+from rorqual.ops.interface import TokenPlaces
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, compiled, run_time
 
@@ -45,16 +45,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in found}
 
 
-@dataclass
-class Made:
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-
-
-def places(size: int) -> Made:
+def places(size: int) -> TokenPlaces:
     angle = torch.rand(TOKENS, size // 2) * 6
-    return Made(angle.cos(), angle.sin(), torch.tensor([PAGE + 3, 2]))
+    return TokenPlaces(angle.cos(), angle.sin(), torch.tensor([PAGE + 3, 2]))
 
 
 def run(
