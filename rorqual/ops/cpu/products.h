@@ -53,13 +53,34 @@ void spread(const float *x, int64_t k, float *out) {
     for (; i < k; i++) out[place(i, (const W *)nullptr)] = x[i];
 }
 
+// half_of, where registers are scarce.
+template <int HALF>
+INLINE sf row_half(const bf16 *p) {
+    if (!HALF) return half_of<0>(p);
+    su u = upper_halves(fetch<su>(p));
+    sf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+template <int HALF>
+INLINE sf row_half(const float *p) {
+    return half_of<HALF>(p);
+}
+
 template <int R, int N, int HALF, class W>
 INLINE void add_half(sf (&acc)[R][N], const W *w, int64_t ldw, const float *x, int64_t ldx) {
-    sf rows[R];
-    UNROLLED for (int r = 0; r < R; r++) rows[r] = half_of<HALF>(w + r * ldw);
+    sf column[N];
     UNROLLED for (int n = 0; n < N; n++) {
-        sf column = get(x + n * ldx + HALF * SPAN);
-        UNROLLED for (int r = 0; r < R; r++) acc[r][n] += rows[r] * column;
+        column[n] = get(x + n * ldx + HALF * SPAN);
+        hold(column[n]);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+        sf row = row_half<HALF>(w + r * ldw);
+        UNROLLED for (int n = 0; n < N; n++) {
+            acc[r][n] += row * column[n];
+            hold(acc[r][n]);
+        }
     }
 }
 
@@ -164,8 +185,8 @@ void dot_few(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx,
     if (TILE > 4 && n == 6) dot_rows<6>(w, ldw, rows, x, ldx, k, y, ldy, more);
 }
 
-constexpr int64_t BAND = 32;    // rows of the matrix at once: they stay in the second
-constexpr int64_t HELD = 256;   // rows of x at once: they too
+constexpr int64_t BAND = SPAN == 8 ? 16 : 32;  // rows of the matrix at once: they stay in the second, of AVX2 in the first
+constexpr int64_t HELD = 256;                  // rows of x at once: they too
 
 constexpr int64_t PACKED = 28;  // rows of x from which a matrix is turned for them
 
@@ -194,12 +215,19 @@ void panel_tile(const float *panel, const float *x, int64_t ldx, int64_t k, floa
     }
 }
 
+template <int N>
+void panel_some(const float *panel, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
+    if (n == N) return panel_tile<N>(panel, x, ldx, k, y, ldy, width, more);
+    if constexpr (N > 1) panel_some<N - 1>(panel, x, ldx, n, k, y, ldy, width, more);
+}
+
+// Tiles of even sizes: a small one would wait for its own sums.
 inline void panel_rows(const float *panel, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
-    int64_t i = 0;
-    for (; i + ACROSS <= n; i += ACROSS) panel_tile<ACROSS>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
-    for (; i + ACROSS / 2 <= n; i += ACROSS / 2) panel_tile<ACROSS / 2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
-    for (; i + 2 <= n; i += 2) panel_tile<2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
-    for (; i < n; i++) panel_tile<1>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    int64_t tiles = (n + ACROSS - 1) / ACROSS;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+        panel_some<ACROSS>(panel, x + from * ldx, ldx, count, k, y + from * ldy, ldy, width, more);
+    }
 }
 
 // y [n, rows] (added to where `more`) = x [n, columns] spread, times w [rows, columns] transposed; what is read stays in the caches.

@@ -141,7 +141,7 @@ struct Int8 {
     template <int R>
     void some_rows(int64_t first, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         int64_t i = 0;
-        for (; i + 4 <= n; i += 4) tile<R, 4>(first, in + i * ld, ld, y + i * ldy, ldy);
+        for (; i + AT_ONCE <= n; i += AT_ONCE) tile<R, AT_ONCE>(first, in + i * ld, ld, y + i * ldy, ldy);
         for (; i < n; i++) tile<R, 1>(first, in + i * ld, ld, y + i * ldy, ldy);
     }
 
@@ -178,7 +178,7 @@ struct Int8 {
             const float *x = in + some * ld;
             float *into = y + some * ldy;
             int64_t r = 0, count = std::min(HELD, n - some);
-            for (; r + AT_ONCE <= rows; r += AT_ONCE) some_rows<AT_ONCE>(first + r, x, ld, count, into + r, ldy);
+            for (; r + 4 <= rows; r += 4) some_rows<4>(first + r, x, ld, count, into + r, ldy);
             for (; r < rows; r++) some_rows<1>(first + r, x, ld, count, into + r, ldy);
         }
     }
@@ -229,9 +229,9 @@ struct Int4 {
 
     // Of each word of the register from column i on, in group g.
     INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
-        if (group % (ACROSS_BLOCKS * NIBBLES) == 0 || in_row == 1) return sf{} + each[g];
-#if defined(__AVX512BW__)
-        if (group <= 2 * NIBBLES) return each_block(each + g, group / NIBBLES, groups() - g);
+        if (group % (ACROSS_BLOCKS * NIBBLES) == 0 || in_row == 1) return all_lanes(each[g]);
+#if defined(__AVX2__)
+        if (group <= ACROSS_BLOCKS / 2 * NIBBLES) return each_block(each + g, group / NIBBLES, groups() - g);
 #endif
         sf out;
         for (int b = 0; b < ACROSS_BLOCKS; b++)
@@ -406,37 +406,58 @@ struct Int4Bytes : Int4 {
         }
     }
 
-    // R rows, whose scales and zero points are given.
-    template <int R, int N>
-    void tile(int64_t first, const float *scale, const float *zero, const float *in, int64_t ld, float *y, int64_t ldy) const {
-        sf total[R][N] = {};
+    // Adds the products of register number `at` of R rows, which begins in group g. ONE: its columns are of one group.
+    template <int R, int N, bool ZEROS, bool ONE>
+    INLINE void add_register(const ub (&mine)[R], const float *scale, const float *zero, const float *in, int64_t ld, int64_t at, int64_t g,
+                             sf (&total)[R][N]) const {
         const ub fifteen = ub{} + 15;
-        const uint8_t *later = data + first * k / 2 + STREAM_AHEAD;
-        int64_t count = registers();
-        const float *sums = in + count * STRIDE * PLANES / 4, *factors = sums + count * SPAN;
-        for (int64_t i = 0, g = 0, end = group, at = 0; i < k; i += STRIDE, at++) {
-            for (; i >= end; end += group) g++;
-            int64_t held = std::min<int64_t>(BYTES, (k - i) / 2);
-            UNROLLED for (int r = 0; r < R; r++) {
-                const uint8_t *from = data + ((first + r) * k + i) / 2;
-                ub mine = {};
-                if (held == BYTES)
-                    mine = fetch<ub>(from);
-                else
-                    memcpy(&mine, from, held);
-                __builtin_prefetch(later + (at * R + r) * BYTES);
-                ub even = mine & fifteen, odd = nibbles_above(mine);
-                sf by = by_word(scale + r * groups(), i, g), none = zeros ? by_word(zero + r * groups(), i, g) : sf{} + 1;
-                UNROLLED for (int n = 0; n < N; n++) {
-                    const int8_t *x = (const int8_t *)(in + n * ld) + i * PLANES;
-                    si found = small_products(even, fetch<sb>(x), odd, fetch<sb>(x + BYTES));
-                    if (PLANES > 1) found += small_products(even, fetch<sb>(x + STRIDE), odd, fetch<sb>(x + STRIDE + BYTES)) << 8;
-                    sf less = get(sums + n * ld + at * SPAN);
-                    sf wide = __builtin_convertvector(found, sf) - (zeros ? none * less : less);
-                    total[r][n] += PLANES > 1 ? wide * (by * factors[n * ld + at]) : wide * by;
-                }
+        const float *sums = in + registers() * STRIDE * PLANES / 4, *factors = sums + registers() * SPAN;
+        constexpr int EACH = 2 * PLANES;  // registers of a row of x
+        sb x[N][EACH];
+        UNROLLED for (int n = 0; n < N; n++)
+            UNROLLED for (int j = 0; j < EACH; j++) {
+                x[n][j] = fetch<sb>((const int8_t *)(in + n * ld) + at * STRIDE * PLANES + j * BYTES);
+                if (N == 1) hold(x[n][j]);
+            }
+        UNROLLED for (int r = 0; r < R; r++) {
+            ub own = mine[r];
+            hold(own);
+            ub even = own & fifteen, odd = nibbles_above(own);
+            int64_t first = r * groups();
+            sf by = ONE ? all_lanes(scale[first + g]) : by_word(scale + first, at * STRIDE, g), none = {};
+            if (ZEROS) none = ONE ? all_lanes(zero[first + g]) : by_word(zero + first, at * STRIDE, g);
+            UNROLLED for (int n = 0; n < N; n++) {
+                si found = small_products(even, x[n][0], odd, x[n][1]);
+                if (PLANES > 1) found += small_products(even, x[n][EACH - 2], odd, x[n][EACH - 1]) << 8;
+                sf less = get(sums + n * ld + at * SPAN);
+                sf wide = __builtin_convertvector(found, sf) - (ZEROS ? none * less : less);
+                total[r][n] += PLANES > 1 ? wide * (by * factors[n * ld + at]) : wide * by;
             }
         }
+    }
+
+    // R rows, whose scales and zero points are given.
+    template <int R, int N, bool ZEROS, bool ONE>
+    void tile(int64_t first, const float *scale, const float *zero, const float *in, int64_t ld, float *y, int64_t ldy) const {
+        sf total[R][N] = {};
+        int64_t half = k / 2, at = 0, g = 0, end = group;
+        const uint8_t *from = data + first * half, *later = from + STREAM_AHEAD;
+        for (; (at + 1) * STRIDE <= k; at++) {
+            for (; at * STRIDE >= end; end += group) g++;
+            ub mine[R];
+            UNROLLED for (int r = 0; r < R; r++) {
+                mine[r] = fetch<ub>(from + r * half + at * BYTES);
+                __builtin_prefetch(later + (at * R + r) * BYTES);
+            }
+            add_register<R, N, ZEROS, ONE>(mine, scale, zero, in, ld, at, g, total);
+        }
+        if (at * STRIDE < k) {
+            for (; at * STRIDE >= end; end += group) g++;
+            ub mine[R] = {};
+            UNROLLED for (int r = 0; r < R; r++) memcpy(&mine[r], from + r * half + at * BYTES, half - at * BYTES);
+            add_register<R, N, ZEROS, ONE>(mine, scale, zero, in, ld, at, g, total);
+        }
+        const float *factors = in + registers() * (STRIDE * PLANES / 4 + SPAN);
         for (int n = 0; PLANES == 1 && n < N; n++)
             for (int r = 0; r < R; r++) total[r][n] *= factors[n * ld];
         if constexpr (R == 4)
@@ -452,17 +473,26 @@ struct Int4Bytes : Int4 {
 
     // At most BAND rows.
     void band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        bool one = group % STRIDE == 0 || in_row == 1;
+        if (one && !zeros) some_rows<false, true>(first, rows, in, ld, n, y, ldy);
+        if (one && zeros) some_rows<true, true>(first, rows, in, ld, n, y, ldy);
+        if (!one && !zeros) some_rows<false, false>(first, rows, in, ld, n, y, ldy);
+        if (!one && zeros) some_rows<true, false>(first, rows, in, ld, n, y, ldy);
+    }
+
+    template <bool ZEROS, bool ONE>
+    void some_rows(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         int64_t count = rows * in_row;
         float *scale = scratch(14, 2 * count), *zero = scale + count;
         grid(first, rows, scale, nullptr);
-        for (int64_t i = 0; zeros && i < count; i++) zero[i] = float(zeros[first * in_row + i]);
+        for (int64_t i = 0; ZEROS && i < count; i++) zero[i] = float(zeros[first * in_row + i]);
         for (int64_t r = 0; r < rows;) {
             int64_t i = 0, row = first + r;
             const float *own = scale + r * in_row, *none = zero + r * in_row;
             bool four = r + 4 <= rows;
-            for (; four && i + AT_ONCE <= n; i += AT_ONCE) tile<4, AT_ONCE>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; four && i < n; i++) tile<4, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; !four && i < n; i++) tile<1, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i + AT_ONCE <= n; i += AT_ONCE) tile<4, AT_ONCE, ZEROS, ONE>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i < n; i++) tile<4, 1, ZEROS, ONE>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; !four && i < n; i++) tile<1, 1, ZEROS, ONE>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
             r += four ? 4 : 1;
         }
     }
@@ -547,8 +577,6 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
     });
     sum_picks(ids, weights, out, y, n, top_k, hidden);
 }
-
-constexpr int64_t FEW_ROWS = 4;  // up to which two planes of bytes are faster than floats
 
 enum Bits { W8A8, W4A16, W4A16_BLOCKS, W4A8 };  // blocks: groups of whole ones
 

@@ -76,7 +76,10 @@ INLINE void sums_one_by_one(const sf (&v)[4][4], int count, v4 (&out)[4]) {
 // TILE             rows of x in registers against four of a matrix, of floats
 // ACROSS           rows of x in registers against a panel
 // AT_ONCE          rows of x in registers against four of a matrix, of integers
+// FEW_ROWS         rows of bf16 up to which two planes of bytes are faster than floats, times weights of four bits
 // HALVES           whether products of bytes want the even and the odd bytes of a row of x as words, a register of either in turn
+// hold             keeps a value in its register, where the compiler would take it from memory for each product, or sums to it
+// upper_halves     words without their lower 16 bits
 // lacking          an instruction that was compiled in and that this processor lacks; null: none
 // fold4            a register to four sums
 // sums_by_row      out[i] = the totals of v[0 to 3][i], for i < count
@@ -84,7 +87,7 @@ INLINE void sums_one_by_one(const sf (&v)[4][4], int count, v4 (&out)[4]) {
 // add_bytes        sums + bytes times columns i and on of a row of x, which is as HALVES says; which word gets what is left open
 // nibbles_above    the upper halves of bytes
 // widen_nibbles    SPAN bytes to floats: their lower halves, and their upper ones, sixteen times as large
-// each_block       where registers are of 64 bytes: of groups of a block or two, a word of `each` for every word of nibbles
+// each_block       with AVX2 and AVX-512, of groups of at most half a register: a word of `each` for every word of nibbles
 #if defined(__AVX512BW__)
 #include "vectors/avx512.h"
 #elif defined(__AVX2__)

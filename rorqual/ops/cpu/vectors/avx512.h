@@ -1,6 +1,6 @@
 // AVX-512 (F and BW), with VNNI where it is there: included by vectors.h.
 
-constexpr int TILE = 6, ACROSS = 14, AT_ONCE = 4;
+constexpr int TILE = 6, ACROSS = 14, AT_ONCE = 4, FEW_ROWS = 4;
 #if defined(__AVX512VNNI__)
 constexpr bool HALVES = false;
 #else
@@ -17,6 +17,11 @@ inline const char *lacking() {
 #endif
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") ? nullptr : "AVX512-BW";
 }
+
+template <class V>
+INLINE void hold(V &) {}
+
+INLINE su upper_halves(su v) { return v & 0xffff0000u; }
 
 inline v4 fold4(sf v) { return fold(v); }
 

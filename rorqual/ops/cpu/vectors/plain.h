@@ -1,11 +1,16 @@
 // Any other processor, and AVX without integers of its width: included by vectors.h. What is here is the meaning of the steps.
 
-constexpr int TILE = SPAN == 8 ? 2 : 4, ACROSS = SPAN == 8 ? 6 : 8, AT_ONCE = 2;
+constexpr int TILE = SPAN == 8 ? 2 : 4, ACROSS = SPAN == 8 ? 6 : 8, AT_ONCE = 2, FEW_ROWS = 4;
 constexpr bool HALVES = false;
 
 inline const char *lacking() {
     return nullptr;
 }
+
+template <class V>
+INLINE void hold(V &) {}
+
+INLINE su upper_halves(su v) { return v & 0xffff0000u; }
 
 inline v4 fold4(sf v) {
     v4 parts[SPAN / 4];
