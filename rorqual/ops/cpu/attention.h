@@ -32,28 +32,24 @@ int64_t runs_of(const Paged<T> &cache, const int64_t *table, int64_t first, int6
 inline float weigh_step(float *scores, int64_t count, float *peak, float *mass) {
     constexpr float NEVER = -std::numeric_limits<float>::infinity();
     std::fill(scores + count, scores + STEP, NEVER);
-    vf high = load(scores);
-    for (int64_t i = LANES; i < STEP; i += LANES) {
-        vf here = load(scores + i);
-        high = here > high ? here : high;
-    }
-    float top = std::max(*peak, highest(high));
-    vf sum = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        vf w = exp_lanes(load(scores + i) - top);
-        memcpy(scores + i, &w, sizeof w);
-        sum += w;
-    }
-    if (i < count) {
-        vf w = exp_lanes(load(scores + i) - top);
-        float rest[LANES] = {};
-        memcpy(scores + i, &w, sizeof w);
-        std::copy(scores + i, scores + count, rest);
-        sum += load(rest);
-    }
+    sf high[REGISTERS], sum[REGISTERS] = {};
+    UNROLLED for (int r = 0; r < REGISTERS; r++) high[r] = get(scores + r * SPAN);
+    for (int64_t i = LANES; i < STEP; i += LANES)
+        UNROLLED for (int r = 0; r < REGISTERS; r++) high[r] = larger(get(scores + i + r * SPAN), high[r]);
+    float top = std::max(*peak, highest(lanes_of(high)));
+    // what is beyond `count` weighs nothing in the sum
+    for (int64_t i = 0; i < count; i += LANES)
+        UNROLLED for (int r = 0; r < REGISTERS; r++) {
+            float *some = scores + i + r * SPAN;
+            sf w = exp_register(get(some) - top);
+            put(w, some);
+            if (i + LANES > count)
+                for (int j = 0; j < SPAN; j++)
+                    if (i + r * SPAN + j >= count) w[j] = 0;
+            sum[r] += w;
+        }
     float shrink = *peak == top ? 1 : std::exp(*peak - top);
-    *mass = *mass * shrink + total(sum);
+    *mass = *mass * shrink + total(lanes_of(sum));
     *peak = top;
     return shrink;
 }
@@ -158,25 +154,24 @@ constexpr int64_t QUERY_ROWS = 96;  // queries, of all heads that share keys, to
 
 // `weigh_step` of scores times `scale` to bf16 weights [KEYS], zeros behind `count`.
 inline float weigh_pairs(const float *scores, float scale, int64_t count, bf16 *weights, float *peak, float *mass) {
-    constexpr int64_t REGISTERS = KEYS / LANES;
+    constexpr int64_t COUNT = KEYS / LANES;
     const vf never = vf{} - std::numeric_limits<float>::infinity();
-    __m512 part[REGISTERS];
+    __m512 part[COUNT];
     vf high = never;
-    for (int64_t i = 0; i < REGISTERS; i++) {
+    for (int64_t i = 0; i < COUNT; i++) {
         int64_t left = count - i * LANES;
         __mmask16 within = left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
         part[i] = _mm512_mask_mul_ps((__m512)never, within, _mm512_maskz_loadu_ps(within, scores + i * LANES), _mm512_set1_ps(scale));
-        vf here = (vf)part[i];
-        high = here > high ? here : high;
+        high = larger((vf)part[i], high);
     }
     float top = std::max(*peak, highest(high));
     vf sum = {};
-    for (int64_t i = 0; i < REGISTERS; i++) {
+    for (int64_t i = 0; i < COUNT; i++) {
         int64_t left = count - i * LANES;
         __mmask16 within = left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
-        vf w = (vf)_mm512_maskz_mov_ps(within, (__m512)exp_lanes((vf)part[i] - top));
+        vf w = (vf)_mm512_maskz_mov_ps(within, (__m512)exp_register((vf)part[i] - top));
         sum += w;
-        keep_lanes(w, weights + i * LANES);
+        put_register(w, weights + i * LANES);
     }
     float shrink = *peak == top ? 1 : std::exp(*peak - top);
     *mass = *mass * shrink + total(sum);

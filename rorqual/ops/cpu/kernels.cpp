@@ -91,6 +91,29 @@ inline v4 fold(vf v) {  // 16 lanes to 4
     return quarter[0] + quarter[1];
 }
 
+#include "vectors.h"
+
+// Comparisons, choices and conversions are made register by register: of wider vectors the compiler makes them number by number.
+constexpr int REGISTERS = LANES / SPAN;
+typedef uint16_t sh __attribute__((vector_size(SPAN * 2)));
+
+INLINE sf register_at(const float *p) { return get(p); }
+
+INLINE sf register_at(const bf16 *p) {
+    su u = __builtin_convertvector(fetch<sh>(p), su) << 16;
+    sf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+INLINE sf larger(sf a, sf b) { return a > b ? a : b; }
+
+INLINE vf lanes_of(const sf (&registers)[REGISTERS]) {
+    vf v;
+    memcpy(&v, registers, sizeof v);
+    return v;
+}
+
 inline float total(vf v) {
     v4 x = fold(v);
     return (x[0] + x[2]) + (x[1] + x[3]);
@@ -115,18 +138,17 @@ inline v4 totals(vf a, vf b, vf c, vf d) {
 }
 
 // exp to about one part in 10^7: 2^n times a polynomial in the rest (coefficients: Taylor on |x| <= ln 2 / 2).
-inline vf exp_lanes(vf x) {
-    const vf zero = {};
-    vf low = zero - 87.f, high = zero + 88.f;
+INLINE sf exp_register(sf x) {
+    const sf zero = {};
+    sf low = zero - 87.f, high = zero + 88.f;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    vf n = x * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+    sf n = x * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
     n = n - 12582912.f;
-    vf r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    vf y = 1.f + r * (1.f + r * (0.5f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f))))));
-    typedef int32_t vi __attribute__((vector_size(LANES * 4)));
-    vi bits = (__builtin_convertvector(n, vi) + 127) << 23;
-    vf power;
+    sf r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    sf y = 1.f + r * (1.f + r * (0.5f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f))))));
+    si bits = (__builtin_convertvector(n, si) + 127) << 23;
+    sf power;
     memcpy(&power, &bits, sizeof bits);
     return y * power;
 }
@@ -134,32 +156,29 @@ inline vf exp_lanes(vf x) {
 template <class T>
 inline void widen_all(const T *x, int64_t n, float *out) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf v = load(x + i);
-        memcpy(out + i, &v, sizeof v);
-    }
+    for (; i + SPAN <= n; i += SPAN) put(register_at(x + i), out + i);
     for (; i < n; i++) out[i] = widen(x[i]);
 }
 
 inline void narrow_all(const float *x, int64_t n, float *out) { std::copy(x, x + n, out); }
 
-inline vu narrow_lanes(vf x) {  // `narrow`, bits of bf16 in words
-    vu u, odd;
+INLINE su narrow_register(sf x) {  // `narrow`, bits of bf16 in words
+    su u, odd;
     memcpy(&u, &x, sizeof u);
     odd = (u >> 16) & 1;
-    return (u & 0x7fffffff) > 0x7f800000 ? vu{} + 0x7fc0 : (u + 0x7fff + odd) >> 16;
+    return si(u & 0x7fffffff) > 0x7f800000 ? su{} + 0x7fc0 : (u + 0x7fff + odd) >> 16;
 }
 
-inline void keep_lanes(vf x, float *out) { memcpy(out, &x, sizeof x); }
+INLINE void put_register(sf x, float *out) { put(x, out); }
 
-inline void keep_lanes(vf x, bf16 *out) {
-    vh h = __builtin_convertvector(narrow_lanes(x), vh);
+INLINE void put_register(sf x, bf16 *out) {
+    sh h = __builtin_convertvector(narrow_register(x), sh);
     memcpy(out, &h, sizeof h);
 }
 
 inline void narrow_all(const float *x, int64_t n, bf16 *out) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) keep_lanes(load(x + i), out + i);
+    for (; i + SPAN <= n; i += SPAN) put_register(get(x + i), out + i);
     for (; i < n; i++) narrow(x[i], out + i);
 }
 
@@ -201,7 +220,6 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
     body(0, count);
 }
 
-#include "vectors.h"
 #include "products.h"
 #include "units.h"
 void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
@@ -209,10 +227,11 @@ void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
         const float *gate = x + t * 2 * size, *up = gate + size;
         float *y = out + t * size;
         int64_t j = 0;
-        for (; j + LANES <= size; j += LANES) {
-            vf g = load(gate + j), value = g / (1.f + exp_lanes(-g)) * load(up + j);
-            memcpy(y + j, &value, sizeof value);
-        }
+        for (; j + LANES <= size; j += LANES)
+            UNROLLED for (int i = 0; i < LANES; i += SPAN) {
+                sf g = get(gate + j + i);
+                put(g / (1.f + exp_register(-g)) * get(up + j + i), y + j + i);
+            }
         for (; j < size; j++) y[j] = gate[j] / (1 + std::exp(-gate[j])) * up[j];
     }
 }
@@ -221,10 +240,11 @@ void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
 
 template <class T>
 float dot(const float *a, const T *b, int64_t d) {
-    vf acc = {};
+    sf acc[REGISTERS] = {};
     int64_t i = 0;
-    for (; i + LANES <= d; i += LANES) acc += load(a + i) * load(b + i);
-    float s = total(acc);
+    for (; i + LANES <= d; i += LANES)
+        UNROLLED for (int r = 0; r < REGISTERS; r++) acc[r] += get(a + i + r * SPAN) * register_at(b + i + r * SPAN);
+    float s = total(lanes_of(acc));
     for (; i < d; i++) s += a[i] * widen(b[i]);
     return s;
 }
@@ -234,10 +254,7 @@ template <class T>
 void norm_row(float *x, int64_t d, const T *weight, float eps) {
     float r = 1 / std::sqrt(dot(x, x, d) / float(d) + eps);
     int64_t i = 0;
-    for (; i + LANES <= d; i += LANES) {
-        vf value = load(x + i) * (r * load(weight + i));
-        memcpy(x + i, &value, sizeof value);
-    }
+    for (; i + SPAN <= d; i += SPAN) put(get(x + i) * (r * register_at(weight + i)), x + i);
     for (; i < d; i++) x[i] *= r * widen(weight[i]);
 }
 
@@ -297,14 +314,13 @@ void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum,
         float *row = scratch(0, d);
         for (int64_t t = begin; t < end; t++) {
             int64_t i = 0;
-            for (; i + LANES <= d; i += LANES) {
-                vf value = load(x + t * d + i);
+            for (; i + SPAN <= d; i += SPAN) {
+                sf value = register_at(x + t * d + i);
                 if (residual) {
-                    value += load(residual + t * d + i);
-                    keep_lanes(value, sum + t * d + i);
-                    value = load(sum + t * d + i);
+                    put_register(value + register_at(residual + t * d + i), sum + t * d + i);
+                    value = register_at(sum + t * d + i);
                 }
-                memcpy(row + i, &value, sizeof value);
+                put(value, row + i);
             }
             for (; i < d; i++) {
                 float value = widen(x[t * d + i]);
@@ -325,7 +341,7 @@ void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum,
 template <class T>
 void add_to(T *y, const T *x, int64_t n) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) keep_lanes(load(y + i) + load(x + i), y + i);
+    for (; i + SPAN <= n; i += SPAN) put_register(register_at(y + i) + register_at(x + i), y + i);
     for (; i < n; i++) narrow(widen(y[i]) + widen(x[i]), y + i);
 }
 

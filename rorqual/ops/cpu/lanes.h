@@ -109,10 +109,10 @@ inline void lane_swiglu(const float *gates, const float *ups, int64_t ldh, int64
                 for (int64_t j = 0; j < 2 && r + j < rows; j++) {
                     int64_t at = (r + j) * ldh + (group.first + c) * LANES;
                     vf gate = load(gates + at);
-                    made[j] = gate / (1.f + exp_lanes(-gate)) * load(ups + at);
+                    made[j] = gate / (1.f + exp_register(-gate)) * load(ups + at);
                 }
                 uint32_t *to = out + (group.first * words + (from + r) / 2 * group.registers + c) * LANES;
-                vu both = narrow_lanes(made[0]) | narrow_lanes(made[1]) << 16;
+                vu both = narrow_register(made[0]) | narrow_register(made[1]) << 16;
                 memcpy(to, &both, sizeof both);
             }
     }

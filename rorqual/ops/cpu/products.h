@@ -303,7 +303,8 @@ void mix_few(const float *p, int64_t ldp, const W *rows, int64_t ldr, int64_t co
     // one row of x: as much of a row as there are registers for, so that a matrix out of memory is read in long pieces
     constexpr int WIDE = SPAN == 16 && N <= 2 ? 8 / N : 2;
     for (; WIDE > 2 && c + WIDE * PAIR <= columns; c += WIDE * PAIR) mix_tile<N, WIDE>(p, ldp, rows + c, ldr, count, y + c, ldy);
-    for (; c + 2 * PAIR <= columns; c += 2 * PAIR) mix_tile<N, 2>(p, ldp, rows + c, ldr, count, y + c, ldy);
+    constexpr bool NARROW = SPAN == 8 && N > 2;  // sums of one pair take the registers
+    for (; !NARROW && c + 2 * PAIR <= columns; c += 2 * PAIR) mix_tile<N, 2>(p, ldp, rows + c, ldr, count, y + c, ldy);
     for (; c + PAIR <= columns; c += PAIR) mix_tile<N, 1>(p, ldp, rows + c, ldr, count, y + c, ldy);
     for (int64_t i = 0; c < columns && i < count; i++) {
         W rest[PAIR] = {};
@@ -312,19 +313,23 @@ void mix_few(const float *p, int64_t ldp, const W *rows, int64_t ldr, int64_t co
     }
 }
 
-// y [n, padded(columns)], spread, += p [n, count] times rows [count, columns], by one thread. As many rows as stay in a cache.
+// y [n, padded(columns)], spread, += p [n, count] times rows [count, columns], by one thread. Tiles of even sizes.
 template <class W>
 void mixes(const float *p, int64_t ldp, int64_t n, const W *rows, int64_t ldr, int64_t count, int64_t columns, float *y, int64_t ldy) {
-    for (int64_t i = 0; i < n; i += TILE, p += TILE * ldp, y += TILE * ldy) {
-        int64_t few = std::min<int64_t>(TILE, n - i);
-        if (few == 1) mix_few<1>(p, ldp, rows, ldr, count, columns, y, ldy);
-        if (few == 2) mix_few<2>(p, ldp, rows, ldr, count, columns, y, ldy);
-        if (TILE > 2 && few == 3) mix_few<3>(p, ldp, rows, ldr, count, columns, y, ldy);
-        if (TILE > 2 && few == 4) mix_few<4>(p, ldp, rows, ldr, count, columns, y, ldy);
-        if (TILE > 4 && few == 5) mix_few<5>(p, ldp, rows, ldr, count, columns, y, ldy);
-        if (TILE > 4 && few == 6) mix_few<6>(p, ldp, rows, ldr, count, columns, y, ldy);
+    int64_t tiles = (n + MIXED - 1) / MIXED;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t from = n * t / tiles, few = n * (t + 1) / tiles - from;
+        const float *own = p + from * ldp;
+        float *into = y + from * ldy;
+        if (few == 1) mix_few<1>(own, ldp, rows, ldr, count, columns, into, ldy);
+        if (few == 2) mix_few<2>(own, ldp, rows, ldr, count, columns, into, ldy);
+        if (MIXED > 2 && few == 3) mix_few<3>(own, ldp, rows, ldr, count, columns, into, ldy);
+        if (MIXED > 2 && few == 4) mix_few<4>(own, ldp, rows, ldr, count, columns, into, ldy);
+        if (MIXED > 4 && few == 5) mix_few<5>(own, ldp, rows, ldr, count, columns, into, ldy);
+        if (MIXED > 4 && few == 6) mix_few<6>(own, ldp, rows, ldr, count, columns, into, ldy);
     }
 }
+
 
 struct alignas(64) Range {  // of items that one thread begins with; what others take of them they take from its front, too
     std::atomic<int64_t> next;

@@ -11,23 +11,24 @@ constexpr int64_t BINS = 512;  // of a histogram
 constexpr double GREEDY = 1e-5;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-constexpr int WIDE = 8;
-typedef double vd __attribute__((vector_size(WIDE * 8)));
-typedef int64_t vl __attribute__((vector_size(WIDE * 8)));
-typedef float vs __attribute__((vector_size(WIDE * 4)));
+constexpr int WIDE = 8;            // sums of so many doubles side by side, whatever the processor
+constexpr int DOUBLES = SPAN / 2;  // of a register
+typedef double vd __attribute__((vector_size(DOUBLES * 8)));
+typedef int64_t vl __attribute__((vector_size(DOUBLES * 8)));
+typedef float vs __attribute__((vector_size(DOUBLES * 4)));
 
 // exp to one or two units of the last place (Taylor to x^13 on |x| <= ln 2 / 2); zero below exp(-700), which no sum would notice.
-inline vd exp_wide(vd x) {
+INLINE vd exp_wide(vd x) {
     const vd zero = {};
-    vd n = x * 1.4426950408889634 + 6755399441055744.0;  // adding 1.5 * 2^52 rounds to an integer
-    n = n - 6755399441055744.0;
+    vd whole = x * 1.4426950408889634 + 6755399441055744.0, n = whole - 6755399441055744.0;  // 1.5 * 2^52 rounds to an integer
     vd r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
     vd y = zero + 1 / 6227020800.0;
     const double over[] = {1 / 479001600.0, 1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0, 1 / 40320.0, 1 / 5040.0, 1 / 720.0,
                            1 / 120.0,       1 / 24.0,       1 / 6.0,       0.5,          1.0,         1.0};
     for (double c : over) y = y * r + c;
-    vd held = x < -700.0 ? zero : n;
-    vl bits = (__builtin_convertvector(held, vl) + 1023) << 52;
+    vl bits;
+    memcpy(&bits, &whole, sizeof bits);  // its lowest bits are the integer's
+    bits = (bits + 1023) << 52;
     vd power;
     memcpy(&power, &bits, sizeof bits);
     return x < -700.0 ? zero : y * power;
@@ -40,7 +41,7 @@ struct Row {  // one row of a distribution
 
 inline double tempered(double temperature) { return 1 / std::max(temperature, GREEDY); }
 
-inline vd weigh_wide(const float *x, double peak, double factor, double floor) {
+INLINE vd weigh_wide(const float *x, double peak, double factor, double floor) {
     const vd zero = {};
     vs narrow;
     memcpy(&narrow, x, sizeof narrow);
@@ -50,21 +51,29 @@ inline vd weigh_wide(const float *x, double peak, double factor, double floor) {
 
 // exp((x - peak) * factor) of n logits, zero below `floor`; returns the sum.
 double weigh(const float *x, int64_t n, double peak, double factor, double floor, double *out) {
-    vd sum = {};
+    constexpr int COUNT = WIDE / DOUBLES;
+    vd sums[COUNT] = {};
     int64_t i = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        vd w = weigh_wide(x + i, peak, factor, floor);
-        sum += w;
-        if (out) memcpy(out + i, &w, sizeof w);
-    }
+    for (; i + WIDE <= n; i += WIDE)
+        UNROLLED for (int j = 0; j < COUNT; j++) {
+            vd w = weigh_wide(x + i + j * DOUBLES, peak, factor, floor);
+            sums[j] += w;
+            if (out) memcpy(out + i + j * DOUBLES, &w, sizeof w);
+        }
     if (i < n) {
         float rest[WIDE];
+        double last[WIDE];
         std::fill(rest, rest + WIDE, NONE);
         std::copy(x + i, x + n, rest);
-        vd w = weigh_wide(rest, peak, factor, floor);
-        sum += w;
-        if (out) memcpy(out + i, &w, (n - i) * sizeof(double));
+        for (int j = 0; j < COUNT; j++) {
+            vd w = weigh_wide(rest + j * DOUBLES, peak, factor, floor);
+            sums[j] += w;
+            memcpy(last + j * DOUBLES, &w, sizeof w);
+        }
+        if (out) std::copy(last, last + (n - i), out + i);
     }
+    double sum[WIDE];
+    memcpy(sum, sums, sizeof sum);
     return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
@@ -89,11 +98,11 @@ void best_of_blocks(const float *x, int64_t v, Candidates &c, bool lanes) {
     if (lanes) c.lanes.resize(blocks * LANES);
     for (int64_t b = 0; b < blocks; b++) {
         int64_t n = std::min(BLOCK, v - b * BLOCK), i = 0;
-        vf top = vf{} + NONE;
-        for (; i + LANES <= n; i += LANES) {
-            vf here = load(x + b * BLOCK + i);
-            top = here > top ? here : top;
-        }
+        sf most[REGISTERS];
+        UNROLLED for (int r = 0; r < REGISTERS; r++) most[r] = all_lanes(NONE);
+        for (; i + LANES <= n; i += LANES)
+            UNROLLED for (int r = 0; r < REGISTERS; r++) most[r] = larger(get(x + b * BLOCK + i + r * SPAN), most[r]);
+        vf top = lanes_of(most);
         for (; i < n; i++) top[i % LANES] = std::max(top[i % LANES], x[b * BLOCK + i]);
         if (lanes) memcpy(&c.lanes[b * LANES], &top, sizeof top);
         c.best[b] = highest(top);

@@ -74,6 +74,7 @@ INLINE void sums_one_by_one(const sf (&v)[4][4], int count, v4 (&out)[4]) {
 
 // What a family defines:
 // TILE             rows of x in registers against four of a matrix, of floats
+// MIXED            rows of weights in registers, times rows of a matrix as they lie (values of attention)
 // ACROSS           rows of x in registers against a panel
 // AT_ONCE          rows of x in registers against four of a matrix, of integers
 // FEW_ROWS         rows of bf16 up to which two planes of bytes are faster than floats, times weights of four bits

@@ -1,6 +1,6 @@
 // AVX2: included by vectors.h.
 
-constexpr int TILE = 3, ACROSS = 6, AT_ONCE = 2, FEW_ROWS = 27;
+constexpr int TILE = 3, MIXED = 6, ACROSS = 6, AT_ONCE = 2, FEW_ROWS = 27;
 constexpr bool HALVES = false;
 
 inline const char *lacking() {

@@ -1,6 +1,6 @@
 // AVX-512 (F and BW), with VNNI where it is there: included by vectors.h.
 
-constexpr int TILE = 6, ACROSS = 14, AT_ONCE = 4, FEW_ROWS = 4;
+constexpr int TILE = 6, MIXED = 6, ACROSS = 14, AT_ONCE = 4, FEW_ROWS = 4;
 #if defined(__AVX512VNNI__)
 constexpr bool HALVES = false;
 #else

@@ -1,7 +1,7 @@
 // NEON of aarch64, with products of bytes (DOTPROD) where they are there: included by vectors.h.
 
 // 32 registers: 24 hold sums.
-constexpr int TILE = 6, ACROSS = 12, AT_ONCE = 4, FEW_ROWS = 4;
+constexpr int TILE = 6, MIXED = 6, ACROSS = 12, AT_ONCE = 4, FEW_ROWS = 4;
 constexpr bool HALVES = false;
 
 // An instruction that was compiled in and that this processor lacks, by Linux' word; null: none.

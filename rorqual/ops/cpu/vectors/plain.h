@@ -1,6 +1,6 @@
 // Any other processor, and AVX without integers of its width: included by vectors.h. What is here is the meaning of the steps.
 
-constexpr int TILE = SPAN == 8 ? 2 : 4, ACROSS = SPAN == 8 ? 6 : 8, AT_ONCE = 2, FEW_ROWS = 4;
+constexpr int TILE = SPAN == 8 ? 2 : 4, MIXED = TILE, ACROSS = SPAN == 8 ? 6 : 8, AT_ONCE = 2, FEW_ROWS = 4;
 constexpr bool HALVES = false;
 
 inline const char *lacking() {
