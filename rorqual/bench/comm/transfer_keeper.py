@@ -49,6 +49,7 @@ class KeeperSide:
         for layer in pool.layers:
             for plane in layer.values():
                 plane.view(torch.uint8).random_(0, 256)
+        platform.synchronize()  # pages are read on another stream
         self.memory = PageMemory(pool, platform)
         self.pages = range(1, setup.pages + 1)
         self.secret = bytes.fromhex(secret)

@@ -4,6 +4,7 @@ every processor (conftest.py)."""
 from __future__ import annotations
 
 import logging
+import platform
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from rorqual.config.quant import ACTIVATIONS
 from rorqual.ops import reference
 from rorqual.ops.cpu import backend, quantized
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.cpu.native import Native
+from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.interface import MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8, pack_int4
+from tests.ops.cpu.conftest import one_compiles
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 OLDER = pytest.mark.exhaustive
@@ -96,6 +98,24 @@ SHAPES = [(37, 256), pytest.param(133, 1152, marks=OLDER), pytest.param(70, 640,
 def test_linear(ops: CpuOps, kind: Kind, outputs: int, columns: int, dtype: torch.dtype) -> None:
     weight = drawn(kind, outputs, columns, dtype=dtype)
     check_linear(ops, weight, dtype, (1, 2, 3, 7, 40), TOLERANCE[dtype])
+
+
+@OLDER
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a processor of x86")
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_row_of_bf16_does_not_depend_on_those_beside_it(group: int) -> None:
+    """With AVX2 all of up to 27 rows are whole numbers."""
+    with one_compiles():
+        kernels = library("haswell")
+    if kernels is None:
+        pytest.skip("no compiler")
+    ops = CpuOps(native=False)
+    ops.native = Native(kernels)
+    weight = drawn((4, group, True, "wide"), 77, 1152, dtype=torch.bfloat16)
+    x = torch.randn(27, 1152).to(torch.bfloat16)
+    whole = ops.linear(x, weight)
+    for rows in (1, 2, 5, 16):
+        assert torch.equal(ops.linear(x[:rows], weight), whole[:rows])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
