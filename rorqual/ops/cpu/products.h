@@ -70,16 +70,25 @@ INLINE sf row_half(const float *p) {
 
 template <int R, int N, int HALF, class W>
 INLINE void add_half(sf (&acc)[R][N], const W *w, int64_t ldw, const float *x, int64_t ldx) {
-    sf column[N];
-    UNROLLED for (int n = 0; n < N; n++) {
-        column[n] = get(x + n * ldx + HALF * SPAN);
-        hold(column[n]);
-    }
-    UNROLLED for (int r = 0; r < R; r++) {
-        sf row = row_half<HALF>(w + r * ldw);
+    if constexpr (SPAN == 8) {  // sixteen registers: as few rows of the matrix in them as can be
+        sf column[N];
         UNROLLED for (int n = 0; n < N; n++) {
-            acc[r][n] += row * column[n];
-            hold(acc[r][n]);
+            column[n] = get(x + n * ldx + HALF * SPAN);
+            hold(column[n]);
+        }
+        UNROLLED for (int r = 0; r < R; r++) {
+            sf row = row_half<HALF>(w + r * ldw);
+            UNROLLED for (int n = 0; n < N; n++) {
+                acc[r][n] += row * column[n];
+                hold(acc[r][n]);
+            }
+        }
+    } else {
+        sf rows[R];
+        UNROLLED for (int r = 0; r < R; r++) rows[r] = half_of<HALF>(w + r * ldw);
+        UNROLLED for (int n = 0; n < N; n++) {
+            sf column = get(x + n * ldx + HALF * SPAN);
+            UNROLLED for (int r = 0; r < R; r++) acc[r][n] += rows[r] * column;
         }
     }
 }
@@ -329,7 +338,6 @@ void mixes(const float *p, int64_t ldp, int64_t n, const W *rows, int64_t ldr, i
         if (MIXED > 4 && few == 6) mix_few<6>(own, ldp, rows, ldr, count, columns, into, ldy);
     }
 }
-
 
 struct alignas(64) Range {  // of items that one thread begins with; what others take of them they take from its front, too
     std::atomic<int64_t> next;

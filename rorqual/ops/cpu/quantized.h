@@ -413,12 +413,11 @@ struct Int4Bytes : Int4 {
         const ub fifteen = ub{} + 15;
         const float *sums = in + registers() * STRIDE * PLANES / 4, *factors = sums + registers() * SPAN;
         constexpr int EACH = 2 * PLANES;  // registers of a row of x
-        sb x[N][EACH];
-        UNROLLED for (int n = 0; n < N; n++)
-            UNROLLED for (int j = 0; j < EACH; j++) {
-                x[n][j] = fetch<sb>((const int8_t *)(in + n * ld) + at * STRIDE * PLANES + j * BYTES);
-                if (N == 1) hold(x[n][j]);
-            }
+        sb one[EACH] = {};
+        UNROLLED for (int j = 0; N == 1 && j < EACH; j++) {
+            one[j] = fetch<sb>((const int8_t *)in + at * STRIDE * PLANES + j * BYTES);
+            hold(one[j]);
+        }
         UNROLLED for (int r = 0; r < R; r++) {
             ub own = mine[r];
             hold(own);
@@ -427,8 +426,11 @@ struct Int4Bytes : Int4 {
             sf by = ONE ? all_lanes(scale[first + g]) : by_word(scale + first, at * STRIDE, g), none = {};
             if (ZEROS) none = ONE ? all_lanes(zero[first + g]) : by_word(zero + first, at * STRIDE, g);
             UNROLLED for (int n = 0; n < N; n++) {
-                si found = small_products(even, x[n][0], odd, x[n][1]);
-                if (PLANES > 1) found += small_products(even, x[n][EACH - 2], odd, x[n][EACH - 1]) << 8;
+                sb x[EACH];
+                UNROLLED for (int j = 0; j < EACH; j++)
+                    x[j] = N == 1 ? one[j] : fetch<sb>((const int8_t *)(in + n * ld) + at * STRIDE * PLANES + j * BYTES);
+                si found = small_products(even, x[0], odd, x[1]);
+                if (PLANES > 1) found += small_products(even, x[EACH - 2], odd, x[EACH - 1]) << 8;
                 sf less = get(sums + n * ld + at * SPAN);
                 sf wide = __builtin_convertvector(found, sf) - (ZEROS ? none * less : less);
                 total[r][n] += PLANES > 1 ? wide * (by * factors[n * ld + at]) : wide * by;
