@@ -12,7 +12,7 @@ from tests.emulation.ptx_clocks import BULK_READS, BULK_WRITES
 from tests.emulation.ptx_global import GlobalMemory
 from tests.emulation.ptx_memory import SharedMemory, TensorMap
 from tests.emulation.ptx_products import Products
-from tests.emulation.ptx_registers import KINDS, Program, vector
+from tests.emulation.ptx_registers import KINDS, Program, bf16_to_f32, vector
 
 # cp.async copies at once: that a group is waited for too late goes unnoticed
 NOTHING = (
@@ -30,6 +30,8 @@ COMPARE: dict[str, Any] = {
     "gt": np.greater,
     "ge": np.greater_equal,
     "neu": np.not_equal,  # true of NaN too
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 
 
@@ -91,7 +93,11 @@ class Block(Products):
         elif head == "cvta" or (head == "mov" and "{" in "".join(text)):
             self.unpack(text, kind, mask)
         elif head == "setp":
-            self.put(text[0], COMPARE[rest[0]](*(self.get(x, kind) for x in text[1:3])), mask)
+            held = "b16" if kind == "bf16" else kind
+            values = [self.get(x, held) for x in text[1:3]]
+            if kind == "bf16":
+                values = [bf16_to_f32(value.view(np.uint16)) for value in values]
+            self.put(text[0], COMPARE[rest[0]](*values), mask)
         elif head == "selp":
             a = self.get(text[1], kind)
             b = self.get(text[2], kind)

@@ -154,28 +154,33 @@ class Products(Registers):
             self._mark(group)
 
     def mma(self, op: str, text: list[str], mask: np.ndarray) -> None:
-        """mma.sync.m16n8k16 of 16-bit operands and sums of fp32, of one warp and at once."""
-        assert "m16n8k16.row.col.f32." in op, op
+        """mma.sync.m16n8k16 of 16-bit operands or .m16n8k32 of 8-bit ones, with sums of fp32 or
+        int32, of one warp and at once."""
+        kind = op.split(".")[-2]
+        each = 2 if kind in ("bf16", "f16") else 4  # columns in a register
+        total = "s32" if kind == "s8" else "f32"
+        shape = f"m16n8k{8 * each}.row.col."
+        assert shape + total in op.replace("satfinite.", ""), op
         self.whole_warps(mask)
         lane, _ = self.lanes
         group, pair = lane % 32 // 4, lane % 4 * 2
         warp = np.arange(self.threads) // 32
-        kind = op.split(".")[-2]
 
-        def matrix(names: list[str], rows: int, columns: int, places: list[tuple[int, int]]):  # type: ignore[no-untyped-def]
-            made = np.zeros((self.threads // 32, rows, columns), np.uint16)
+        def matrix(names: list[str], rows: int, places: list[tuple[int, int]]):  # type: ignore[no-untyped-def]
+            number = np.uint16 if each == 2 else np.uint8
+            made = np.zeros((self.threads // 32, rows, 8 * each), number)
             for name, (down, right) in zip(names, places, strict=True):
-                words = self.operand(name).view(np.uint16).reshape(-1, 2)
-                for e in range(2):
-                    made[warp, group + down, pair + right + e] = words[:, e]
+                words = self.operand(name).view(number).reshape(-1, each)
+                for e in range(each):
+                    made[warp, group + down, lane % 4 * each + right * each + e] = words[:, e]
             return WIDEN[kind](made.view(np.uint8)).reshape(made.shape)
 
-        a = matrix(vector(text[1]), 16, 16, [(0, 0), (8, 0), (0, 8), (8, 8)])
-        b = matrix(vector(text[2]), 8, 16, [(0, 0), (0, 8)])
+        a = matrix(vector(text[1]), 16, [(0, 0), (8, 0), (0, 4), (8, 4)])
+        b = matrix(vector(text[2]), 8, [(0, 0), (0, 4)])
         product = a @ b.transpose(0, 2, 1)
         for i, (name, before) in enumerate(zip(vector(text[0]), vector(text[3]), strict=True)):
-            value = product[warp, group + i // 2 * 8, pair + i % 2] + self.get(before, "f32")
-            self.put(name, value.astype(np.float32), mask)
+            value = product[warp, group + i // 2 * 8, pair + i % 2] + self.get(before, total)
+            self.put(name, value.astype(product.dtype), mask)
         self.products += 1
 
     # ---- matrices in registers

@@ -29,7 +29,7 @@ from rorqual.bench.kernels.gemm_and_experts import (
 )
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, ExpertWeights, Weight
-from rorqual.ops.triton.quantized import experts, int4_order
+from rorqual.ops.triton.quantized import experts, int4_order, rounded_direct
 from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
 from rorqual.ops.triton.quantized.linear import linear
 from rorqual.ops.triton.quantized.rows import RoundedRows, rounded_rows
@@ -99,13 +99,16 @@ def as_rounded(x: Tensor, weight: Weight) -> Tensor:
 def linear_data(
     form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
 ) -> tuple[list[Weight], Tensor, Tensor | RoundedRows]:
-    """Weights as stored, x, and x as the GEMM takes it: quantization of x is not timed."""
+    """Weights as stored, x, and x as the GEMM takes it: quantization of x is not timed, unless the
+    kernel for one token does it."""
     copies = min(64, max(2, int(-(-base.ROTATE // (rows * columns * form.width)))))
     held = [random_weight(form, device, rows, columns) for _ in range(copies)]
     for weight in held:
         QuantizedTritonOps().prepare_weight(weight, form.name)
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    return held, x, x if form.activation == "wide" else rounded_rows(x, form.activation)
+    rounds = tokens == 1 and rounded_direct.takes(held[0])
+    wide = form.activation == "wide" or rounds
+    return held, x, x if wide else rounded_rows(x, form.activation)
 
 
 def linear_setup(

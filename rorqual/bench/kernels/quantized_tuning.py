@@ -17,8 +17,20 @@ from rorqual.bench.kernels.quantized import QuantizedFormat
 from rorqual.bench.kernels.tuning import TuningSearch, keep, row_candidates, timed
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import moe_align_block_size
-from rorqual.ops.triton.quantized import experts, int4_direct, int4_grouped_sm90, operands
-from rorqual.ops.triton.quantized.experts import QuantizedExpertsPlan, QuantizedTile
+from rorqual.ops.triton.quantized import (
+    experts,
+    int4_direct,
+    int4_grouped_sm90,
+    operands,
+    rounded_direct,
+)
+from rorqual.ops.triton.quantized.experts import (
+    DIRECT_PICKS,
+    Blocks,
+    PickBlocks,
+    QuantizedExpertsPlan,
+    QuantizedTile,
+)
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.linear import QuantizedLinearPlan, linear, plan_for
 from rorqual.ops.triton.runtime import tuning
@@ -46,6 +58,12 @@ def direct_linear_candidates(weight: Weight, tokens: int) -> Iterator[QuantizedL
             yield QuantizedLinearPlan(m, split=split, direct=tile)
 
 
+def rounding_linear_candidates(weight: Weight) -> Iterator[QuantizedLinearPlan]:
+    """For one token, which these round themselves."""
+    for tile in rounding_tiles(weight):
+        yield QuantizedLinearPlan(8, direct=tile)
+
+
 def tune_linear(
     form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
 ) -> None:
@@ -58,9 +76,13 @@ def tune_linear(
     options = [used, *linear_candidates(tokens, form.numbers == "int4")]
     if int4_direct.takes(held[0]):
         options += direct_linear_candidates(held[0], tokens)
+    rounds = tokens == 1 and rounded_direct.takes(held[0])
+    if rounds:
+        options += rounding_linear_candidates(held[0])
     results = timed(f"linear {form.name} {rows}x{columns} M{tokens}", options, calls)
     named = {"kind": operands.kind_of(held[0]), "rows": rows, "columns": columns}
-    named |= {"tokens": tuning.near(tokens), "direct": int4_direct.takes(held[0])}
+    direct = int4_direct.takes(held[0]) or rounds
+    named |= {"tokens": tuning.near(tokens), "direct": direct}
     keep("linear_quantized", named, results, calls, used, 1e-4, device)
 
 
@@ -76,6 +98,14 @@ def direct_tiles() -> Iterator[DirectTile]:
     for (warps, parts), depth, registers in itertools.product(shapes, (2, 3), (128, 168)):
         for tiles in (1, 2):
             yield DirectTile(warps, parts, depth, registers, tiles)
+
+
+def rounding_tiles(weight: Weight) -> Iterator[DirectTile]:
+    for (warps, parts), depth, tiles in itertools.product(
+        ((1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2)), (4, 8), (1, 2)
+    ):
+        if rounded_direct.fits(weight, weight.columns, parts):
+            yield DirectTile(warps, parts, depth, tiles=tiles)
 
 
 def int4_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
@@ -95,32 +125,36 @@ def tune_experts(
     w = cases.expert_weights(form, shape, device)
     picked = base.draws(shape, tokens, device)
     picks = tokens * shape.top_k
-    used = experts.plan_for(w.down, picks)
+    unsorted = picks <= DIRECT_PICKS
+    rounds = unsorted and rounded_direct.takes_experts(w.down)
+    used = experts.plan_for(w.down, picks, unsorted=unsorted)
     plans = [used]
     few = [8] if int4_direct.takes_experts(w.down) and picks < 32 * shape.slots else []
     for rows in few + row_candidates(picks, shape.slots):
-        sorted_ids = [(x, moe_align_block_size(ids, shape.slots, rows)) for x, ids, _ in picked]
+        found = [(x, _blocks(ids, shape, rows, rounds)) for x, ids, _ in picked]
 
-        def first(tile: QuantizedTile, pairs: Any = sorted_ids) -> list[Call]:
+        def first(tile: QuantizedTile, pairs: Any = found) -> list[Call]:
             return [
                 partial(experts.gate_up_product, x, w.gate_up, blocks, shape.top_k, tile)
                 for x, blocks in pairs
             ]
 
         shared = [] if rows < 16 else list(tile_candidates(rows, form.numbers == "int4"))
-        options = [*shared, *int4_candidates(w.gate_up, rows)]
+        direct = [QuantizedTile(direct=tile) for tile in rounding_tiles(w.gate_up)]
+        options = [*shared, *int4_candidates(w.gate_up, rows), *(direct if rounds else [])]
         up = timed(f"rows {rows} up", options, first)
         if not up:
             continue
         hidden = [call() for call in first(up[0][1])]
 
-        def second(tile: QuantizedTile, pairs: Any = sorted_ids, made: Any = hidden) -> list[Call]:
+        def second(tile: QuantizedTile, pairs: Any = found, made: Any = hidden) -> list[Call]:
             return [
                 partial(experts.down_product, h, w.down, blocks, tile)
                 for h, (_, blocks) in zip(made, pairs, strict=True)
             ]
 
-        options = [*shared, *int4_candidates(w.down, rows)]
+        direct = [QuantizedTile(direct=tile) for tile in rounding_tiles(w.down)]
+        options = [*shared, *int4_candidates(w.down, rows), *(direct if rounds else [])]
         down = timed(f"rows {rows} down", options, second)
         if down:
             plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))
@@ -131,11 +165,17 @@ def tune_experts(
     named: Mapping[str, Any] = {
         "kind": operands.kind_of(w.down), "slots": shape.slots, "hidden": shape.hidden,
         "inner": shape.inner, "mean": tuning.near(picks / shape.slots),
-        "direct": int4_direct.takes_experts(w.down),
+        "direct": int4_direct.takes_experts(w.down) or rounds,
         "grouped": int4_grouped_sm90.takes_experts(w.down),
     }  # fmt: skip
     results = timed("whole layer", plans, whole)
     keep("experts_quantized", named, results, whole, used, 1e-3, device)
+
+
+def _blocks(ids: Tensor, shape: ExpertShape, rows: int, rounds: bool) -> Blocks:
+    if rounds:
+        return PickBlocks(ids.contiguous().view(-1), rows)
+    return moe_align_block_size(ids, shape.slots, rows)
 
 
 def _layer(draw: Draw, w: ExpertWeights, plan: QuantizedExpertsPlan) -> Tensor:

@@ -23,7 +23,7 @@ from rorqual.ops.triton.moe.align import empty_blocks
 from rorqual.ops.triton.moe.grouped_gemm import FUSED_SHARED_TOKENS, sorts_while_routing
 from rorqual.ops.triton.quantized import experts as experts_kernels
 from rorqual.ops.triton.quantized import int4_order, operands
-from rorqual.ops.triton.quantized.linear import linear
+from rorqual.ops.triton.quantized.linear import linear, plan_for
 from rorqual.ops.triton.quantized.rows import rounded_rows
 
 
@@ -49,13 +49,14 @@ class QuantizedTritonOps(TritonOps):
         return linear(hidden_of(x), weight, bias)
 
     def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
-        """8-bit activations between the GEMMs are quantized by the SwiGLU kernel."""
+        """8-bit activations between the GEMMs are quantized by the SwiGLU kernel, those of one
+        token by the second GEMM's."""
         first, second = operands.supported(gate_up), operands.supported(down)
         if not (first or second):
             return super().mlp(x, gate_up, down)
         rows = hidden_of(x)
         both = self.linear(rows, gate_up)
-        if not second or down.activation == "wide":
+        if not second or down.activation == "wide" or plan_for(down, rows.shape[0]).direct:
             return self.linear(self.swiglu(both), down)
         return linear(rounded_rows(both, down.activation, gated=True), down, dtype=rows.dtype)
 
@@ -92,7 +93,8 @@ class QuantizedTritonOps(TritonOps):
             return super().experts_deferred(x, router, w, base, padded)
         shared = w.num_fused_shared_experts
         num_picks = tokens * router.config.top_k
-        plan = experts_kernels.plan_for(w.down, num_picks, shared)
+        few = num_picks <= experts_kernels.DIRECT_PICKS
+        plan = experts_kernels.plan_for(w.down, num_picks, shared, unsorted=few)
         apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
         if apart or experts_kernels.widens(plan, w, rows.dtype):
             return self.experts(x, *_router(x, router, padded=padded), w, base)

@@ -5,10 +5,11 @@ then two GEMMs and a weighted sum (moe/combine.py). Up to DIRECT_PICKS pairs eac
 its own, and nothing is sorted. Between the GEMMs rows have the activations' dtype; if the second
 GEMM takes 8-bit input a separate kernel quantizes them, since a token's scale covers all columns.
 
-A tile of the first GEMM has as many gate as up rows, so that one GEMM computes both. Kernels of
-their own take int4 weights and 16-bit rows: int4_direct.py a few rows per expert, and on Hopper
-int4_grouped_sm90.py more. Elsewhere, with many rows per expert, int4 weights are dequantized to 16
-bits for moe/grouped_gemm.py (widened.py).
+A tile of the first GEMM has as many gate as up rows, so that one GEMM computes both. A few rows per
+expert have kernels of their own: int4_direct.py for int4 weights and 16-bit rows, rounded_direct.py
+for unsorted 8-bit rows, which it rounds itself. On Hopper int4_grouped_sm90.py takes more rows in
+16 bits. Elsewhere, with many rows per expert, int4 weights are dequantized to 16 bits for
+moe/grouped_gemm.py (widened.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe import grouped_gemm
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
-from rorqual.ops.triton.quantized import int4_direct, int4_grouped_sm90, operands, widened
+from rorqual.ops.triton.quantized import (
+    int4_direct,
+    int4_grouped_sm90,
+    operands,
+    rounded_direct,
+    widened,
+)
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.rowwise.silu import silu_exp
@@ -38,8 +45,8 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 @dataclass(frozen=True)
 class QuantizedTile:
     """n weight rows (in the first GEMM half gate, half up), warps, pipeline stages. direct: use
-    int4_direct.py's kernel with this tile instead; grouped: int4_grouped_sm90.py's, for sorted
-    pairs only."""
+    int4_direct.py's kernel with this tile instead, for unsorted pairs of 8-bit activations
+    rounded_direct.py's; grouped: int4_grouped_sm90.py's, for sorted pairs only."""
 
     n: int = 64
     warps: int = 4
@@ -230,9 +237,11 @@ def supported(w: ExpertWeights) -> bool:
     return operands.supported(w.gate_up) and operands.supported(w.down)
 
 
-def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsPlan:
+def plan_for(
+    down: Weight, num_picks: int, shared: int = 0, unsorted: bool = False
+) -> QuantizedExpertsPlan:
     """The plan for the mean number of pairs per expert, without the last `shared` experts and their
-    pairs."""
+    pairs. unsorted: pairs need not be sorted."""
     slots, hidden, _ = down.data.shape
     return tuning.config_for(
         "experts_quantized",
@@ -243,7 +252,7 @@ def plan_for(down: Weight, num_picks: int, shared: int = 0) -> QuantizedExpertsP
         slots=slots - shared,
         hidden=hidden,
         inner=down.columns,
-        direct=int4_direct.takes_experts(down),
+        direct=int4_direct.takes_experts(down) or (unsorted and rounded_direct.takes_experts(down)),
         grouped=int4_grouped_sm90.takes_experts(down),
     )
 
@@ -258,7 +267,8 @@ def experts(
         return torch.zeros_like(x) if base is None else base.clone()
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
-    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared)
+    own = round(num_picks * w.local_fraction)
+    plan = plan_for(w.down, own, shared, unsorted=num_picks <= DIRECT_PICKS)
     if widens(plan, w, x.dtype):
         return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
     blocks = sorted_picks(ids, w, plan) if plan.sorts(num_picks) else None
@@ -298,8 +308,12 @@ def gate_up_product(
     if tile.grouped:
         return int4_grouped_sm90.gate_up_product(x, weight, _sorted(blocks), top_k)
     tile = _fitting(tile, weight)
-    data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     h = torch.empty(blocks.num_picks, inner, dtype=x.dtype, device=weight.data.device)
+    if tile.direct and isinstance(blocks, PickBlocks) and weight.activation != "wide":
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rounded_direct.gate_up(x, weight, h, blocks.ids, tile.direct, top_k)
+        return h
+    data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     order, table, count, limit = _places(blocks)
     if tile.direct:
         places = (order, table, count, limit)
@@ -342,8 +356,11 @@ def down_product(
     if tile.grouped:
         return int4_grouped_sm90.down_product(h, weight, _sorted(blocks))
     tile = _fitting(tile, weight)
-    data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     y = torch.empty(blocks.num_picks, hidden, dtype=h.dtype, device=weight.data.device)
+    if tile.direct and isinstance(blocks, PickBlocks) and weight.activation != "wide":
+        rounded_direct.down(h, weight, y, blocks.ids, tile.direct)
+        return y
+    data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     order, table, count, limit = _places(blocks)
     if tile.direct:
         places = (order, table, count, limit)

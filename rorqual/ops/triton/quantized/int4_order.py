@@ -163,6 +163,30 @@ BF16_LOW = _to_16_bits(_LOW, "0x43434343", "0x3f803f80", "0xc308c308", "bf16x2")
 BF16_HIGH = _to_16_bits(_HIGH, "0x43434343", "0x3f803f80", "0xc308c308", "bf16x2")
 FP16_LOW = _to_16_bits(_LOW, "0x64646464", "0x3c003c00", "0xe408e408", "f16x2")
 FP16_HIGH = _to_16_bits(_HIGH, "0x64646464", "0x3c003c00", "0xe408e408", "f16x2")
+INT8_LOW = tl.constexpr("""{
+    .reg .b32 a;
+    shl.b32 a, $1, 4;
+    lop3.b32 $0, a, 0xf0f0f0f0, 0x80808080, 0x6a;
+    }""")
+INT8_HIGH = tl.constexpr("lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;")
+
+
+def _to_e4m3(shift: str, sign: int) -> tl.constexpr:
+    """sign: the bit of a half byte that becomes the sign."""
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 a, s;
+        {shift}
+        and.b32 a, a, 0x0f0f0f0f;
+        shr.u32 s, $1, {sign};
+        and.b32 s, s, 0x01010101;
+        mad.lo.u32 $0, s, 0x79, a;
+        }}"""
+    )
+
+
+FP8_LOW = _to_e4m3("mov.b32 a, $1;", 3)
+FP8_HIGH = _to_e4m3("shr.u32 a, $1, 4;", 7)
 
 
 @triton.jit
@@ -180,24 +204,12 @@ def low_half(packed, kind: tl.constexpr):
         )
     elif kind == tl.int8:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            shl.b32 a, $1, 4;
-            lop3.b32 $0, a, 0xf0f0f0f0, 0x80808080, 0x6a;
-            }""",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+            INT8_LOW, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, s;
-            and.b32 a, $1, 0x0f0f0f0f;
-            shr.u32 s, $1, 3;
-            and.b32 s, s, 0x01010101;
-            mad.lo.u32 $0, s, 0x79, a;
-            }""",
-            "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4,
-        )  # fmt: skip
+            FP8_LOW, "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4
+        )
 
 
 @triton.jit
@@ -215,18 +227,9 @@ def high_half(packed, kind: tl.constexpr):
         )
     elif kind == tl.int8:
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+            INT8_HIGH, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, s;
-            shr.u32 a, $1, 4;
-            and.b32 a, a, 0x0f0f0f0f;
-            shr.u32 s, $1, 7;
-            and.b32 s, s, 0x01010101;
-            mad.lo.u32 $0, s, 0x79, a;
-            }""",
-            "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4,
-        )  # fmt: skip
+            FP8_HIGH, "=r,r", [packed], dtype=tl.float8e4nv, is_pure=True, pack=4
+        )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.quantized import int4_direct, operands, widened
+from rorqual.ops.triton.quantized import int4_direct, operands, rounded_direct, widened
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 from rorqual.ops.triton.quantized.operands import sums
 from rorqual.ops.triton.quantized.rows import RoundedRows
@@ -37,7 +37,8 @@ PORTABLE_ROWS = 64  # of weights in a tile before sm_90
 @dataclass(frozen=True)
 class QuantizedLinearPlan:
     """m tokens and n weight rows per tile; split: most programs that share a tile's columns.
-    direct: use int4_direct.py's kernel, with tiles of m tokens and exactly `split` programs.
+    direct: use int4_direct.py's kernel, with tiles of m tokens and exactly `split` programs; of
+    one token with 8-bit activations rounded_direct.py's.
     widened: dequantize the weight to 16 bits first, if widened.py supports it."""
 
     m: int
@@ -128,7 +129,8 @@ def _quantized_linear_kernel(
         tl.store(target, acc.to(y.dtype.element_ty), mask=valid)
 
 
-def plan_for(weight: Weight, tokens: int) -> QuantizedLinearPlan:
+def plan_for(weight: Weight, tokens: int, rounded: bool = False) -> QuantizedLinearPlan:
+    """rounded: the tokens already are."""
     return tuning.config_for(
         "linear_quantized",
         QuantizedLinearPlan,
@@ -137,7 +139,8 @@ def plan_for(weight: Weight, tokens: int) -> QuantizedLinearPlan:
         tokens=tokens,
         rows=weight.data.shape[0],
         columns=weight.columns,
-        direct=int4_direct.takes(weight),
+        direct=int4_direct.takes(weight)
+        or (tokens == 1 and not rounded and rounded_direct.takes(weight)),
     )
 
 
@@ -152,7 +155,7 @@ def linear(
     quantized; weight [rows, columns]; bias [rows]. Returns [T, rows] in `dtype` (None: x's)."""
     dtype = dtype or (torch.bfloat16 if isinstance(x, RoundedRows) else x.dtype)
     tokens = (x.data if isinstance(x, RoundedRows) else x).shape[0]
-    plan = plan or plan_for(weight, tokens)
+    plan = plan or plan_for(weight, tokens, isinstance(x, RoundedRows))
     if plan.widened and isinstance(x, Tensor) and widened.takes(weight, dtype):
         return F.linear(x, widened.widened(weight, dtype), bias)
     y = torch.empty(tokens, weight.data.shape[0], dtype=dtype, device=weight.data.device)
@@ -170,6 +173,10 @@ def _launch(
 ) -> None:
     (tokens, rows) = y.shape
     device = y.device
+    if plan.direct and isinstance(x, Tensor) and weight.activation != "wide":
+        rows_of_x = x if x.stride(1) == 1 else x.contiguous()
+        rounded_direct.linear(rows_of_x, weight, bias, y, plan.direct)
+        return
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     if plan.direct:
         int4_direct.linear(data, weight, bias, y, plan.direct, plan.m, plan.split)

@@ -1,0 +1,455 @@
+"""GEMM of int8, e4m3 or int4 weights and one token that is rounded to 8 bits, in Gluon: the kernel
+rounds the token itself, and weights are loaded from global memory directly to tensor core
+registers.
+
+A kernel that rounds one token takes as long as it takes to start it. Here each program reads all
+columns of its token, rounds them as rows.py does, byte for byte, and puts the bytes into shared
+memory, while its weights are on their way. With two tokens and more this costs more than it saves.
+
+Weights, warps and parts of the columns are as in int4_direct.py: lane 4 r + q of a warp loads 16
+adjacent bytes of 64 of a row, which are the left operands of mma.m16n8k32. Repacked int4 weights
+(int4_order.py) are in the order of those operands. int8 and e4m3 weights are not: the token's
+columns are permuted alike instead, within 64 columns. The token counts as all eight of the
+product's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.triton.quantized import int4_order, operands
+from rorqual.ops.triton.quantized.int4_direct import (
+    CHUNK,
+    GROUPS_TAKEN,
+    HALF,
+    MOST_CHUNKS,
+    PARTS_TAKEN,
+    DirectTile,
+    along,
+    ask,
+    ask_first,
+    ask_scales,
+    bytes_layout,
+    first_of,
+    out_layout,
+    pair_layout,
+    piece_with,
+    pieces_of,
+    sums_layout,
+)
+from rorqual.ops.triton.quantized.int4_order import (
+    FP8_HIGH,
+    FP8_LOW,
+    FP8_UNIT,
+    INT8_HIGH,
+    INT8_LOW,
+    INT8_UNIT,
+)
+from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent
+from rorqual.ops.triton.runtime.sm90_pipeline import (
+    let_next_start,
+    thread_barrier,
+    wait_for_inputs,
+)
+
+ACTIVATIONS_TAKEN = ("int8_token", "fp8_token")
+MOST_COLUMNS = 8192  # of the token: they are in registers until its scale is known
+
+
+@gluon.constexpr_function
+def columns_of(GROUP):
+    """Of a chunk, 64 bytes a row: GROUP is 0 for 8-bit weights."""
+    return 128 if GROUP else 64
+
+
+@gluon.constexpr_function
+def token_layout(warps, parts):
+    """Parts x 1 x columns, as a token is read and rounded."""
+    return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [parts, 1, warps], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def rounded_layout():
+    return gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+
+
+@gluon.jit
+def _low_numbers(packed, kind: gl.constexpr):
+    """int4_order.low_half in 8 bits."""
+    if kind == gl.int8:
+        return gl.inline_asm_elementwise(
+            INT8_LOW, "=r,r", [packed], dtype=gl.int8, is_pure=True, pack=4
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            FP8_LOW, "=r,r", [packed], dtype=gl.float8e4nv, is_pure=True, pack=4
+        )
+
+
+@gluon.jit
+def _high_numbers(packed, kind: gl.constexpr):
+    """int4_order.high_half in 8 bits."""
+    if kind == gl.int8:
+        return gl.inline_asm_elementwise(
+            INT8_HIGH, "=r,r", [packed], dtype=gl.int8, is_pure=True, pack=4
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            FP8_HIGH, "=r,r", [packed], dtype=gl.float8e4nv, is_pure=True, pack=4
+        )
+
+
+# ---- the token
+
+
+@gluon.jit
+def _column_of(place):
+    """The column of 64 whose weights are in the place of mma's column `place`: a lane's 16 adjacent
+    bytes are four pieces of its operands."""
+    thread = place // 4 % 4
+    half = place // 16 % 2
+    step = place // 32 % 2
+    return place // 64 * 64 + thread * 16 + step * 8 + half * 4 + place % 4
+
+
+@gluon.jit
+def _read(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, COPY: gl.constexpr):
+    """WIDTH columns from FIRST on of each part, [parts, 1, WIDTH] fp32. NaN becomes 0, as in
+    rows.py."""
+    place = FIRST + gl.arange(0, WIDTH, along(COPY, 2))
+    column = place if GROUP else _column_of(place)
+    values = gl.load(x + column[None, None, :]).to(gl.float32)
+    return gl.where(values == values, values, 0.0)
+
+
+@gluon.jit
+def _rounded(values, scale, kind: gl.constexpr):
+    """As rows._round_kernel."""
+    divisor = scale + gl.zeros_like(values)
+    # 0 / x would leave the fast path of the division
+    steps = gl.div_rn(gl.where(values == 0, divisor, values), divisor)
+    steps = gl.where(values == 0, 0.0, steps)
+    if kind == gl.int8:
+        nearest = (steps + 12582912.0) - 12582912.0
+        return gl.minimum(gl.maximum(nearest, -127.0), 127.0).to(gl.int8)
+    else:
+        return steps.to(kind)
+
+
+@gluon.jit
+def _round_token(
+    x, kind: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """(The token at x in shared memory, rounded: pieces [PARTS, 1, columns]; its scale)."""
+    COPY: gl.constexpr = token_layout(WARPS, PARTS)
+    PIECES: gl.constexpr = pieces_of(CHUNKS)
+    WIDE: gl.constexpr = columns_of(GROUP)
+    own = x + gl.arange(0, PARTS, along(COPY, 0))[:, None, None] * (CHUNKS * WIDE)
+    values = ()
+    for i in gl.static_range(len(PIECES)):
+        read = _read(own, first_of(CHUNKS, i) * WIDE, PIECES[i] * WIDE, GROUP, COPY)
+        values += (read,)  # type: ignore[assignment]
+    peak = gl.to_tensor(1e-4)
+    for i in gl.static_range(len(PIECES)):
+        most = gl.max(gl.max(gl.abs(values[i]), 2), 0)
+        peak = gl.maximum(peak, gl.max(most, 0))
+    scale = gl.div_rn(peak, 127.0 if kind == gl.int8 else 448.0)
+    found = ()
+    for i in gl.static_range(len(PIECES)):
+        piece = gl.allocate_shared_memory(kind, [PARTS, 1, PIECES[i] * WIDE], rounded_layout())
+        piece.store(_rounded(values[i], scale, kind))
+        found += (piece,)  # type: ignore[assignment]
+    return found, scale
+
+
+# ---- products
+
+
+@gluon.jit
+def _in_order(packed):
+    """A chunk's 64 bytes of each row in the order of mma's columns. No byte changes its thread."""
+    PARTS: gl.constexpr = packed.shape[0]
+    N: gl.constexpr = packed.shape[1]
+    pieces = gl.permute(gl.reshape(packed, [PARTS, N, 4, 2, 2, 4]), [0, 1, 3, 4, 2, 5])
+    return gl.reshape(pieces, [PARTS, N, HALF])
+
+
+@gluon.jit
+def _product(left, piece, FIRST: gl.constexpr, SUMS: gl.constexpr):
+    """Of 64 columns: [parts, rows, 8], in int32 or fp32."""
+    TOTAL: gl.constexpr = gl.int32 if piece.dtype == gl.int8 else gl.float32
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+    right = piece.slice(FIRST, HALF, 2).permute((0, 2, 1)).load(RIGHT)
+    right = right.broadcast_to([left.shape[0], HALF, 8])
+    none = gl.full([left.shape[0], left.shape[1], 8], 0, TOTAL, SUMS)
+    return mma_v2(gl.convert_layout(left, LEFT, assert_trivial=True), right, none)
+
+
+@gluon.jit
+def _add_chunk(
+    acc, packed, scales, token, CHUNK_AT: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """acc + the products of a chunk."""
+    PIECE: gl.constexpr = piece_with(CHUNKS, CHUNK_AT)
+    FIRST: gl.constexpr = (CHUNK_AT - first_of(CHUNKS, PIECE)) * columns_of(GROUP)
+    piece = token[PIECE]
+    kind: gl.constexpr = piece.dtype
+    ordered = _in_order(packed)
+    if GROUP == 0:
+        return acc + _product(ordered, piece, FIRST, SUMS)
+    else:
+        UNIT: gl.constexpr = INT8_UNIT if kind == gl.int8 else FP8_UNIT
+        low = _product(_low_numbers(ordered, kind), piece, FIRST, SUMS)
+        high = _product(_high_numbers(ordered, kind), piece, FIRST + HALF, SUMS)
+        if GROUP == HALF:
+            acc += low.to(gl.float32) * (scales[2 * CHUNK_AT].to(gl.float32) * UNIT)[:, :, None]
+            scale = scales[2 * CHUNK_AT + 1].to(gl.float32) * UNIT
+            return acc + high.to(gl.float32) * scale[:, :, None]
+        else:
+            scale = scales[CHUNK_AT].to(gl.float32) * UNIT
+            return acc + (low + high).to(gl.float32) * scale[:, :, None]
+
+
+@gluon.jit
+def _row_of(place, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr):
+    """The weight row of a place in a tile: EACH from `column` on of a matrix with LIMIT rows that
+    begins with row `first`, then the same ones of the next matrix."""
+    return first + place // EACH * LIMIT + gl.minimum(column + place % EACH, LIMIT - 1)
+
+
+@gluon.jit
+def _sums(
+    x, w, w_scale, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr, INT8: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr,
+    DEPTH: gl.constexpr, GROUP: gl.constexpr, WAITS: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """[16 WARPS TILES, 8] fp32, each column the same: w's rows (_row_of) times the token at x.
+    first: int64. WAITS: for the previous kernel, once the weights are on their way: no kernel of a
+    step writes them."""
+    kind: gl.constexpr = gl.int8 if INT8 else gl.float8e4nv
+    BYTES: gl.constexpr = bytes_layout(WARPS, PARTS, TILES)
+    SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
+    CHUNKS: gl.constexpr = COLUMNS // columns_of(GROUP) // PARTS
+    SHARE: gl.constexpr = CHUNKS * HALF  # bytes of a part
+    N: gl.constexpr = 16 * WARPS * TILES
+    row = _row_of(gl.arange(0, N, along(BYTES, 1)), first, column, EACH, LIMIT)
+    part = gl.arange(0, PARTS, along(BYTES, 0))[:, None, None] * SHARE
+    w_tile = w + row[None, :, None] * (SHARE * PARTS) + part
+    w_tile += gl.arange(0, HALF, along(BYTES, 2))[None, None, :]
+    given = ask_first(w_tile, CHUNKS, DEPTH)
+    scales = ()
+    if GROUP > 0:
+        GROUPS: gl.constexpr = COLUMNS // GROUP // PARTS  # of a part
+        row = _row_of(gl.arange(0, N, along(SUMS, 1)), first, column, EACH, LIMIT)
+        at = row[None, :] * (GROUPS * PARTS) + gl.arange(0, PARTS, along(SUMS, 0))[:, None] * GROUPS
+        scales = ask_scales(w_scale + at, GROUPS, WARPS, PARTS, TILES, SUMS)
+    wait_for_inputs(WAITS)
+    token, scale = _round_token(x, kind, CHUNKS, GROUP, WARPS, PARTS)
+    WHOLE: gl.constexpr = GROUP == 0 and INT8
+    TOTAL: gl.constexpr = gl.int32 if WHOLE else gl.float32
+    acc = gl.full([PARTS, N, 8], 0, TOTAL, SUMS)
+    thread_barrier()  # the whole token is in shared memory
+    for chunk in gl.static_range(CHUNKS):
+        acc = _add_chunk(acc, given[chunk], scales, token, chunk, CHUNKS, GROUP, SUMS)
+        if chunk + DEPTH < CHUNKS:
+            given += (ask(w_tile, chunk + DEPTH),)
+    total = gl.convert_layout(gl.sum(acc, 0).to(gl.float32), OUT)
+    if GROUP == 0:
+        row = _row_of(gl.arange(0, N, gl.SliceLayout(1, OUT)), first, column, EACH, LIMIT)
+        total = total * gl.load(w_scale + row).to(gl.float32)[:, None]
+    return total * scale
+
+
+@gluon.jit
+def _rounded_linear_kernel(
+    x, w, w_scale, bias, y,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+    BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """y = W x: 16 WARPS TILES rows a program."""
+    OUT: gl.constexpr = out_layout(WARPS * PARTS)
+    let_next_start(DEPENDENT)
+    N: gl.constexpr = 16 * WARPS * TILES
+    column = gl.program_id(0) * N
+    acc = _sums(
+        x, w, w_scale, gl.to_tensor(0).to(gl.int64), column, N, ROWS, INT8, COLUMNS, WARPS, PARTS,
+        TILES, DEPTH, GROUP, DEPENDENT, OUT,
+    )  # fmt: skip
+    row = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
+    if BIAS:
+        acc += gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[:, None]
+    stored = (row < ROWS)[:, None] & (gl.arange(0, 8, gl.SliceLayout(0, OUT)) == 0)[None, :]
+    gl.store(y + row[:, None] + gl.zeros([1, 8], gl.int32, OUT), acc.to(y.dtype.element_ty), stored)
+
+
+@gluon.jit
+def _rounded_gate_up_kernel(
+    x, w, w_scale, h, ids, x_row,
+    HIDDEN: gl.constexpr, INNER: gl.constexpr, TOP_K: gl.constexpr, INT8: gl.constexpr,
+    WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr,
+    GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """h[pair] = silu(gate x) * (up x), 8 WARPS TILES columns a program. Of a tile's weight rows the
+    first half are gates and the other half their ups."""
+    PAIR: gl.constexpr = pair_layout(WARPS * PARTS)
+    OUT: gl.constexpr = out_layout(WARPS * PARTS)
+    N: gl.constexpr = 8 * WARPS * TILES
+    tiles: gl.constexpr = (INNER + N - 1) // N
+    wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
+    pair = gl.program_id(0) // tiles
+    column = gl.program_id(0) % tiles * N
+    expert = gl.load(ids + pair).to(gl.int64)
+    if expert >= 0:
+        acc = _sums(
+            x + (pair // TOP_K).to(gl.int64) * x_row, w, w_scale, expert * (2 * INNER), column, N,
+            INNER, INT8, HIDDEN, WARPS, PARTS, TILES, DEPTH, GROUP, False, OUT,
+        )  # fmt: skip
+        pairs = gl.permute(gl.reshape(acc, [2, N, 8]), [1, 2, 0])
+        gate, up = gl.split(gl.convert_layout(pairs, PAIR))
+        y = gate / (1.0 + gl.exp(-gate)) * up
+        FOUND: gl.constexpr = gl.SliceLayout(2, PAIR)
+        at = column + gl.arange(0, N, gl.SliceLayout(1, FOUND))
+        stored = (at < INNER)[:, None] & (gl.arange(0, 8, gl.SliceLayout(0, FOUND)) == 0)[None, :]
+        target = h + pair.to(gl.int64) * INNER + at[:, None] + gl.zeros([1, 8], gl.int32, FOUND)
+        gl.store(target, y.to(h.dtype.element_ty), mask=stored)
+
+
+@gluon.jit
+def _rounded_down_kernel(
+    h, w, w_scale, y, ids,
+    HIDDEN: gl.constexpr, INNER: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """y[pair] = down[expert] h[pair], 16 WARPS TILES columns a program. Only after the kernel
+    above: ids were there before it, which let this one start once it had waited."""
+    OUT: gl.constexpr = out_layout(WARPS * PARTS)
+    N: gl.constexpr = 16 * WARPS * TILES
+    tiles: gl.constexpr = (HIDDEN + N - 1) // N
+    let_next_start(DEPENDENT)
+    pair = gl.program_id(0) // tiles
+    column = gl.program_id(0) % tiles * N
+    expert = gl.load(ids + pair).to(gl.int64)
+    if expert >= 0:
+        acc = _sums(
+            h + pair.to(gl.int64) * INNER, w, w_scale, expert * HIDDEN, column, N, HIDDEN, INT8,
+            INNER, WARPS, PARTS, TILES, DEPTH, GROUP, DEPENDENT, OUT,
+        )  # fmt: skip
+        at = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
+        stored = (at < HIDDEN)[:, None] & (gl.arange(0, 8, gl.SliceLayout(0, OUT)) == 0)[None, :]
+        target = y + pair.to(gl.int64) * HIDDEN + at[:, None] + gl.zeros([1, 8], gl.int32, OUT)
+        gl.store(target, acc.to(y.dtype.element_ty), mask=stored)
+    wait_for_inputs(DEPENDENT)  # so kernels that wait for this one also wait for the first GEMM
+
+
+# ---- which weights
+
+
+def takes(weight: Weight) -> bool:
+    """Weights that operands.supported takes, with one scale a token; int8 and e4m3 with one a row,
+    int4 in chunks of 128 columns."""
+    if INTERPRETED or not operands.supported(weight):  # the interpreter does not support Gluon
+        return False
+    if weight.activation not in ACTIVATIONS_TAKEN or weight.zero is not None:
+        return False
+    group = operands.group_of(weight)
+    if weight.is_int4:
+        whole = int4_order.chunk_of(weight) == CHUNK and group in GROUPS_TAKEN
+    else:
+        whole = group == 0 and weight.block[0] == 1
+    return whole and _parts_of(weight, weight.columns) is not None
+
+
+def takes_experts(down: Weight) -> bool:
+    """Both products of experts with this `down` [slots, hidden, inner]."""
+    return _parts_of(down, down.data.shape[1]) is not None and takes(down)
+
+
+def fits(weight: Weight, columns: int, parts: int) -> bool:
+    """Whether a warp's share of so many columns is whole chunks, and not too many."""
+    chunks, rest = divmod(columns, CHUNK if weight.is_int4 else HALF.value)
+    whole = not rest and chunks % parts == 0
+    return whole and chunks // parts <= MOST_CHUNKS and columns <= MOST_COLUMNS
+
+
+def _parts_of(weight: Weight, columns: int, wanted: int = 4) -> int | None:
+    """The number of parts nearest to `wanted` that fits."""
+    among = sorted(PARTS_TAKEN, key=lambda parts: abs(parts.bit_length() - wanted.bit_length()))
+    return next((parts for parts in among if fits(weight, columns, parts)), None)
+
+
+def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
+    most = {"maxnreg": tile.registers} if tile.registers else {}
+    return {
+        "INT8": weight.activation.startswith("int8"),
+        "WARPS": tile.warps,
+        "PARTS": tile.parts,
+        "TILES": tile.tiles,
+        "DEPTH": tile.depth,
+        "GROUP": operands.group_of(weight) if weight.is_int4 else 0,
+        "num_warps": tile.warps * tile.parts,
+        **most,
+        **dependent(weight.data.device),
+    }
+
+
+# ---- launches
+
+
+def _fitted(tile: DirectTile, weight: Weight) -> DirectTile:
+    """The tile for other columns than those it was found on: about as many warps."""
+    parts = _parts_of(weight, weight.columns, tile.parts)
+    assert parts, f"no tile for {weight.columns} columns"
+    if parts == tile.parts:
+        return tile
+    return replace(tile, parts=parts, warps=max(1, tile.warps * tile.parts // parts))
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, tile: DirectTile) -> None:
+    """y [1, rows] = x [1, columns] W^T + bias, x in any float dtype, not rounded."""
+    assert y.shape[0] == 1
+    assert x.stride(1) == 1
+    tile = _fitted(tile, weight)
+    rows = y.shape[1]
+    _rounded_linear_kernel[triton.cdiv(rows, tile.rows),](
+        x, weight.data, weight.scale, bias, y, rows, weight.columns, BIAS=bias is not None,
+        **_constants(weight, tile),
+    )  # fmt: skip
+
+
+def gate_up(
+    x: Tensor, weight: Weight, h: Tensor, ids: Tensor, tile: DirectTile, top_k: int
+) -> None:
+    """h[pair] = silu(gate x) * (up x). x [T, hidden], not rounded, weight [slots, 2 inner, hidden],
+    h [pairs, inner], ids [pairs] the experts of pairs, -1: none here."""
+    assert x.stride(1) == 1
+    tile = _fitted(tile, weight)
+    inner = h.shape[1]
+    _rounded_gate_up_kernel[ids.numel() * triton.cdiv(2 * inner, tile.rows),](
+        x, weight.data, weight.scale, h, ids, x.stride(0), weight.columns, inner, top_k,
+        **_constants(weight, tile),
+    )  # fmt: skip
+
+
+def down(h: Tensor, weight: Weight, y: Tensor, ids: Tensor, tile: DirectTile) -> None:
+    """y[pair] = down h[pair], launched right after `gate_up`. h [pairs, inner], not rounded, weight
+    [slots, hidden, inner], y [pairs, hidden]."""
+    assert h.is_contiguous()
+    tile = _fitted(tile, weight)
+    hidden = y.shape[1]
+    _rounded_down_kernel[ids.numel() * triton.cdiv(hidden, tile.rows),](
+        h, weight.data, weight.scale, y, ids, hidden, weight.columns, **_constants(weight, tile)
+    )  # fmt: skip

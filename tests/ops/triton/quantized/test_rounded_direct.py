@@ -1,0 +1,83 @@
+"""Which weights have a kernel that rounds its only token, and when it is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.rounding import FP8
+from rorqual.ops.triton.quantized import experts, linear, operands, rounded_direct
+from rorqual.ops.triton.quantized.int4_direct import DirectTile
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded_direct, "INTERPRETED", False)
+    monkeypatch.setattr(operands, "takes_fp8", lambda device: True)
+
+
+def eight(*shape: int, kind: str = "int8", block: tuple[int, int] | None = None) -> Weight:
+    data = torch.empty(*shape, dtype=torch.int8 if kind == "int8" else FP8, device="meta")
+    rows, columns = block or (1, shape[-1])
+    places = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    scale = torch.empty(places, device="meta")
+    share = "group" if block else "token"
+    return Weight(data, scale, (rows, columns), None, f"{kind}_{share}")
+
+
+def four(*shape: int, group: int = 128, activation: str = "fp8_token") -> Weight:
+    data = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device="meta")
+    scale = torch.empty(*shape[:-1], shape[-1] // group, dtype=torch.bfloat16, device="meta")
+    return Weight(data, scale, (1, group), None, activation, turned=True)
+
+
+def test_which_weights_are_taken() -> None:
+    assert rounded_direct.takes(eight(5120, 2048))
+    assert rounded_direct.takes(eight(2048, 1408, kind="fp8"))
+    assert rounded_direct.takes(four(2048, 1408))
+    assert rounded_direct.takes(four(2048, 1408, group=64, activation="int8_token"))
+    assert rounded_direct.takes_experts(eight(64, 2048, 1408))
+    assert rounded_direct.takes_experts(four(128, 2048, 768))
+    assert not rounded_direct.takes(eight(2048, 2048, block=(128, 128))), "scales of blocks"
+    assert not rounded_direct.takes(eight(2048, 2000)), "columns of no whole chunks"
+    assert not rounded_direct.takes(eight(7168, 16384)), "a token too long for registers"
+    assert not rounded_direct.takes(four(2048, 2048, activation="wide")), "int4_direct.py's"
+    assert not rounded_direct.takes(four(2048, 2048, group=32)), "other chunks"
+    assert not rounded_direct.takes_experts(eight(64, 2000, 1408)), "a hidden size of no chunks"
+
+
+def test_a_tile_fits_other_columns_than_it_was_found_on() -> None:
+    tile = DirectTile(warps=1, parts=4, depth=8)
+    assert rounded_direct._fitted(tile, eight(100, 2048)) == tile
+    assert rounded_direct._fitted(tile, eight(100, 1408)) == DirectTile(2, 2, 8), "22 chunks"
+    assert rounded_direct._fitted(tile, four(100, 1408)) == DirectTile(4, 1, 8), "11 chunks"
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        ("int8", eight(5120, 2048)),
+        ("fp8", eight(5120, 2048, kind="fp8")),
+        ("int4_fp8", four(5120, 2048)),
+        ("int4_int8", four(5120, 2048, activation="int8_token")),
+    ],
+)
+def test_it_is_chosen_for_one_token_that_is_not_rounded(kind: str, weight: Weight) -> None:
+    assert operands.kind_of(weight) == kind
+    assert linear.plan_for(weight, 1).direct
+    assert not linear.plan_for(weight, 1, rounded=True).direct
+    assert not linear.plan_for(weight, 2).direct
+
+
+@pytest.mark.parametrize("down", [eight(128, 2048, 768), four(128, 2048, 768)])
+def test_it_is_chosen_for_pairs_that_are_not_sorted(down: Weight) -> None:
+    few = experts.plan_for(down, 16, unsorted=True)
+    assert few.up.direct
+    assert few.down.direct
+    assert not few.sorts(16)
+    many = experts.plan_for(down, 16)
+    assert not many.up.direct
+    assert not many.down.direct
