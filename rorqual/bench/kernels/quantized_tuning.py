@@ -25,7 +25,6 @@ from rorqual.ops.triton.quantized import (
     rounded_direct,
 )
 from rorqual.ops.triton.quantized.experts import (
-    DIRECT_PICKS,
     Blocks,
     PickBlocks,
     QuantizedExpertsPlan,
@@ -125,9 +124,8 @@ def tune_experts(
     w = cases.expert_weights(form, shape, device)
     picked = base.draws(shape, tokens, device)
     picks = tokens * shape.top_k
-    unsorted = picks <= DIRECT_PICKS
-    rounds = unsorted and rounded_direct.takes_experts(w.down)
-    used = experts.plan_for(w.down, picks, unsorted=unsorted)
+    rounds = experts.rounds_itself(w.down, tokens, picks)
+    used = experts.plan_for(w.down, picks, rounds=rounds)
     plans = [used]
     few = [8] if int4_direct.takes_experts(w.down) and picks < 32 * shape.slots else []
     for rows in few + row_candidates(picks, shape.slots):

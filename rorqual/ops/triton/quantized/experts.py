@@ -237,11 +237,18 @@ def supported(w: ExpertWeights) -> bool:
     return operands.supported(w.gate_up) and operands.supported(w.down)
 
 
+def rounds_itself(down: Weight, tokens: int, num_picks: int) -> bool:
+    """Whether rounded_direct.py's kernels take so few unsorted pairs. Of two tokens they took int4
+    pairs faster, but made whole steps with 8-bit weights 6 % longer."""
+    few = num_picks <= DIRECT_PICKS and (tokens == 1 or down.is_int4)
+    return few and rounded_direct.takes_experts(down)
+
+
 def plan_for(
-    down: Weight, num_picks: int, shared: int = 0, unsorted: bool = False
+    down: Weight, num_picks: int, shared: int = 0, rounds: bool = False
 ) -> QuantizedExpertsPlan:
     """The plan for the mean number of pairs per expert, without the last `shared` experts and their
-    pairs. unsorted: pairs need not be sorted."""
+    pairs. rounds: `rounds_itself`."""
     slots, hidden, _ = down.data.shape
     return tuning.config_for(
         "experts_quantized",
@@ -252,7 +259,7 @@ def plan_for(
         slots=slots - shared,
         hidden=hidden,
         inner=down.columns,
-        direct=int4_direct.takes_experts(down) or (unsorted and rounded_direct.takes_experts(down)),
+        direct=rounds or int4_direct.takes_experts(down),
         grouped=int4_grouped_sm90.takes_experts(down),
     )
 
@@ -267,8 +274,8 @@ def experts(
         return torch.zeros_like(x) if base is None else base.clone()
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
-    own = round(num_picks * w.local_fraction)
-    plan = plan_for(w.down, own, shared, unsorted=num_picks <= DIRECT_PICKS)
+    rounds = rounds_itself(w.down, ids.shape[0], num_picks)
+    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared, rounds)
     if widens(plan, w, x.dtype):
         return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
     blocks = sorted_picks(ids, w, plan) if plan.sorts(num_picks) else None

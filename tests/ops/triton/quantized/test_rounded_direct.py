@@ -72,12 +72,14 @@ def test_it_is_chosen_for_one_token_that_is_not_rounded(kind: str, weight: Weigh
     assert not linear.plan_for(weight, 2).direct
 
 
-@pytest.mark.parametrize("down", [eight(128, 2048, 768), four(128, 2048, 768)])
-def test_it_is_chosen_for_pairs_that_are_not_sorted(down: Weight) -> None:
-    few = experts.plan_for(down, 16, unsorted=True)
+@pytest.mark.parametrize(("down", "most"), [(eight(128, 2048, 768), 1), (four(128, 2048, 768), 2)])
+def test_it_is_chosen_for_few_pairs_that_are_not_sorted(down: Weight, most: int) -> None:
+    taken = [t for t in range(1, 5) if experts.rounds_itself(down, t, 8 * t)]
+    assert taken == [*range(1, most + 1)]
+    few = experts.plan_for(down, 8, rounds=True)
     assert few.up.direct
     assert few.down.direct
     assert not few.sorts(16)
-    many = experts.plan_for(down, 16)
+    many = experts.plan_for(down, 32)
     assert not many.up.direct
     assert not many.down.direct

@@ -60,7 +60,7 @@ def test_experts_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ids[3, 1] = -1
     weights = torch.rand(40, 2, device=DEVICE)
     used = experts.plan_for(w.down, 80)
-    monkeypatch.setattr(experts, "plan_for", lambda *_, **__: replace(used, widened=True))
+    monkeypatch.setattr(experts, "plan_for", lambda *_: replace(used, widened=True))
     made: list[ExpertWeights] = []
     plainly = widened.wide_experts
     monkeypatch.setattr(
