@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -53,7 +52,8 @@ class ForwardBatch:
     layer_read: Callable[[int], None] | None = None
 
     def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
-        """A slice of the packed tokens, of whole requests, as its own batch without logit rows."""
+        """A slice of the packed tokens, as its own batch without logit rows. If it begins inside a
+        prompt's chunk, each layer must have computed the tokens before it."""
         split = self.decode_tokens
         places = self.places
         return ForwardBatch(
@@ -121,9 +121,4 @@ class ForwardBatch:
 
 def _requests(segment: AttentionMetadata | None, start: int, stop: int) -> AttentionMetadata | None:
     """The requests whose tokens are `start` to `stop` of the segment."""
-    if segment is None or start >= stop:
-        return None
-    starts = list(accumulate(segment.query_lens, initial=0))
-    first = starts.index(start)
-    last = starts.index(stop)
-    return segment.part(slice(first, last))
+    return None if segment is None or start >= stop else segment.between(start, stop)

@@ -9,9 +9,11 @@ where each request has its own chunk.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,6 +95,28 @@ class AttentionMetadata:
         return AttentionMetadata(
             self.tables[requests], lens, self.query_lens[requests], bounds, self.exact
         )
+
+    def between(self, start: int, stop: int) -> AttentionMetadata:
+        """The queries from `start` to `stop`, as a segment. Of a request that is cut, the queries
+        after it are not cached yet."""
+        starts = [*accumulate(self.query_lens, initial=0)]
+        first = bisect_right(starts, start) - 1
+        last = bisect_left(starts, stop)
+        found = self.part(slice(first, last))
+        before = start - starts[first]
+        after = starts[last] - stop
+        if before or after:
+            assert self.exact, "a request that decodes is cut"
+            queries = list(found.query_lens)
+            queries[0] -= before
+            queries[-1] -= after
+            found.query_lens = tuple(queries)
+            found.tokens = stop - start
+        if after:
+            *whole, cut = found.max_kv_lens
+            found.max_kv_lens = (*whole, cut - after)
+            found.kv_lens = torch.cat((found.kv_lens[:-1], found.kv_lens[-1:] - after))
+        return found
 
 
 class Stretch(AttentionMetadata):

@@ -12,6 +12,9 @@ from itertools import accumulate, pairwise
 from rorqual.cache.host_tier import PageCopy
 from rorqual.request import SamplingParams
 
+PIECE = 64  # least tokens of a prompt's chunk in a micro-batch, if the chunk is cut
+UNEVEN = 0.1  # of a micro-batch: a cut between requests may be off by so much
+
 
 @dataclass(frozen=True)
 class NewRequest:
@@ -116,26 +119,38 @@ class SchedulerOutput:
 
 
 def split_lengths(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
-    """Split consecutive requests into `parts` runs as even as whole requests allow; returns the
-    tokens of each run. Fewer runs where there are fewer requests."""
+    """Split consecutive requests into `parts` runs, as even as possible; returns the tokens of each
+    run. A run ends with a request unless that would be uneven by more than UNEVEN of a run; then it
+    ends inside a prompt's chunk, whose pieces have at least PIECE tokens. Requests that decode have
+    fewer and stay whole. Fewer runs where there are too few requests."""
     total = sum(lengths)
     ends = list(accumulate(lengths))
     cuts = [0]
     for part in range(1, parts):
-        wanted = total * part / parts
-        after = bisect_left(ends, wanted)
-        near = [ends[i] for i in (after - 1, after) if 0 <= i < len(ends)]
-        found = min(near, key=lambda end: abs(end - wanted), default=0)
+        found = _cut_near(lengths, ends, total * part / parts, total / parts)
         if cuts[-1] < found < total:
             cuts.append(found)
     return tuple(stop - start for start, stop in pairwise((*cuts, total)))
+
+
+def _cut_near(lengths: ReadOnly[int], ends: list[int], wanted: float, each: float) -> int:
+    """Where to cut near `wanted`; 0 if nowhere. each: tokens of a run."""
+    after = bisect_left(ends, wanted)
+    near = [ends[i] for i in (after - 1, after) if 0 <= i < len(ends)]
+    found = min(near, key=lambda end: abs(end - wanted), default=0)
+    if not near or abs(found - wanted) <= UNEVEN * each or lengths[after] < 2 * PIECE:
+        return found
+    start = ends[after] - lengths[after]
+    pieces = min(max(round((wanted - start) / PIECE), 1), lengths[after] // PIECE - 1)
+    inside = start + pieces * PIECE
+    return inside if abs(inside - wanted) < abs(found - wanted) else found
 
 
 def split_lengths_of_ranks(
     ranks: ReadOnly[ReadOnly[int]], parts: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each part, the tokens of each rank, from the lengths of each rank's requests; empty where
-    some rank has too few requests, since all ranks need the same number of parts."""
+    some rank has too few to cut, since all ranks need the same number of parts."""
     if parts < 2:
         return ()
     found = [split_lengths(lengths, parts) for lengths in ranks]

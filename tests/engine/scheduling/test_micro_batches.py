@@ -22,8 +22,8 @@ from rorqual.errors import ConfigError
         ((1,) * 8, 2, (4, 4)),
         ((1,) * 7, 3, (2, 3, 2)),
         ((3,) * 5, 2, (6, 9)),
-        ((1, 1, 1, 900), 2, (3, 900)),
-        ((900, 1, 1, 1), 2, (900, 3)),
+        ((1, 1, 1, 120), 2, (3, 120)),
+        ((120, 1, 1, 1), 2, (120, 3)),
         ((5,), 2, (5,)),
         ((2, 2), 3, (2, 2)),
         ((), 2, (0,)),
@@ -36,15 +36,38 @@ def test_runs_of_whole_requests(
     assert split_lengths(lengths, parts) == found
 
 
-def test_every_cut_lies_between_requests() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "parts", "found"),
+    [
+        ((1, 1, 1, 900), 2, (451, 452)),
+        ((900, 1, 1, 1), 2, (448, 455)),
+        ((128,), 2, (64, 64)),
+        ((127,), 2, (127,)),
+        ((900,), 3, (320, 256, 324)),
+        ((200,), 8, (64, 64, 72)),  # pieces of fewer tokens are not made
+        ((500, 480), 2, (500, 480)),  # as even as need be
+        ((700, 300), 2, (512, 488)),
+        ((300, 700), 3, (300, 384, 316)),
+    ],
+)
+def test_a_long_chunk_is_cut(lengths: tuple[int, ...], parts: int, found: tuple[int, ...]) -> None:
+    assert split_lengths(lengths, parts) == found
+
+
+def test_every_cut_lies_between_requests_or_leaves_whole_pieces() -> None:
     lengths = (7, 1, 30, 2, 2, 11, 400, 3)
     edges = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
+    start, stop = sum(lengths[:6]), sum(lengths[:7])
+    inside = set(range(start + 64, stop - 63, 64))
+    cut = set()
     for parts in range(1, 9):
         sizes = split_lengths(lengths, parts)
         assert sum(sizes) == sum(lengths)
         assert all(sizes)
         assert len(sizes) <= parts
-        assert {sum(sizes[:i]) for i in range(len(sizes))} <= edges
+        cut |= {sum(sizes[:i]) for i in range(len(sizes))}
+    assert cut <= edges | inside
+    assert cut & inside
 
 
 def test_a_rank_that_cannot_be_cut_leaves_all_whole() -> None:
