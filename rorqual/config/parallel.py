@@ -91,7 +91,7 @@ class ParallelConfig:
     )
     micro_batches: int | str = _parallel(
         1,
-        "Parts that a step is cut into, of whole requests: while one part's tokens travel to "
+        "Parts that a step is cut into: while one part's tokens travel to "
         "experts and back, another part computes. Two are two-batch overlap; auto measures at "
         "start and decides for each step.",
     )
