@@ -289,6 +289,7 @@ def test_prompts_that_the_decode_server_computed(loads: ModuleType) -> None:
 # ---- processes
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_loads_of_servers_behind_a_router(
     demo: ModuleType,

@@ -107,6 +107,7 @@ def tokens(compiled: LLM) -> list[list[int]]:
     return generate(compiled)
 
 
+@pytest.mark.longest
 def test_tokens_of_eager(folder: Path, compiled: LLM, tokens: list[list[int]]) -> None:
     stats = compiled.engine.stats.compiled
     assert stats is not None
@@ -114,6 +115,7 @@ def test_tokens_of_eager(folder: Path, compiled: LLM, tokens: list[list[int]]) -
     assert tokens == generate(engine(folder, **LIKE_EAGER))
 
 
+@pytest.mark.longest
 def test_a_second_process_compiles_nothing(
     folder: Path, compiled: LLM, tokens: list[list[int]], home: Path
 ) -> None:

@@ -132,6 +132,7 @@ def play(files: tuple[Path, ...], **changes: Any) -> Outcome:
     return outcome(Simulation(deployment, work, 0).run(), warm_up=16.0)
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
 def test_uneven_experts_cost_time_and_moving_them_saves_it(tmp_path: Path) -> None:
     """Of requests that come when the load is the second one for good, and the moves are over."""

@@ -406,10 +406,9 @@ print(len(launched), sum("wgmma" in k.ptx for k in launched))
 """
 
 
+@pytest.mark.longest
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "capability", [*(pytest.param(older, marks=pytest.mark.longest) for older in (80, 89)), 90]
-)
+@pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: object) -> None:
     if DEVICE == "cuda" and capability != 90:
         pytest.skip("the card itself compiles")

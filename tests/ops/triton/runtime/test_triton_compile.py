@@ -179,6 +179,16 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"quantized linear {name}",
             lambda h=held: quantized_linear.linear(x(1024, 2048), h(5120, 2048)),
         )
+        yield (
+            f"quantized experts of one token {name}",
+            lambda h=held: quantized_experts.experts(
+                x(1, 2048), *picks(1, 8), experts(h, 128, 2048, 768)
+            ),
+        )
+        yield (
+            f"quantized linear of one token {name}",
+            lambda h=held: quantized_linear.linear(x(1, 2048), h(5120, 2048)),
+        )
     for tokens in (1, 64):
         yield (
             f"bf16 T{tokens}, joined",
@@ -510,11 +520,19 @@ def test_kernels_compile(capability: int) -> None:
             "_quantized_gate_up_kernel",
             "_quantized_down_kernel",
             "_gate_kernel",
+            "_rounded_linear_kernel",
+            "_rounded_gate_up_kernel",
+            "_rounded_down_kernel",
         ):
             products = {90: ("wgmma.mma_async",), 100: ("tcgen05.mma", "mma.sync")}
-            there = [word in row for word in products.get(capability, ("mma.sync",))]
+            rounded = row["kernel"].startswith("_rounded")
+            wanted = ("mma.sync",) if rounded else products.get(capability, ("mma.sync",))
+            there = [word in row for word in wanted]
             assert row["case"] == "fp32" or any(there), row
         assert ("griddepcontrol.wait" in row) == (capability == 90), row
+    assert sum(row["kernel"].startswith("_rounded") for row in rows) >= (
+        6 if capability == 80 else 12
+    )
     orders = [(row["case"], row["kernel"], row["sums over"]) for row in rows if "sums over" in row]
     assert {kernel for _, kernel, _ in orders} == {"_norm_kernel", "_combine_norm_kernel"}
     alike = len({(case, order) for case, _, order in orders}) == len(
