@@ -16,6 +16,7 @@ from rorqual.bench.step_times.measure import DoesNotFit
 from rorqual.bench.step_times.rows import by_engine
 from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError, RorqualError
+from rorqual.planner.timing import digests
 from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 
 
@@ -91,6 +92,7 @@ def run(
                 "command": " ".join(facts["command"]),
                 "rates": dict(kept or rates),
                 "left_out": left,
+                "kernels": dict(digests.present()),
             },
             "rows": [[*astuple(row), *measured] for row, measured in known.items()],
         }
@@ -110,6 +112,8 @@ def _kept(
     data = read(out)
     meta = data["meta"]
     check_conditions(out, meta, device, conditions)
+    if meta.get("kernels") != digests.present():
+        return {}, {}, {}  # of other kernels
     return rows_of(data), dict(meta["left_out"]), meta["rates"]
 
 

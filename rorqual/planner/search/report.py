@@ -364,6 +364,8 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
             console.print(group.origin, highlight=False, markup=False)
         if group.stale:
             console.print(f"stale: {', '.join(group.stale)}", highlight=False)
+        if group.older:
+            console.print(f"steps of older kernels: {', '.join(group.older)}", highlight=False)
         made = table("case", "figure", "published", "predicted", "error", "")
         for point in group.points:
             shown = f"{point.predicted:,.2f}" + (

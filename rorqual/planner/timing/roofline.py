@@ -146,9 +146,9 @@ class StepModel:
     def _bases(self) -> set[tuple[str, str]]:
         return set()
 
-    def families(self, basis: str) -> tuple[str, ...]:
-        """The kernels costed so far whose times are based on this, such as tables.STALE."""
-        return tuple(sorted(family for family, found in self._bases if found == basis))
+    def families(self, basis: str | None = None) -> tuple[str, ...]:
+        """The kernels costed so far whose times are based on this, such as tables.STALE; or all."""
+        return tuple(sorted({family for family, found in self._bases if basis in (None, found)}))
 
     def step(self, work: GroupWork) -> StepTime:
         """The time of one step of every group; remembered."""

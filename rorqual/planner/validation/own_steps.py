@@ -9,8 +9,10 @@ from typing import Any
 
 from rorqual.config.hardware import DATA
 from rorqual.errors import ConfigError
+from rorqual.planner.timing import digests
 from rorqual.planner.timing.between import step_model
 from rorqual.planner.timing.profiles import Profile, load_profile, with_kernels
+from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.tables import STALE
 from rorqual.planner.timing.timed_steps import StepMeasurement, TimedStep, read, rows_of
 from rorqual.planner.validation.points import ValidationGroup, ValidationPoint
@@ -71,6 +73,17 @@ def _group(
         "prediction",
         tuple(points),
         f"measured at commit {meta['commit']}, {meta['date'][:10]}, by `{meta['command']}`; not in "
-        "the fit of the tables",
+        f"the fit of the tables{'' if 'kernels' in meta else '; their kernels are not recorded'}",
         model.families(STALE),
+        _older(model, meta),
     )
+
+
+def _older(model: StepModel, meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """Kernels that the model costs and that have changed since the file's steps were measured."""
+    measured = meta.get("kernels")
+    if measured is None:
+        return ()
+    now = digests.present()
+    costed = [family for family in model.families() if family in now]
+    return tuple(family for family in costed if measured.get(family) != now[family])

@@ -43,6 +43,7 @@ class ValidationGroup:
     points: tuple[ValidationPoint, ...]
     origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
     stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
+    older: tuple[str, ...] = ()  # kernels that have changed since these steps were measured
 
     def judged(self, metric: str) -> list[float]:
         """Errors of the figures that nothing was fitted to."""

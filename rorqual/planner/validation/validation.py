@@ -172,7 +172,24 @@ def _origin(given: Mapping[str, Any] | None) -> str:
 
 
 def stale_groups(groups: list[ValidationGroup]) -> list[str]:
-    """A note on predictions that use times of kernels that have changed."""
+    """Notes on predictions that use times of kernels that have changed, and on steps that were
+    measured with other kernels than this commit's."""
+    return [*_stale_tables(groups), *_older_steps(groups)]
+
+
+def _older_steps(groups: list[ValidationGroup]) -> list[str]:
+    families = sorted({family for group in groups for family in group.older})
+    if not families:
+        return []
+    names = ", ".join(group.name for group in groups if group.older)
+    return [
+        f"older steps: {', '.join(families)} have changed since the steps of these groups were "
+        f"measured: {names}",
+        "to measure them again, on the GPU: rorqual bench steps --based-on h200 --out FILE",
+    ]
+
+
+def _stale_tables(groups: list[ValidationGroup]) -> list[str]:
     families = sorted({family for group in groups for family in group.stale})
     if not families:
         return []

@@ -229,6 +229,38 @@ def test_steps_go_on_and_are_judged(tmp_path: Path, whole: Path) -> None:
     assert not validation.stale_groups(found)
 
 
+def test_steps_of_other_kernels_are_named_and_measured_again(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "steps.json"
+    asked = [step for step in steps(learnt=False) if step.requests == 3 and step.quant == "auto"]
+    given = ("h200", out, 1e9, asked, FakeEngine, HERE)
+    step_times.run(*given, RATES)
+    data = read(out)
+    data["meta"]["kernels"]["mla_decode"] = "0"
+    data["rows"][0][7] = -1
+    out.write_text(json.dumps(data))
+    found = validation.validate(steps=str(out), kernels=str(whole))
+    older = {group.name: group.older for group in found}
+    assert older["steps-h200-deepseek-v2-lite-decode"] == ("mla_decode",)
+    assert older["steps-h200-qwen3-30b-a3b-decode"] == ()
+    (named, renewal) = validation.stale_groups(found)
+    assert "mla_decode" in named
+    assert "qwen3" not in named
+    assert "rorqual bench steps" in renewal
+    told = CliRunner().invoke(
+        app, ["plan", "--validate", "--steps", str(out), "--kernels", str(whole)]
+    )
+    assert told.exit_code == 1
+    assert "steps of older kernels: mla_decode" in told.output
+    step_times.run(*given, RATES)
+    assert min(row[7] for row in read(out)["rows"]) > 0
+    assert read(out)["meta"]["kernels"] == digests.present()
+    del data["meta"]["kernels"]
+    out.write_text(json.dumps(data))
+    found = validation.validate(steps=str(out), kernels=str(whole))
+    assert all("their kernels are not recorded" in group.origin for group in found)
+    assert not validation.stale_groups(found)
+
+
 def test_predictions_are_those_of_the_plan(tmp_path: Path, whole: Path) -> None:
     """Whatever the GPU reached in that run: who plans does not know it either."""
     asked = [step for step in steps(learnt=False) if step.engine == ("qwen3-30b-a3b", "auto", None)]
