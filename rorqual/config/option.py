@@ -65,12 +65,16 @@ def by_field(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Raises ConfigError for the first value that its option does not accept."""
+    """Raises ConfigError for the first value that its option does not accept. An option of several
+    strings also takes a list, as recipes have it, or a single string."""
     for item in dataclasses.fields(config):
         accepted = item.metadata.get("option")
         if accepted is None:
             continue
         value = getattr(config, item.name)
+        if item.type == "tuple[str, ...]" and isinstance(value, str | list):
+            value = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(config, item.name, value)
         if accepted.choices and value not in accepted.choices:
             raise ConfigError(
                 f"{item.name}={value!r} is not supported; accepted: {', '.join(accepted.choices)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,14 @@ class Example:
     kind: str = option("a", "Which.", choices=("a", "b"), aliases=("sort",))
     size: int | None = option(None, "How large.", at_least_one=True)
     count: int = option(1, "How many.", at_least_one=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Several:
+    names: tuple[str, ...] = option((), "Some names.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -76,3 +85,15 @@ def test_aliases_reach_a_configuration() -> None:
     assert EngineConfig.from_dict({"model": "", "next_n": 2}).num_speculative_tokens == 2
     with pytest.raises(ConfigError, match="two names"):
         EngineConfig.from_dict({"model": "", "next_n": 2, "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("given", [("a", "b"), ["a", "b"]])
+def test_several_strings_come_as_a_list_too(given: Any) -> None:
+    assert Several(names=given).names == ("a", "b")
+
+
+def test_one_string_is_a_list_of_one() -> None:
+    assert Several(names="a,b").names == ("a,b",)
+    assert EngineConfig(experts="127.0.0.1:1,127.0.0.1:2", expert_secret_file="x").experts == (
+        "127.0.0.1:1,127.0.0.1:2",
+    )
