@@ -93,7 +93,7 @@ def test_every_plan_of_a_product(form: QuantizedFormat) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize("tokens", [2, 64, 500, *rarely(5, 17, 256)])
+@pytest.mark.parametrize("tokens", [1, 2, 64, 500, *rarely(5, 17, 256)])
 def test_experts(form: QuantizedFormat, tokens: int) -> None:
     """Skewed routing, experts without rows, experts on other ranks."""
     w = reference.ExpertWeights(

@@ -323,6 +323,7 @@ def gate_up_product(
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     order, table, count, limit = _places(blocks)
     if tile.direct:
+        assert weight.activation == "wide", "sorted rows in 8 bits"
         places = (order, table, count, limit)
         int4_direct.gate_up(data, weight, h, places, tile.direct, blocks.rows, top_k)
         return h
@@ -370,6 +371,7 @@ def down_product(
     data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     order, table, count, limit = _places(blocks)
     if tile.direct:
+        assert weight.activation == "wide", "sorted rows in 8 bits"
         places = (order, table, count, limit)
         int4_direct.down(data, weight, y, places, tile.direct, blocks.rows, early)
         return y

@@ -179,6 +179,7 @@ def _launch(
         return
     data, scale, xs_row, xs_group, x_group = operands.operand(x, weight)
     if plan.direct:
+        assert weight.activation == "wide", "rows are rounded already"
         int4_direct.linear(data, weight, bias, y, plan.direct, plan.m, plan.split)
         return
     if not is_hopper(device):  # less shared memory as well
