@@ -191,9 +191,11 @@ def test_all_ranks_decide_alike() -> None:
 
 def test_a_step_that_cannot_be_cut_stays_whole() -> None:
     slow = times(fixed=0.0, each=1e-4, wire=5e-5)
-    assert best_parts(slow, ((256,),), (0,)) == 1
-    assert best_parts(slow, ((64, 64), (256,)), (0, 0)) == 1
+    assert best_parts(slow, ((127,),), (0,)) == 1
+    assert best_parts(slow, ((64, 64), (127,)), (0, 0)) == 1
     assert best_parts(slow, ((64, 64), ()), (0, 0)) == 1
+    assert best_parts(slow, ((256,),), (0,)) > 1, "a long chunk can be cut"
+    assert best_parts(slow, ((64, 64), (256,)), (0, 0)) > 1
 
 
 def test_mixed_steps_count_both_kinds() -> None:
