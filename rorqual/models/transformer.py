@@ -243,13 +243,15 @@ class Transformer:
 
     def split(self, step: ForwardBatch, tokens: Sequence[Sequence[int]], decode: bool) -> None:
         """Split the step into micro-batches. `tokens`: for each of them, the tokens of each
-        data-parallel rank."""
+        data-parallel rank. All use one exchange: exchanges hand over differently often, and a
+        micro-batch may read what the one before it has written of the same layer."""
         own = accumulate((part[self.mesh.dp_rank] for part in tokens), initial=0)
+        most = max(max(part) for part in tokens)
         padded = step.layout.padded
         step.parts = [
             step.part(
                 slice(start, stop),
-                self.layout(part, decode).with_padding(padded and padded.after(start)),
+                self.layout(part, decode, most).with_padding(padded and padded.after(start)),
             )
             for part, (start, stop) in zip(tokens, pairwise(own), strict=True)
         ]
@@ -262,10 +264,12 @@ class Transformer:
         with self.ops.beside_messages():
             return torch.cat(run([self.forward(part, every_row=True) for part in step.parts]))
 
-    def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
+    def layout(
+        self, tokens: Sequence[int], decode: bool = False, most: int | None = None
+    ) -> Layout:
         """The layout of a step. `tokens` of each data-parallel rank, including padding, the same on
-        all ranks of the world; `decode`: no rank has a prefill chunk."""
-        return self.mesh.layout(tokens, decode, self.config.moe)
+        all ranks of the world; `decode`: no rank has a prefill chunk; most: see Mesh.layout."""
+        return self.mesh.layout(tokens, decode, self.config.moe, most)
 
     def logits(
         self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True

@@ -326,13 +326,17 @@ class Mesh:
         start = self.stage_rank // size * size
         return range(start // self.sizes.tp, (start + size) // self.sizes.tp)
 
-    def layout(self, tokens: Sequence[int], decode: bool, moe: MoEConfig) -> Layout:
+    def layout(
+        self, tokens: Sequence[int], decode: bool, moe: MoEConfig, most: int | None = None
+    ) -> Layout:
         """The layout of one step. `tokens` of every data-parallel rank, the same on all ranks of
-        the world; `decode`: no rank has a prefill chunk."""
+        the world; `decode`: no rank has a prefill chunk; most: the tokens of a rank that the
+        exchange is chosen for, if not the most of these."""
         assert len(tokens) == self.sizes.dp, f"{len(tokens)} token counts for dp={self.sizes.dp}"
         if self.is_single:
             return SINGLE_LAYOUT
-        exchange = chosen_exchange(self.sizes, moe, -(-max(tokens) // self.sizes.tp), decode)
+        rows = -(-(max(tokens) if most is None else most) // self.sizes.tp)
+        exchange = chosen_exchange(self.sizes, moe, rows, decode)
         kind = Sharded if shards_tokens(self.sizes, exchange) else Replicated
         return kind(self, tuple(tokens), exchange)
 

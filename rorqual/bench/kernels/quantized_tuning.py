@@ -124,7 +124,7 @@ def tune_experts(
     w = cases.expert_weights(form, shape, device)
     picked = base.draws(shape, tokens, device)
     picks = tokens * shape.top_k
-    rounds = experts.rounds_itself(w.down, tokens, picks)
+    rounds = experts.rounds_itself(w, tokens, picks)
     used = experts.plan_for(w.down, picks, rounds=rounds)
     plans = [used]
     few = [8] if int4_direct.takes_experts(w.down) and picks < 32 * shape.slots else []

@@ -15,6 +15,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata
 from tests.engine.mixed_batch import COMMON, comparable, params
+from tests.models import checkpoints
 from tests.models.checkpoints import save
 
 LONG = {**COMMON, "max_model_len": 512, "num_pages": 320, "max_num_batched_tokens": 640}
@@ -109,6 +110,24 @@ def test_grouped_query_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found_there = answers(LLM(tmp_path, **options, tp=2, micro_batches=2), prompts)
     assert alike(found_there, expected)
     assert found
+
+
+@pytest.mark.exhaustive
+def test_one_exchange_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 and 488 tokens `auto` would send the first by an exchange that hands over once more a
+    layer, so that the second part would overtake it."""
+    more = {"num_experts_per_tok": 1, "max_position_embeddings": 1024, "num_hidden_layers": 4}
+    monkeypatch.setitem(checkpoints.OPTIONS, "long", ("qwen", more))
+    save("long", tmp_path)
+    prompts = [[token % 120 + 4 for token in PROMPTS[0]] * 3]
+    prompts[0] = prompts[0][:1000]
+    options = {**LONG, "max_model_len": 1020, "skip_tokenizer_init": True, "threads": 1}
+    options |= {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+    expected = answers(LLM(tmp_path, **options), prompts)
+    found = cuts(monkeypatch)
+    layout = {"dp": 2, "ep": 2, "micro_batches": 2}
+    assert alike(answers(LLM(tmp_path, **options, **layout), prompts), expected)
+    assert found[0] == (512, 488)
 
 
 def test_queries_between_two_places() -> None:

@@ -28,6 +28,7 @@ from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.quantized import (
     int4_direct,
     int4_grouped_sm90,
+    int4_order,
     operands,
     rounded_direct,
     widened,
@@ -237,18 +238,27 @@ def supported(w: ExpertWeights) -> bool:
     return operands.supported(w.gate_up) and operands.supported(w.down)
 
 
-def rounds_itself(down: Weight, tokens: int, num_picks: int) -> bool:
+def rounds_itself(w: ExpertWeights, tokens: int, num_picks: int) -> bool:
     """Whether rounded_direct.py's kernels take so few unsorted pairs. Of two tokens they took int4
     pairs faster, but made whole steps with 8-bit weights 6 % longer."""
-    few = num_picks <= DIRECT_PICKS and (tokens == 1 or down.is_int4)
-    return few and rounded_direct.takes_experts(down)
+    few = num_picks <= DIRECT_PICKS and (tokens == 1 or w.down.is_int4)
+    return few and alike(w) and rounded_direct.takes(w.down) and rounded_direct.takes(w.gate_up)
+
+
+def alike(w: ExpertWeights) -> bool:
+    """Whether both matrices have one format: a plan chosen for `down` then suits gate_up too."""
+    formats = {
+        (operands.kind_of(one), one.zero is None, one.is_int4 and int4_order.group_of(one))
+        for one in (w.gate_up, w.down)
+    }
+    return len(formats) == 1
 
 
 def plan_for(
-    down: Weight, num_picks: int, shared: int = 0, rounds: bool = False
+    down: Weight, num_picks: int, shared: int = 0, rounds: bool = False, alike: bool = True
 ) -> QuantizedExpertsPlan:
     """The plan for the mean number of pairs per expert, without the last `shared` experts and their
-    pairs. rounds: `rounds_itself`."""
+    pairs. rounds: `rounds_itself`; alike: gate_up has the same format."""
     slots, hidden, _ = down.data.shape
     return tuning.config_for(
         "experts_quantized",
@@ -259,8 +269,8 @@ def plan_for(
         slots=slots - shared,
         hidden=hidden,
         inner=down.columns,
-        direct=rounds or int4_direct.takes_experts(down),
-        grouped=int4_grouped_sm90.takes_experts(down),
+        direct=rounds or (alike and int4_direct.takes_experts(down)),
+        grouped=alike and int4_grouped_sm90.takes_experts(down),
     )
 
 
@@ -274,8 +284,9 @@ def experts(
         return torch.zeros_like(x) if base is None else base.clone()
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
-    rounds = rounds_itself(w.down, ids.shape[0], num_picks)
-    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared, rounds)
+    rounds = rounds_itself(w, ids.shape[0], num_picks)
+    own = round(num_picks * w.local_fraction)
+    plan = plan_for(w.down, own, shared, rounds, alike(w))
     if widens(plan, w, x.dtype):
         return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
     blocks = sorted_picks(ids, w, plan) if plan.sorts(num_picks) else None
@@ -366,7 +377,7 @@ def down_product(
     tile = _fitting(tile, weight)
     y = torch.empty(blocks.num_picks, hidden, dtype=h.dtype, device=weight.data.device)
     if tile.direct and isinstance(blocks, PickBlocks) and weight.activation != "wide":
-        rounded_direct.down(h, weight, y, blocks.ids, tile.direct)
+        rounded_direct.down(h, weight, y, blocks.ids, tile.direct, early)
         return y
     data, scale, hs_row, hs_group, h_group = operands.operand(h, weight)
     order, table, count, limit = _places(blocks)

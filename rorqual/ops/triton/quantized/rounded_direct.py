@@ -332,14 +332,16 @@ def _rounded_down_kernel(
     h, w, w_scale, y, ids,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y[pair] = down[expert] h[pair], 16 WARPS TILES columns a program. Only after the kernel
-    above: ids were there before it, which let this one start once it had waited."""
+    """y[pair] = down[expert] h[pair], 16 WARPS TILES columns a program. EARLY: after the kernel
+    above, which let this one start once it had waited for the ids."""
     OUT: gl.constexpr = out_layout(WARPS * PARTS)
     N: gl.constexpr = 16 * WARPS * TILES
     tiles: gl.constexpr = (HIDDEN + N - 1) // N
     let_next_start(DEPENDENT)
+    if not EARLY:
+        wait_for_inputs(DEPENDENT)
     pair = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
     expert = gl.load(ids + pair).to(gl.int64)
@@ -371,11 +373,6 @@ def takes(weight: Weight) -> bool:
     else:
         whole = group == 0 and weight.block[0] == 1
     return whole and _parts_of(weight, weight.columns) is not None
-
-
-def takes_experts(down: Weight) -> bool:
-    """Both products of experts with this `down` [slots, hidden, inner]."""
-    return _parts_of(down, down.data.shape[1]) is not None and takes(down)
 
 
 def fits(weight: Weight, columns: int, parts: int) -> bool:
@@ -444,12 +441,13 @@ def gate_up(
     )  # fmt: skip
 
 
-def down(h: Tensor, weight: Weight, y: Tensor, ids: Tensor, tile: DirectTile) -> None:
-    """y[pair] = down h[pair], launched right after `gate_up`. h [pairs, inner], not rounded, weight
-    [slots, hidden, inner], y [pairs, hidden]."""
+def down(h: Tensor, weight: Weight, y: Tensor, ids: Tensor, tile: DirectTile, early: bool) -> None:
+    """y[pair] = down h[pair]. h [pairs, inner], not rounded, weight [slots, hidden, inner], y
+    [pairs, hidden]. early: the kernel before is `gate_up`, so ids are there before it ends."""
     assert h.is_contiguous()
     tile = _fitted(tile, weight)
     hidden = y.shape[1]
     _rounded_down_kernel[ids.numel() * triton.cdiv(hidden, tile.rows),](
-        h, weight.data, weight.scale, y, ids, hidden, weight.columns, **_constants(weight, tile)
+        h, weight.data, weight.scale, y, ids, hidden, weight.columns, EARLY=early,
+        **_constants(weight, tile),
     )  # fmt: skip

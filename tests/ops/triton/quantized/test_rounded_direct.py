@@ -7,9 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8
-from rorqual.ops.triton.quantized import experts, linear, operands, rounded_direct
+from rorqual.ops.triton.quantized import (
+    experts,
+    int4_direct,
+    linear,
+    operands,
+    rounded_direct,
+)
 from rorqual.ops.triton.quantized.int4_direct import DirectTile
 
 
@@ -39,14 +45,14 @@ def test_which_weights_are_taken() -> None:
     assert rounded_direct.takes(eight(2048, 1408, kind="fp8"))
     assert rounded_direct.takes(four(2048, 1408))
     assert rounded_direct.takes(four(2048, 1408, group=64, activation="int8_token"))
-    assert rounded_direct.takes_experts(eight(64, 2048, 1408))
-    assert rounded_direct.takes_experts(four(128, 2048, 768))
+    assert rounded_direct.takes(eight(64, 2048, 1408))
+    assert rounded_direct.takes(four(128, 2048, 768))
     assert not rounded_direct.takes(eight(2048, 2048, block=(128, 128))), "scales of blocks"
     assert not rounded_direct.takes(eight(2048, 2000)), "columns of no whole chunks"
     assert not rounded_direct.takes(eight(7168, 16384)), "a token too long for registers"
     assert not rounded_direct.takes(four(2048, 2048, activation="wide")), "int4_direct.py's"
     assert not rounded_direct.takes(four(2048, 2048, group=32)), "other chunks"
-    assert not rounded_direct.takes_experts(eight(64, 2000, 1408)), "a hidden size of no chunks"
+    assert not rounded_direct.takes(four(2048, 128)), "a scale a row of int4"
 
 
 def test_a_tile_fits_other_columns_than_it_was_found_on() -> None:
@@ -72,14 +78,49 @@ def test_it_is_chosen_for_one_token_that_is_not_rounded(kind: str, weight: Weigh
     assert not linear.plan_for(weight, 2).direct
 
 
-@pytest.mark.parametrize(("down", "most"), [(eight(128, 2048, 768), 1), (four(128, 2048, 768), 2)])
-def test_it_is_chosen_for_few_pairs_that_are_not_sorted(down: Weight, most: int) -> None:
-    taken = [t for t in range(1, 5) if experts.rounds_itself(down, t, 8 * t)]
+@pytest.mark.parametrize(
+    ("w", "most"),
+    [
+        (ExpertWeights(eight(128, 1536, 2048), eight(128, 2048, 768)), 1),
+        (ExpertWeights(four(128, 1536, 2048), four(128, 2048, 768)), 2),
+    ],
+)
+def test_it_is_chosen_for_few_pairs_that_are_not_sorted(w: ExpertWeights, most: int) -> None:
+    taken = [t for t in range(1, 5) if experts.rounds_itself(w, t, 8 * t)]
     assert taken == [*range(1, most + 1)]
-    few = experts.plan_for(down, 8, rounds=True)
+    few = experts.plan_for(w.down, 8, rounds=True)
     assert few.up.direct
     assert few.down.direct
     assert not few.sorts(16)
-    many = experts.plan_for(down, 32)
+    many = experts.plan_for(w.down, 32)
     assert not many.up.direct
     assert not many.down.direct
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        ExpertWeights(eight(8, 1536, 2048, block=(128, 128)), eight(8, 2048, 768)),
+        ExpertWeights(four(8, 1536, 2048, group=32), four(8, 2048, 768)),
+        ExpertWeights(eight(8, 1536, 2048), four(8, 2048, 768, activation="int8_token")),
+        ExpertWeights(four(8, 1536, 2048, activation="wide"), eight(8, 2048, 768)),
+        ExpertWeights(four(8, 512, 128), four(8, 128, 256)),  # one group a row of the first
+        ExpertWeights(eight(64, 2816, 2000), eight(64, 2000, 1408)),  # no whole chunks
+    ],
+)
+def test_both_products_have_to_fit(w: ExpertWeights) -> None:
+    assert not experts.rounds_itself(w, 1, 8)
+    plan = experts.plan_for(w.down, 8, alike=experts.alike(w))
+    assert not plan.up.direct
+    assert not plan.down.direct
+
+
+def test_other_formats_of_the_first_product_have_the_general_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int4_direct, "INTERPRETED", False)
+    monkeypatch.setattr(int4_direct, "is_hopper", lambda device: True)
+    down = four(128, 2048, 768, activation="wide")
+    assert experts.plan_for(down, 8).up.direct
+    mixed = ExpertWeights(eight(128, 1536, 2048), down)
+    assert not experts.plan_for(down, 8, alike=experts.alike(mixed)).up.direct
