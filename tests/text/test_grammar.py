@@ -24,6 +24,7 @@ from rorqual.request import StructuredOutput
 from rorqual.serve.http.structured_output import after_thinking, tag
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits
+from rorqual.text.schema_refs import check_patterns
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
@@ -281,6 +282,25 @@ AROUND = [
     lambda ref: {"type": "array", "items": {"anyOf": [{"type": "null"}, ref]}},
     lambda ref: {"$defs": {"enum": ref}, "$ref": "#/$defs/enum"},
 ]
+
+
+@pytest.mark.parametrize("pattern", ["^(?=.*[0-9])[a-z0-9]{6}$", "(?!x)a", "a(?<=a)b", "b(?<!a)c"])
+def test_lookarounds_are_refused(grammars: XGrammars, pattern: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    named = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    given = [("regex", pattern)]
+    given += [("json_schema", json.dumps(schema)), ("json_schema", json.dumps(named))]
+    given.append(("structural_tag", json.dumps(tag)))
+    for kind, value in given:
+        with pytest.raises(RequestError, match="without lookahead and lookbehind"):
+            grammars.matcher(StructuredOutput(kind, value))
+
+
+@pytest.mark.parametrize("pattern", [r"\(?=a", "[(?=]+", "[]](?:a|b)", "[^](?=]x", "(?:ab)+"])
+def test_what_only_looks_like_a_lookaround(pattern: str) -> None:
+    check_patterns(StructuredOutput("regex", pattern))
+    check_patterns(StructuredOutput("json_schema", json.dumps({"const": {"pattern": "(?=a)"}})))
 
 
 @pytest.mark.parametrize("around", AROUND)

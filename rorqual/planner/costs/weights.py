@@ -192,11 +192,16 @@ def attention_weights(
     return kept + materialized(config, attention, at)
 
 
-def _swiglu(config: ModelConfig, part: str, at: str, size: int) -> list[WeightShape]:
-    rows = {f"{at}.gate_proj": size, f"{at}.up_proj": size}
+def _swiglu(
+    config: ModelConfig, part: str, at: str, size: int, module: str | None = None
+) -> list[WeightShape]:
+    """module: whose format they have, if that is not `at`."""
+    module = module or at
+    rows = {f"{module}.gate_proj": size, f"{module}.up_proj": size}
+    down = {f"{module}.down_proj": config.hidden_size}
     return [
         _matrix(config, part, f"{at}.gate_up_proj", rows, config.hidden_size),
-        _matrix(config, part, f"{at}.down_proj", {f"{at}.down_proj": config.hidden_size}, size),
+        _matrix(config, part, f"{at}.down_proj", down, size),
     ]
 
 
@@ -227,7 +232,8 @@ def _moe_weights(config: ModelConfig, at: str) -> list[WeightShape]:
         found += _swiglu(
             config, "shared_experts", f"{at}.shared_experts", moe.num_shared * moe.intermediate_size
         )
-    routed = _swiglu(config, "routed_experts", experts, moe.intermediate_size)
+    # checkpoints name each expert; all have one format
+    routed = _swiglu(config, "routed_experts", experts, moe.intermediate_size, f"{experts}.0")
     return found + [replace(weight, count=moe.num_experts) for weight in routed]
 
 

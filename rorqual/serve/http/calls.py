@@ -345,7 +345,7 @@ class TextCall(Call):
             if choice not in self.echoed:
                 pairs = zip(self.requests[choice].prompt, entries, strict=True)
                 self.echoed[choice], _ = text_logprobs(
-                    pairs, self.top, 0, self.tokenizer, self.as_ids
+                    pairs, self.top, 0, self.tokenizer, self.as_ids, self.echo[choice]
                 )
 
     def _logprobs(self, choice: int, entries: Entries, with_prompt: bool) -> dict[str, Any]:

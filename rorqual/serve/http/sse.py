@@ -170,9 +170,11 @@ def text_logprobs(
     offset: int,
     tokenizer: Tokenizer,
     as_ids: bool = False,
+    shown: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The lists of the completions API, and the text offset of the next token. The first token of a
-    prompt has no entry."""
+    prompt has no entry. shown: the text of a prompt, which may lack special tokens that were
+    added to it."""
     result: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -183,7 +185,9 @@ def text_logprobs(
         text = tokenizer.token(token) if found is None else found[token].decoded_token or ""
         result["tokens"].append(_named(token, text, as_ids))
         result["text_offset"].append(offset)
-        offset += len(text)
+        special = shown is not None and token in tokenizer.special_ids
+        if not special or (shown or "").startswith(text, offset):
+            offset += len(text)
         if found is None:
             result["token_logprobs"].append(None)
             result["top_logprobs"].append(None)

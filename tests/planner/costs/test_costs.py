@@ -23,6 +23,7 @@ from rorqual.errors import ConfigError
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.parameter import Build
+from rorqual.models.hub import BUNDLED
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
@@ -30,7 +31,7 @@ from rorqual.ops.interface import AttentionMetadata, Ops, TokenPlaces
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import BatchShape, ByPart, Format
-from rorqual.planner.costs.weights import attention_weights
+from rorqual.planner.costs.weights import attention_weights, weights
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 NAMES = ("deepseek-v3", "deepseek-v2-lite", "qwen3-30b-a3b", "qwen3-235b-a22b")
@@ -469,3 +470,27 @@ def test_kimi_k2_in_int4() -> None:
     count = costs.parameters(config).routed_experts
     assert parts.routed_experts == count // 2 + 2 * count // 32
     assert parts.attention == costs.weight_bytes(replace(config, quant=None)).attention
+
+
+def test_experts_have_the_format_that_a_checkpoint_gives_each() -> None:
+    """As `rorqual quantize` names them: by expert, and the second product in smaller groups."""
+
+    def group(size: int, *names: str) -> dict[str, Any]:
+        targets = [rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{name}$" for name in names]
+        scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+        return {"weights": {**scheme, "group_size": size}, "targets": targets}
+
+    data = json.loads((BUNDLED / "config.json").read_text())
+    groups = {"group_0": group(32, "gate_proj", "up_proj"), "group_1": group(16, "down_proj")}
+    data["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups,
+    }  # fmt: skip
+    config = read_config(data)
+    routed = [one for one in weights(config) if one.part == "routed_experts"]
+    assert {one.scheme.block[1] for one in routed} == {32, 16}
+    parameters = sum(one.parameters for one in routed)
+    for where in ("checkpoint", "memory"):
+        held = sum(one.bytes("bfloat16", where) for one in routed)
+        assert 4.5 / 8 * parameters < held < 5.1 / 8 * parameters, where
+    dense = [one for one in weights(config) if one.part == "dense_ffn"]
+    assert all(one.scheme.is_wide for one in dense)

@@ -49,6 +49,21 @@ def test_a_text_is_scored_as_it_was_said(client: openai.OpenAI, said: Any) -> No
         assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("most", [0, 3])
+def test_offsets_of_a_text_without_the_token_it_begins_with(
+    client: openai.OpenAI, most: int
+) -> None:
+    tokenizer = Tokenizer(BUNDLED)
+    choice = ask(client, prompt=PROMPT, echo=True, logprobs=1, max_tokens=most).choices[0]
+    found = choice.logprobs
+    assert choice.text.startswith(PROMPT)
+    assert found.tokens[0] == tokenizer.token(tokenizer.encode(PROMPT)[0])
+    assert not choice.text.startswith(found.tokens[0])
+    assert found.text_offset[:2] == [0, 0]
+    for offset, token in zip(found.text_offset[1:], found.tokens[1:], strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
 def test_no_tokens_are_counted_where_none_were_asked_for(client: openai.OpenAI) -> None:
     out = ask(client, max_tokens=0)
     assert (out.choices[0].text, out.choices[0].logprobs) == ("", None)
