@@ -28,7 +28,7 @@ from rorqual.errors import BusyError, RequestError
 from rorqual.request import StructuredOutput
 from rorqual.text.grammar_lanes import Framed, GrammarJob, GrammarQueue, Lane
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schema_refs import check_patterns, check_refs
+from rorqual.text.schema_refs import check_enforced
 
 
 def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
@@ -216,8 +216,7 @@ class XGrammars:
         import xgrammar
 
         check_size(structure, self.limits)
-        check_refs(structure)
-        check_patterns(structure)
+        check_enforced(structure)
         if not any(0 <= token < self.vocab_size for token in self.eos):
             # Without stop tokens a grammar would allow no token after its text, but the sampler
             # needs one.

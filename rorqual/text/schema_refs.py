@@ -4,6 +4,7 @@ unconstrained: references out of the schema, and lookarounds in patterns."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from rorqual.errors import RequestError, quoted
@@ -15,8 +16,14 @@ MAPS = frozenset(
 VALUES = frozenset(("const", "enum", "default", "examples"))  # data, not schemas
 
 
-def check_refs(structure: StructuredOutput) -> None:
-    """Raises RequestError for a schema with an unsupported `$ref`."""
+LOOKAROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
+
+
+def check_enforced(structure: StructuredOutput) -> None:
+    """Raises RequestError for a schema with an unsupported `$ref`, and for a pattern with a
+    lookaround."""
+    if structure.kind == "regex":
+        _check_pattern(structure.value)
     if structure.kind not in ("json_schema", "structural_tag"):
         return
     try:
@@ -25,30 +32,48 @@ def check_refs(structure: StructuredOutput) -> None:
         raise RequestError(
             f"the {structure.kind} cannot be compiled: it is not valid JSON: {error}"
         ) from None
-    for ref in _refs(root):
-        if ref != "#" and not ref.startswith("#/"):
-            raise RequestError(
-                f"the schema refers to {quoted(ref)}; accepted as $ref: '#', and paths within the "
-                "schema that begin with '#/'"
-            )
+    schemas = list(_schemas(root))
+    for schema in schemas:
+        _check_ref(schema.get("$ref"))
+    for schema in schemas:
+        _check_pattern(schema.get("pattern"))
+        named = schema.get("patternProperties")
+        for pattern in named if isinstance(named, dict) else ():
+            _check_pattern(pattern)
 
 
-LOOKAROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
+def _schemas(root: Any) -> Iterator[dict[str, Any]]:
+    """A schema and those in it, at any depth."""
+    left = [root]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, list):
+            left.extend(schema)
+        if not isinstance(schema, dict):
+            continue
+        yield schema
+        for key, value in schema.items():
+            if key in MAPS and isinstance(value, dict):
+                left.extend(value.values())
+            elif key not in VALUES:
+                left.append(value)
 
 
-def check_patterns(structure: StructuredOutput) -> None:
-    """Raises RequestError for a pattern with a lookaround. The text is valid JSON where it has to
-    be (check_refs)."""
-    patterns = [structure.value] if structure.kind == "regex" else []
-    if structure.kind in ("json_schema", "structural_tag"):
-        patterns = _patterns(json.loads(structure.value))
-    for pattern in patterns:
-        found = _lookaround(pattern)
-        if found:
-            raise RequestError(
-                f"the pattern {quoted(pattern)} contains {found!r}; accepted: patterns without "
-                "lookahead and lookbehind"
-            )
+def _check_ref(ref: Any) -> None:
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        raise RequestError(
+            f"the schema refers to {quoted(ref)}; accepted as $ref: '#', and paths within the "
+            "schema that begin with '#/'"
+        )
+
+
+def _check_pattern(pattern: Any) -> None:
+    found = _lookaround(pattern) if isinstance(pattern, str) else None
+    if found:
+        raise RequestError(
+            f"the pattern {quoted(pattern)} contains {found!r}; accepted: patterns without "
+            "lookahead and lookbehind"
+        )
 
 
 def _lookaround(pattern: str) -> str | None:
@@ -73,44 +98,3 @@ def _lookaround(pattern: str) -> str | None:
                 return found
         place += 1
     return None
-
-
-def _patterns(root: Any) -> list[str]:
-    """Of a schema, at any depth: values of `pattern`, and names in `patternProperties`."""
-    found = []
-    schemas = [root]
-    while schemas:
-        schema = schemas.pop()
-        if isinstance(schema, list):
-            schemas.extend(schema)
-        if not isinstance(schema, dict):
-            continue
-        for key, value in schema.items():
-            if key == "pattern" and isinstance(value, str):
-                found.append(value)
-            if key == "patternProperties" and isinstance(value, dict):
-                found.extend(value)
-            if key in MAPS and isinstance(value, dict):
-                schemas.extend(value.values())
-            elif key not in VALUES:
-                schemas.append(value)
-    return found
-
-
-def _refs(root: Any) -> list[str]:
-    found = []
-    schemas = [root]
-    while schemas:
-        schema = schemas.pop()
-        if isinstance(schema, list):
-            schemas.extend(schema)
-        if not isinstance(schema, dict):
-            continue
-        for key, value in schema.items():
-            if key == "$ref" and isinstance(value, str):
-                found.append(value)
-            elif key in MAPS and isinstance(value, dict):
-                schemas.extend(value.values())
-            elif key not in VALUES:
-                schemas.append(value)
-    return found

@@ -57,12 +57,6 @@ def direct_linear_candidates(weight: Weight, tokens: int) -> Iterator[QuantizedL
             yield QuantizedLinearPlan(m, split=split, direct=tile)
 
 
-def rounding_linear_candidates(weight: Weight) -> Iterator[QuantizedLinearPlan]:
-    """For one token, which these round themselves."""
-    for tile in rounding_tiles(weight):
-        yield QuantizedLinearPlan(8, direct=tile)
-
-
 def tune_linear(
     form: QuantizedFormat, rows: int, columns: int, tokens: int, device: torch.device
 ) -> None:
@@ -77,7 +71,7 @@ def tune_linear(
         options += direct_linear_candidates(held[0], tokens)
     rounds = tokens == 1 and rounded_direct.takes(held[0])
     if rounds:
-        options += rounding_linear_candidates(held[0])
+        options += [QuantizedLinearPlan(8, direct=tile) for tile in rounding_tiles(held[0])]
     results = timed(f"linear {form.name} {rows}x{columns} M{tokens}", options, calls)
     named = {"kind": operands.kind_of(held[0]), "rows": rows, "columns": columns}
     direct = int4_direct.takes(held[0]) or rounds
@@ -117,6 +111,13 @@ def int4_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
         yield QuantizedTile(grouped=True)
 
 
+def direct_candidates(weight: Weight, rows: int, rounds: bool) -> Iterator[QuantizedTile]:
+    """Of the kernels beside the general one."""
+    yield from int4_candidates(weight, rows)
+    if rounds:
+        yield from (QuantizedTile(direct=tile) for tile in rounding_tiles(weight))
+
+
 def tune_experts(
     form: QuantizedFormat, shape: ExpertShape, tokens: int, device: torch.device
 ) -> None:
@@ -138,8 +139,7 @@ def tune_experts(
             ]
 
         shared = [] if rows < 16 else list(tile_candidates(rows, form.numbers == "int4"))
-        direct = [QuantizedTile(direct=tile) for tile in rounding_tiles(w.gate_up)]
-        options = [*shared, *int4_candidates(w.gate_up, rows), *(direct if rounds else [])]
+        options = [*shared, *direct_candidates(w.gate_up, rows, rounds)]
         up = timed(f"rows {rows} up", options, first)
         if not up:
             continue
@@ -151,8 +151,7 @@ def tune_experts(
                 for h, (_, blocks) in zip(made, pairs, strict=True)
             ]
 
-        direct = [QuantizedTile(direct=tile) for tile in rounding_tiles(w.down)]
-        options = [*shared, *int4_candidates(w.down, rows), *(direct if rounds else [])]
+        options = [*shared, *direct_candidates(w.down, rows, rounds)]
         down = timed(f"rows {rows} down", options, second)
         if down:
             plans.append(QuantizedExpertsPlan(rows, up[0][1], down[0][1]))

@@ -185,8 +185,8 @@ def text_logprobs(
         text = tokenizer.token(token) if found is None else found[token].decoded_token or ""
         result["tokens"].append(_named(token, text, as_ids))
         result["text_offset"].append(offset)
-        special = shown is not None and token in tokenizer.special_ids
-        if not special or (shown or "").startswith(text, offset):
+        there = shown is None or shown.startswith(text, offset)
+        if there or token not in tokenizer.special_ids:
             offset += len(text)
         if found is None:
             result["token_logprobs"].append(None)

@@ -18,7 +18,7 @@ from rorqual.serve.http.protocol import (
 )
 from rorqual.text.grammar import check_size
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schema_refs import check_refs
+from rorqual.text.schema_refs import check_enforced
 
 SCHEMA_DEPTH = 64
 
@@ -51,7 +51,7 @@ def structure_of(
 def check_schema(name: str, structure: StructuredOutput) -> None:
     """Check a schema's references; `name` is its parameter."""
     try:
-        check_refs(structure)
+        check_enforced(structure)
     except RequestError as error:
         raise bad_request(str(error), name) from None
 

@@ -93,9 +93,7 @@ class QuantizedTritonOps(TritonOps):
             return super().experts_deferred(x, router, w, base, padded)
         shared = w.num_fused_shared_experts
         num_picks = tokens * router.config.top_k
-        rounds = experts_kernels.rounds_itself(w, tokens, num_picks)
-        alike = experts_kernels.alike(w)
-        plan = experts_kernels.plan_for(w.down, num_picks, shared, rounds, alike)
+        plan = experts_kernels.plan_of(w, tokens, num_picks, num_picks)
         apart = shared and tokens > FUSED_SHARED_TOKENS["int4"]
         if apart or experts_kernels.widens(plan, w, rows.dtype):
             return self.experts(x, *_router(x, router, padded=padded), w, base)

@@ -254,6 +254,13 @@ def alike(w: ExpertWeights) -> bool:
     return len(formats) == 1
 
 
+def plan_of(w: ExpertWeights, tokens: int, num_picks: int, own: int) -> QuantizedExpertsPlan:
+    """The plan for a step's `tokens` with num_picks pairs, of which `own` are of these experts;
+    neither counts fused shared experts."""
+    rounds = rounds_itself(w, tokens, num_picks)
+    return plan_for(w.down, own, w.num_fused_shared_experts, rounds, alike(w))
+
+
 def plan_for(
     down: Weight, num_picks: int, shared: int = 0, rounds: bool = False, alike: bool = True
 ) -> QuantizedExpertsPlan:
@@ -284,9 +291,7 @@ def experts(
         return torch.zeros_like(x) if base is None else base.clone()
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
-    rounds = rounds_itself(w, ids.shape[0], num_picks)
-    own = round(num_picks * w.local_fraction)
-    plan = plan_for(w.down, own, shared, rounds, alike(w))
+    plan = plan_of(w, ids.shape[0], num_picks, round(num_picks * w.local_fraction))
     if widens(plan, w, x.dtype):
         return grouped_gemm.experts(x, ids, weights, widened.wide_experts(w, x.dtype), base)
     blocks = sorted_picks(ids, w, plan) if plan.sorts(num_picks) else None
