@@ -2,13 +2,14 @@
 with a scale a row (ops/triton/quantized), laid out as the backend lays them out.
 
 int8's rate is taken to be fp8's measured one. error: against fp64, with rows rounded as the format
-rounds them.
+rounds them. Peers of 4-bit weights (vllm_int4.py) get them as loaded, and rows rounded where ours
+are.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.kernels import gemm_and_experts as base
+from rorqual.bench.kernels import vllm_int4 as peers
 from rorqual.bench.kernels.gemm_and_experts import (
     QWEN3_30B,
     V2_LITE,
@@ -58,15 +60,21 @@ W4A8_FP8 = QuantizedFormat("int4-fp-rows", "fp8", "int4", "fp8_token")
 W8A8 = QuantizedFormat("int8", "int8", "int8", "int8_token")
 W8A8_BLOCKS = QuantizedFormat("int8-blocks", "int8", "int8", "int8_group", blocks=True)
 FP8_CHANNEL = QuantizedFormat("fp8-channel", "fp8", "fp8", "fp8_token")
+FP8_BLOCKS = QuantizedFormat("fp8-blocks", "fp8", "fp8", "fp8_group", blocks=True)
 FORMATS = (W4A16, W8A8, W4A8_FP8, W4A8_INT8, FP8_CHANNEL, W8A8_BLOCKS)
 LINEARS = ((5120, 2048), (2048, 4096))  # Qwen3-30B: qkv, out
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096)
+EXPERT_TOKENS = (1, 8, 64, 256, 1024, 4096)
 EXPERTS: tuple[tuple[QuantizedFormat, ExpertShape, str, tuple[int, ...]], ...] = (
-    *((form, QWEN3_30B, "", (1, 8, 64, 256, 1024)) for form in FORMATS),
-    (W4A16, V2_LITE, " V2-Lite", (1, 8, 64, 256)),
+    *((form, QWEN3_30B, "", EXPERT_TOKENS) for form in FORMATS),
+    *((form, V2_LITE, " V2-Lite", EXPERT_TOKENS) for form in (W4A16, W4A8_FP8, W4A8_INT8)),
     (W8A8, V2_LITE, " V2-Lite", (1, 64)),
     (W4A8_FP8, V3_SHARE, " V3 share", (8, 128, 512)),
+    # of one token; for more the kernels of gemm_and_experts.py
+    (FP8_BLOCKS, QWEN3_30B, "", (1,)),
+    (FP8_BLOCKS, V2_LITE, " V2-Lite", (1,)),
 )
+Makers = Mapping[str, Callable[[], Callable[[int], Tensor]]]
 _held: dict[tuple[Any, ...], ExpertWeights] = {}
 
 
@@ -116,14 +124,36 @@ def linear_setup(
 ) -> KernelSetup:
     held, x, given = linear_data(form, rows, columns, tokens, device)
 
-    def error() -> float:
+    def judge(out: Tensor) -> float:
         some = torch.randperm(tokens, device=device)[:64]
         truth = as_rounded(x[some], held[0]) @ exact(held[0]).t()
-        return base.difference(linear(given, held[0])[some], truth)
+        return base.difference(out[some], truth)
 
     size = rows * columns * form.width + tokens * columns * (2 if form is W4A16 else 1)
+    size += 2 * tokens * rows
     calls: list[Call] = [partial(linear, given, weight) for weight in held]
-    return KernelSetup(calls, error, size + 2 * tokens * rows, 2 * tokens * rows * columns)
+    others = linear_peers(form, held, x, not isinstance(given, RoundedRows))
+    return KernelSetup(
+        calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge
+    )
+
+
+def linear_peers(form: QuantizedFormat, held: list[Weight], x: Tensor, rounds: bool) -> Makers:
+    """rounds: rows are rounded in the call."""
+
+    def loaded() -> list[Weight]:
+        return [int4_order.plain(weight) for weight in held]
+
+    if form is W4A16:
+        return {
+            "vLLM Marlin": lambda: peers.marlin_linear(x, loaded(), rounds),
+            "vLLM Machete": lambda: peers.machete_linear(x, loaded()),
+        }
+    if form is W4A8_INT8:
+        return {"vLLM Marlin": lambda: peers.marlin_linear(x, loaded(), rounds)}
+    if form is W4A8_FP8:
+        return {"vLLM CUTLASS": lambda: peers.cutlass_linear(x, loaded(), rounds)}
+    return {}
 
 
 def expert_weights(
@@ -160,9 +190,8 @@ def expert_setup(
     w = expert_weights(form, shape, device)
     picked = base.draws(shape, tokens, device)
 
-    def error() -> float:
+    def judge(out: Tensor) -> float:
         rows = torch.randperm(tokens, device=device)[: base.CHECKED]
-        out = experts.experts(*picked[0], w)
         assert not out.isnan().any(), "output left unwritten"
         return base.difference(out[rows], expert_truth(picked[0], rows, w))
 
@@ -171,7 +200,19 @@ def expert_setup(
     matrices = 3 * shape.hidden * shape.inner * form.width
     size = active * matrices + picked[0][0].numel() * 4
     calls: list[Call] = [partial(experts.experts, *draw, w) for draw in picked]
-    return KernelSetup(calls, error, size, flops)
+    others = expert_peers(form, picked, w)
+    return KernelSetup(calls, lambda: judge(calls[0]()), size, flops, others, judge)
+
+
+def expert_peers(form: QuantizedFormat, picked: list[Draw], w: ExpertWeights) -> Makers:
+    def loaded() -> ExpertWeights:
+        return replace(w, gate_up=int4_order.plain(w.gate_up), down=int4_order.plain(w.down))
+
+    if form in (W4A16, W4A8_INT8):
+        return {"vLLM Marlin": lambda: peers.marlin_experts(picked, loaded())}
+    if form is W4A8_FP8:
+        return {"vLLM CUTLASS": lambda: peers.cutlass_experts(picked, loaded())}
+    return {}
 
 
 def cases() -> Iterator[KernelCase]:
@@ -179,6 +220,14 @@ def cases() -> Iterator[KernelCase]:
         for t in sizes:
             name = f"experts {form.name}{model} T{t}"
             yield KernelCase(name, form.kind, partial(expert_setup, form, shape, t))
-    for form, (n, k), m in itertools.product(FORMATS, LINEARS, TOKENS):
+    for form, n, k, m in linears():
         name = f"linear {form.name} {n}x{k} M{m}"
         yield KernelCase(name, form.kind, partial(linear_setup, form, n, k, m))
+
+
+def linears() -> Iterator[tuple[QuantizedFormat, int, int, int]]:
+    """(format, rows, columns, tokens)"""
+    for form, (n, k), m in itertools.product(FORMATS, LINEARS, TOKENS):
+        yield form, n, k, m
+    for n, k in LINEARS:
+        yield FP8_BLOCKS, n, k, 1

@@ -94,11 +94,10 @@ def direct_tiles() -> Iterator[DirectTile]:
 
 
 def rounding_tiles(weight: Weight) -> Iterator[DirectTile]:
-    for (warps, parts), depth, tiles in itertools.product(
-        ((1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2)), (4, 8), (1, 2)
-    ):
+    shapes = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2))  # warps, parts
+    for (warps, parts), depth, registers in itertools.product(shapes, (2, 4, 8), (0, 128)):
         if rounded_direct.fits(weight, weight.columns, parts):
-            yield DirectTile(warps, parts, depth, tiles=tiles)
+            yield DirectTile(warps, parts, depth, registers)
 
 
 def int4_candidates(weight: Weight, rows: int) -> Iterator[QuantizedTile]:
@@ -186,6 +185,6 @@ def searches() -> Iterator[TuningSearch]:
         for t in tokens:
             run = partial(tune_experts, form, shape, t)
             yield TuningSearch(f"experts {form.name}{model} T{t}", run)
-    for form, (n, k), m in itertools.product(cases.FORMATS, cases.LINEARS, cases.TOKENS):
+    for form, n, k, m in cases.linears():
         run = partial(tune_linear, form, n, k, m)
         yield TuningSearch(f"linear {form.name} {n}x{k} M{m}", run)

@@ -8,8 +8,8 @@ attention.py, gemm_and_experts.py and sampling.py describe how times, floors and
 measured; they, moe.py and quantized.py have the cases. --only takes comma-separated parts of case
 names; $ marks the end of a name. --tune tries configurations of the chosen cases instead, prints
 the best and stores them for this GPU (rorqual/ops/triton/runtime/tuning.py). --peer runs vLLM's
-kernels, if installed, on the same data in the same process; otherwise the peer's column has earlier
-figures from an H200.
+kernels, if installed, on the same data in the same process, a line each with its error; otherwise
+the peer's column has earlier figures from an H200.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
         limit: float = 500, peer: bool = False) -> list[dict[str, Any]]:  # fmt: skip
     """Measure and print; start no further case after `limit` seconds. Returns one dictionary a
     case: kernel, us, floor_us, gb_s, tflop_s, peer_us, error, config, and with `peer` what
-    vllm_kernels.best says; or kernel and failed."""
+    vllm_kernels.best says; or kernel and failed. `json` has them after every case."""
     if peer:
         check_installed()
     began = time.monotonic()
@@ -47,14 +47,18 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
     torch.manual_seed(0)
     keep_compiled()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{HEADER}")
+    if json:
+        json.write_text("[]")
     for row in rows(device, only or "", check, tune, peer):
         done.append(row)
         print(line(row), flush=True)
+        if json:
+            json.write_text(dumps(done, indent=1, default=vars))
+        if row.get("gpu_lost"):
+            raise RuntimeError("a peer left the GPU unusable: no case after this one was run")
         if time.monotonic() - began > limit:
             print("out of time: the cases after this one were not run")
             break
-    if json:
-        json.write_text(dumps(done, indent=1, default=vars))
     return done
 
 
@@ -81,7 +85,7 @@ def line(row: dict[str, Any]) -> str:
     us = row["us"]
     floor = row["floor_us"]
     against = f"{peer:8.1f}{us / peer:6.2f}" if peer else " " * 14
-    judged = f"{error:9.1e}" if error is not None else " " * 9
+    judged = format_error(error) or " " * 9
     rates = f"{row['gb_s']:7.0f}{row['tflop_s']:7.0f}"
     share = f"{100 * floor / us:5.0f}%"
     text = f"{head}{us:9.1f}{floor:8.1f}{share}{rates}{against}{judged}  {short(row)}"
@@ -89,7 +93,11 @@ def line(row: dict[str, Any]) -> str:
         f"\n{'':42}{trial:9.1f}  {attention.short(config)}"
         for trial, config in row.get("trials", [])[1:]
     ]
-    beside = [f"\n{'':42}{format_us(us)}  {name}" for name, us in row.get("peers", {}).items()]
+    errors = row.get("peer_errors", {})
+    beside = [
+        f"\n{'':42}{format_us(us)}{format_error(errors.get(name))}  {name}"
+        for name, us in row.get("peers", {}).items()
+    ]
     return (
         text
         + "".join(beside)
@@ -102,6 +110,10 @@ def line(row: dict[str, Any]) -> str:
 
 def format_us(us: float | str) -> str:
     return f"{us:9.1f}" if isinstance(us, float) else us
+
+
+def format_error(error: float | None) -> str:
+    return f"{error:9.1e}" if error is not None else ""
 
 
 def short(row: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """vLLM's kernels on the data of our own cases: FlashMLA, FlashAttention 3, its Triton experts,
-DeepGEMM. For `bench kernels --peer`.
+DeepGEMM. For `bench kernels --peer`; vllm_int4.py has those of 4-bit weights.
 
 Written for vLLM 0.25.1, whose wheel contains all four. Each function takes one case's data and
 returns a call by the number of the data set; its result is checked like ours. The engine uses
@@ -28,7 +28,8 @@ def check_installed() -> None:
     if not any(importlib.util.find_spec(name) for name in ("vllm", "deep_gemm")):
         raise ConfigError(
             "--peer runs vLLM's kernels beside ours, or DeepGEMM's alone, and neither vllm "
-            "nor deep_gemm is installed"
+            "nor deep_gemm is installed; for 4-bit weights a folder vllm/ on PYTHONPATH with the "
+            "_C_stable_libtorch and _moe_C_stable_libtorch files of vLLM's wheel is enough"
         )
 
 
@@ -37,22 +38,35 @@ def best(
     measure: Callable[[Callable[[], Call]], tuple[float, float | None]],
 ) -> dict[str, Any]:
     """What a row says of its peers, each judged by `measure` as (us, error): peers, {name: us,
-    or why it did not run}; and of the fastest peer, peer_us and peer_error. Nothing where a case
-    has none."""
+    or why it did not run}; peer_errors, {name: error}; and of the fastest peer, peer_us and
+    peer_error. gpu_lost: a peer left the GPU unusable for this process. Nothing where a case has no
+    peers."""
     found: dict[str, float | str] = {}
     errors: dict[str, float | None] = {}
+    row: dict[str, Any] = {}
     for name, make in makers.items():
         try:
             found[name], errors[name] = measure(make)
-        except Exception as problem:  # any error of the other library; ours must still be measured
-            if "CUDA error" in str(problem):
-                raise
+        except Exception as problem:  # any error of the other library; ours must still be told
             found[name] = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+            if "CUDA error" in str(problem) and not gpu_answers():
+                row["gpu_lost"] = True
+                break
     times = {name: us for name, us in found.items() if isinstance(us, float)}
-    if not times:
-        return {"peers": found} if found else {}
-    fastest = min(times, key=lambda name: times[name])
-    return {"peers": found, "peer_us": times[fastest], "peer_error": errors[fastest]}
+    if found:
+        row |= {"peers": found, "peer_errors": errors}
+    if times:
+        fastest = min(times, key=lambda name: times[name])
+        row |= {"peer_us": times[fastest], "peer_error": errors[fastest]}
+    return row
+
+
+def gpu_answers() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
 
 
 # ---- attention: one query token a request in decode, all requests alike

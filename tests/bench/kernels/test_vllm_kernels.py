@@ -207,11 +207,13 @@ def test_the_fastest_peer_is_named_and_a_broken_one_is_told() -> None:
     found = peers.best(makers, lambda make: times[make()])  # type: ignore[index]
     assert found == {
         "peers": {"slow": 9.0, "broken": "RuntimeError: no such kernel", "fast": 4.0},
+        "peer_errors": {"slow": 0.1, "fast": 0.2},
         "peer_us": 4.0,
         "peer_error": 0.2,
     }
     assert peers.best({"broken": broken}, lambda make: times[make()]) == {
-        "peers": {"broken": "RuntimeError: no such kernel"}
+        "peers": {"broken": "RuntimeError: no such kernel"},
+        "peer_errors": {},
     }  # type: ignore[index]
     assert peers.best({}, lambda make: (1.0, None)) == {}
 
