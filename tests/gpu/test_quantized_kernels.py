@@ -114,6 +114,36 @@ def test_experts(form: QuantizedFormat, tokens: int) -> None:
     replayed(lambda: experts.experts(x, ids, weights, w), first)
 
 
+@pytest.mark.skipif(not takes_fp8(DEVICE), reason="no e4m3 products")
+@pytest.mark.parametrize("tokens", [1, 2, 40, *rarely(8, 300)])
+def test_fp8_with_blocks(tokens: int) -> None:
+    """A single token is rounded by the product. The last matrix has half a block of columns."""
+    ops = QuantizedTritonOps()
+    form = cases.FP8_BLOCKS
+    x = torch.randn(tokens, 1408, device=DEVICE, dtype=torch.bfloat16)
+    weight = cases.random_weight(form, DEVICE, 1000, 1408)
+    narrow = cases.random_weight(form, DEVICE, 1000, 1344)
+    gate_up = cases.random_weight(form, DEVICE, 2 * 1344, 1408)
+    w = ExpertWeights(
+        cases.random_weight(form, DEVICE, 8, 2 * 512, 1408),
+        cases.random_weight(form, DEVICE, 8, 1408, 512),
+    )
+    ids = torch.rand(tokens, 8, device=DEVICE).topk(4).indices
+    ids[:, 2] = -1
+    weights = torch.rand(tokens, 4, device=DEVICE)
+    bias = torch.randn(1000, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    for call, expected in (
+        (lambda: ops.linear(x, weight, bias), reference.linear(x, weight, bias)),
+        (lambda: ops.mlp(x, gate_up, narrow), reference.mlp(x, gate_up, narrow)),
+        (lambda: ops.experts(x, ids, weights, w), reference.experts(x, ids, weights, w)),
+    ):
+        with bench.poisoned():
+            first = call()
+        assert bench.difference(first, expected) < LIMIT
+        replayed(call, first)
+
+
 @pytest.mark.skipif(not is_hopper(DEVICE), reason="a kernel of Hopper")
 @pytest.mark.parametrize("rows", int4_grouped_sm90.ROWS_TAKEN)
 @pytest.mark.parametrize(

@@ -42,7 +42,14 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.activation import Activation, PendingNorm, Quantized, hidden_of, room_of
+from rorqual.ops.activation import (
+    Activation,
+    NormOutput,
+    PendingNorm,
+    Quantized,
+    hidden_of,
+    room_of,
+)
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import (
     AttentionMetadata,
@@ -68,6 +75,9 @@ from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
+from rorqual.ops.triton.quantized import experts as quantized_experts
+from rorqual.ops.triton.quantized import linear as quantized_linear
+from rorqual.ops.triton.quantized import rounded_direct
 from rorqual.ops.triton.rowwise import embedding, quantize
 from rorqual.ops.triton.rowwise import norm as norm_kernels
 from rorqual.ops.triton.runtime.launch import (
@@ -127,9 +137,7 @@ class TritonOps(Ops):
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        return norm_kernels.add_norm(
-            x, residual, weight, eps, quantize_output and takes_fp8(x.device)
-        )
+        return norm_kernels.add_norm(x, residual, weight, eps, quantize_output and _rounds_rows(x))
 
     def add_norm_for_router(
         self,
@@ -140,7 +148,7 @@ class TritonOps(Ops):
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
         """For a few tokens the router's kernel computes the norm too."""
-        wanted_in_fp8 = quantize_output and takes_fp8(x.device)
+        wanted_in_fp8 = quantize_output and _rounds_rows(x)
         few = 0 < x.shape[0] <= routing.ROUTER_TOKENS and routing.takes_norm(x.shape[1])
         rows = x.stride(1) == residual.stride(1) == 1
         if few and rows and not wanted_in_fp8:
@@ -157,7 +165,7 @@ class TritonOps(Ops):
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
         return combine.combine_add_norm(
-            gave, residual, weight, eps, quantize_output and takes_fp8(residual.device)
+            gave, residual, weight, eps, quantize_output and _rounds_rows(residual)
         )
 
     def swiglu(self, x: Tensor) -> Tensor:
@@ -167,8 +175,11 @@ class TritonOps(Ops):
         if int4.supported(weight):
             return int4_gemm.linear(hidden_of(x), weight, bias)
         if weight.quantized:
-            fits = _fits_fp8(weight)
-            return fp8_gemm.linear(x, weight, bias) if fits else super().linear(x, weight, bias)
+            if not _fits_fp8(weight):
+                return super().linear(x, weight, bias)
+            if not isinstance(x, NormOutput) and _rounds_itself(room_of(x), weight):
+                return quantized_linear.linear(hidden_of(x), weight, bias)
+            return fp8_gemm.linear(x, weight, bias)
         rows = hidden_of(x)
         if gemv.chosen(rows, weight.data):
             return gemv.linear(rows, weight.data, bias)
@@ -189,6 +200,8 @@ class TritonOps(Ops):
             return self.linear(norm_kernels.swiglu(self.linear(rows, gate_up)), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
+        if _rounds_itself(room_of(x), gate_up):
+            return self.linear(self.swiglu(self.linear(x, gate_up)), down)
         return fp8_gemm.linear(
             norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=rows.dtype
         )
@@ -455,6 +468,9 @@ class TritonOps(Ops):
             ids, weights = (topk[:, :-shared].contiguous() for topk in (ids, weights))
             base = self._add_fused_shared(x, w, base)
             w = replace(w, num_fused_shared_experts=0)
+        num_picks = ids.numel() - ids.shape[0] * w.num_fused_shared_experts
+        if quantized_experts.rounds_itself(w, ids.shape[0], num_picks):
+            return quantized_experts.experts(hidden_of(x), ids, weights, w, base)
         return experts_kernels.experts(x, ids, weights, w, base)
 
     def routed_experts(
@@ -481,6 +497,12 @@ class TritonOps(Ops):
         tokens = rows.shape[0]
         plan = None
         if tokens and _fits_experts(w):
+            num_routed = tokens * router.config.top_k
+            if quantized_experts.rounds_itself(w, tokens, num_routed):
+                ids, weights = _router(x, router, padded=padded)
+                tiles = quantized_experts.plan_of(w, tokens, num_routed, num_routed)
+                y = quantized_experts.products(hidden_of(x), w, tiles, None, ids)
+                return DeferredMoESum(y, None, weights, base, combine.combine, padded)
             plan = experts_kernels.grouped_plan(w, tokens, router.config.top_k, rows.dtype)
         if plan is None:
             return self.experts(x, *_router(x, router, padded=padded), w, base)
@@ -647,6 +669,18 @@ def _power(size: int) -> bool:
 
 def _fits_fp8(weight: Weight) -> bool:
     return fp8_gemm.supported(weight) and takes_fp8(weight.data.device)
+
+
+def _rounds_itself(x: Tensor, weight: Weight) -> bool:
+    """Whether the product rounds a single token itself. The stream-K kernel is about as fast alone,
+    but whole steps are a tenth longer with it and with norms that quantize."""
+    return x.shape[0] == 1 and rounded_direct.takes(weight)
+
+
+def _rounds_rows(x: Tensor) -> bool:
+    """Whether norms of these rows quantize for fp8 products: not if those round a single token."""
+    alone = x.shape[0] == 1 and rounded_direct.takes_blocks_of(x.shape[1])
+    return takes_fp8(x.device) and not alone
 
 
 def _fits_experts(w: ExpertWeights) -> bool:

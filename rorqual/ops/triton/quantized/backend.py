@@ -55,7 +55,7 @@ class QuantizedTritonOps(TritonOps):
         if not (first or second):
             return super().mlp(x, gate_up, down)
         rows = hidden_of(x)
-        both = self.linear(rows, gate_up)
+        both = self.linear(x, gate_up)
         if not second or down.activation == "wide" or plan_for(down, rows.shape[0]).direct:
             return self.linear(self.swiglu(both), down)
         return linear(rounded_rows(both, down.activation, gated=True), down, dtype=rows.dtype)

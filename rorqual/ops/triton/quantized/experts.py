@@ -242,7 +242,7 @@ def rounds_itself(w: ExpertWeights, tokens: int, num_picks: int) -> bool:
     """Whether rounded_direct.py's kernels take so few unsorted pairs. Of two tokens they took int4
     pairs faster, but made whole steps with 8-bit weights 6 % longer."""
     few = num_picks <= DIRECT_PICKS and (tokens == 1 or w.down.is_int4)
-    return few and alike(w) and rounded_direct.takes(w.down) and rounded_direct.takes(w.gate_up)
+    return few and rounded_direct.takes(w.down) and rounded_direct.takes(w.gate_up) and alike(w)
 
 
 def alike(w: ExpertWeights) -> bool:

@@ -15,6 +15,7 @@ not depend on it: no kernel of a step writes weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,6 +199,16 @@ def ask_first(w_tile, CHUNKS: gl.constexpr, DEPTH: gl.constexpr):
 
 
 @gluon.jit
+def in_pairs(chunk):
+    """The 64 bytes or numbers of each row in the order of the columns of mma.m16n8k16, whose
+    operands are pairs. Nothing changes its thread."""
+    PARTS: gl.constexpr = chunk.shape[0]
+    N: gl.constexpr = chunk.shape[1]
+    pairs = gl.permute(gl.reshape(chunk, [PARTS, N, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    return gl.reshape(pairs, [PARTS, N, HALF])
+
+
+@gluon.jit
 def in_halves(table):
     """[parts, rows, count] as two of half the columns."""
     HALVED: gl.constexpr = table.shape[2] // 2
@@ -257,12 +268,9 @@ def add_chunk(
     PIECE: gl.constexpr = piece_with(CHUNKS, CHUNK_AT)
     piece = tokens[PIECE]
     kind: gl.constexpr = piece.dtype
-    PARTS: gl.constexpr = packed.shape[0]
-    N: gl.constexpr = packed.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    spread = gl.permute(gl.reshape(packed, [PARTS, N, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
-    ordered = gl.reshape(spread, [PARTS, N, HALF])
+    ordered = in_pairs(packed)
     low = gl.convert_layout(low_numbers(ordered, kind), LEFT, assert_trivial=True)
     high = gl.convert_layout(high_numbers(ordered, kind), LEFT, assert_trivial=True)
     LOW: gl.constexpr = (CHUNK_AT - first_of(CHUNKS, PIECE)) * 128
@@ -559,36 +567,41 @@ def _has_room(weight: Weight, columns: int) -> bool:
     portable = not is_hopper(weight.data.device)
     if portable and columns * FEWEST_TOKENS * 2 > PORTABLE_SHARED:
         return False
-    return _parts_of(columns, FEWEST_TOKENS) is not None
+    return any(fits(columns, FEWEST_TOKENS, parts) for parts in PARTS_TAKEN)
 
 
-def _parts_of(columns: int, tokens: int, wanted: int = 1, split: int = 1) -> int | None:
-    """The number of parts nearest to `wanted` that fits."""
-    among = sorted(PARTS_TAKEN, key=lambda parts: abs(parts.bit_length() - wanted.bit_length()))
-    return next((parts for parts in among if fits(columns, tokens, parts, split)), None)
-
-
-def _fitted(tile: DirectTile, columns: int, tokens: int, split: int = 1) -> DirectTile:
-    """The tile for other columns than those it was found on: about as many warps."""
-    parts = _parts_of(columns, tokens, tile.parts, split)
-    assert parts, f"no tile for {columns} columns and {tokens} tokens"
+def with_parts(tile: DirectTile, fits: Callable[[int], bool]) -> DirectTile:
+    """The tile for other columns than those it was found on: the nearest number of parts that
+    `fits`, and about as many warps."""
+    wanted = tile.parts.bit_length()
+    among = sorted(PARTS_TAKEN, key=lambda parts: abs(parts.bit_length() - wanted))
+    parts = next((parts for parts in among if fits(parts)), None)
+    assert parts, f"no number of parts fits, {tile}"
     if parts == tile.parts:
         return tile
     return replace(tile, parts=parts, warps=max(1, tile.warps * tile.parts // parts))
 
 
-def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
+def launched_with(tile: DirectTile, device: torch.device) -> dict[str, Any]:
+    """Compile-time arguments of a kernel."""
     most = {"maxnreg": tile.registers} if tile.registers else {}
     return {
         "WARPS": tile.warps,
         "PARTS": tile.parts,
         "TILES": tile.tiles,
         "DEPTH": tile.depth,
-        "GROUP": int4_order.group_of(weight),
         "num_warps": tile.warps * tile.parts,
         **most,
-        **dependent(weight.data.device),
+        **dependent(device),
     }
+
+
+def _fitted(tile: DirectTile, columns: int, tokens: int, split: int = 1) -> DirectTile:
+    return with_parts(tile, lambda parts: fits(columns, tokens, parts, split))
+
+
+def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
+    return {"GROUP": int4_order.group_of(weight), **launched_with(tile, weight.data.device)}
 
 
 def gate_up(

@@ -211,13 +211,14 @@ def takes_int4(weight: Weight) -> bool:
 
 def supported(weight: Weight) -> bool:
     """Whether the kernels support the weight: int4 repacked by int4_order.py; int8 with a scale per
-    row or block, and int8 activations; e4m3 without blocks (those: fp8_gemm.py), and e4m3
-    activations."""
+    row or block, and int8 activations; e4m3 and e4m3 activations, of weights with blocks those
+    that fp8_gemm.py does not take."""
     if weight.scale is None:
         return False
     if weight.is_int4:
         return weight.turned
-    if weight.fp8_blocks or not rows.supported(weight.activation, weight.columns):
+    taken = weight.fp8_blocks and weight.columns % weight.block[1] == 0
+    if taken or not rows.supported(weight.activation, weight.columns):
         return False
     number = rows.ROUNDED[weight.activation][0]
     return weight.data.dtype == number and weight.zero is None and _fits(weight)

@@ -3,19 +3,23 @@ rounds the token itself, and weights are loaded from global memory directly to t
 registers.
 
 A kernel that rounds one token takes as long as it takes to start it. Here each program reads all
-columns of its token, rounds them as rows.py does, byte for byte, and puts the bytes into shared
-memory, while its weights are on their way. With two tokens and more this costs more than it saves.
+columns of its token, rounds them as rows.py does, and puts them into shared memory, while its
+weights are on their way. With two tokens and more this costs more than it saves.
 
 Weights, warps and parts of the columns are as in int4_direct.py: lane 4 r + q of a warp loads 16
 adjacent bytes of 64 of a row, which are the left operands of mma.m16n8k32. Repacked int4 weights
 (int4_order.py) are in the order of those operands. int8 and e4m3 weights are not: the token's
 columns are permuted alike instead, within 64 columns. The token counts as all eight of the
 product's.
+
+e4m3 weights may have one scale per 128x128 block. Then the token has one per 128 columns, two
+chunks, whose products are multiplied by both. sm_90 has no mma.sync of e4m3: its assembler makes
+16-bit products of one, and converts both operands each time. With blocks the token is kept in fp16,
+which holds every e4m3 number, and the product is m16n8k16.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -39,11 +43,14 @@ from rorqual.ops.triton.quantized.int4_direct import (
     ask_scales,
     bytes_layout,
     first_of,
+    in_pairs,
+    launched_with,
     out_layout,
     pair_layout,
     piece_with,
     pieces_of,
     sums_layout,
+    with_parts,
 )
 from rorqual.ops.triton.quantized.int4_order import (
     FP8_HIGH,
@@ -53,7 +60,7 @@ from rorqual.ops.triton.quantized.int4_order import (
     INT8_LOW,
     INT8_UNIT,
 )
-from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent
+from rorqual.ops.triton.runtime.launch import INTERPRETED, takes_fp8
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     let_next_start,
     thread_barrier,
@@ -62,6 +69,7 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 
 ACTIVATIONS_TAKEN = ("int8_token", "fp8_token")
 MOST_COLUMNS = 8192  # of the token: they are in registers until its scale is known
+MOST_OF_BLOCKS = 4096  # experts of 7168 columns are faster in moe/small_batch.py
 
 
 @gluon.constexpr_function
@@ -171,6 +179,47 @@ def _round_token(
     return found, scale
 
 
+@gluon.jit
+def _round_piece(
+    x, kind: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr
+):
+    """WIDTH columns from FIRST on of each part, rounded with a scale per 128: in shared memory
+    [parts, 1, WIDTH], of each 64 in the order that a thread's 16 adjacent bytes have as operands of
+    mma.m16n8k16; and the scales [parts, 1, groups]. NaN stays, as in rowwise/quantize.py."""
+    column = FIRST + gl.arange(0, WIDTH, along(COPY, 2))
+    values = gl.load(x + column[None, None, :]).to(gl.float32)
+    PARTS: gl.constexpr = values.shape[0]
+    groups = gl.reshape(values, [PARTS, 1, WIDTH // 128, 128])
+    scale = gl.div_rn(gl.maximum(gl.max(gl.abs(groups), 3), 1e-4), 448.0)
+    numbers = _rounded(groups, scale[:, :, :, None], gl.float8e4nv).to(kind)
+    places = gl.reshape(numbers, [PARTS, 1, WIDTH // 64, 4, 4, 2, 2])
+    places = gl.reshape(gl.permute(places, [0, 1, 2, 4, 5, 3, 6]), [PARTS, 1, WIDTH])
+    piece = gl.allocate_shared_memory(kind, [PARTS, 1, WIDTH], rounded_layout())
+    piece.store(places)
+    scales = gl.allocate_shared_memory(gl.float32, [PARTS, 1, WIDTH // 128], rounded_layout())
+    scales.store(scale)
+    return piece, scales
+
+
+@gluon.jit
+def _round_groups(
+    x, kind: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr
+):
+    """As _round_token with a scale per 128 columns, two chunks: (pieces, pieces of the scales)."""
+    COPY: gl.constexpr = token_layout(WARPS, PARTS)
+    PIECES: gl.constexpr = pieces_of(CHUNKS)
+    own = x + gl.arange(0, PARTS, along(COPY, 0))[:, None, None] * (CHUNKS * HALF)
+    found = ()
+    scales = ()
+    for i in gl.static_range(len(PIECES)):
+        piece, factors = _round_piece(
+            own, kind, first_of(CHUNKS, i) * HALF, PIECES[i] * HALF, COPY
+        )  # fmt: skip
+        found += (piece,)  # type: ignore[assignment]
+        scales += (factors,)  # type: ignore[assignment]
+    return found, scales
+
+
 # ---- products
 
 
@@ -222,6 +271,32 @@ def _add_chunk(
 
 
 @gluon.jit
+def _pair_product(packed, piece, FIRST: gl.constexpr, SUMS: gl.constexpr):
+    """Of 64 columns of e4m3 weights and the token in 16 bits: [parts, rows, 8] fp32."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    right = piece.slice(FIRST, HALF, 2).permute((0, 2, 1)).load(RIGHT)
+    right = right.broadcast_to([packed.shape[0], HALF, 8])
+    left = gl.convert_layout(in_pairs(packed.to(piece.dtype)), LEFT, assert_trivial=True)
+    none = gl.full([packed.shape[0], packed.shape[1], 8], 0, gl.float32, SUMS)
+    return mma_v2(left, right, none)
+
+
+@gluon.jit
+def _add_group(
+    acc, first, second, scales, token, token_scales, GROUP_AT: gl.constexpr,
+    CHUNKS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """acc + the products of two chunks, whose columns share the token's and each row's scale."""
+    PIECE: gl.constexpr = piece_with(CHUNKS, 2 * GROUP_AT)
+    GROUP_IN: gl.constexpr = GROUP_AT - first_of(CHUNKS, PIECE) // 2
+    below = _pair_product(first, token[PIECE], GROUP_IN * 128, SUMS)
+    above = _pair_product(second, token[PIECE], GROUP_IN * 128 + HALF, SUMS)
+    scale = token_scales[PIECE].slice(GROUP_IN, 1, 2).load(SUMS)
+    return acc + (below + above) * (scales[GROUP_AT][:, :, None] * scale)
+
+
+@gluon.jit
 def _row_of(place, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr):
     """The weight row of a place in a tile: EACH from `column` on of a matrix with LIMIT rows that
     begins with row `first`, then the same ones of the next matrix."""
@@ -232,11 +307,12 @@ def _row_of(place, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr):
 def _sums(
     x, w, w_scale, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr, INT8: gl.constexpr,
     COLUMNS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr,
-    DEPTH: gl.constexpr, GROUP: gl.constexpr, WAITS: gl.constexpr, OUT: gl.constexpr,
+    DEPTH: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WAITS: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
     """[16 WARPS TILES, 8] fp32, each column the same: w's rows (_row_of) times the token at x.
-    first: int64. WAITS: for the previous kernel, once the weights are on their way: no kernel of a
-    step writes them."""
+    first: int64. BLOCKS: one scale per 128x128 of w. WAITS: for the previous kernel, once the
+    weights are on their way: no kernel of a step writes them."""
     kind: gl.constexpr = gl.int8 if INT8 else gl.float8e4nv
     BYTES: gl.constexpr = bytes_layout(WARPS, PARTS, TILES)
     SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
@@ -249,26 +325,40 @@ def _sums(
     w_tile += gl.arange(0, HALF, along(BYTES, 2))[None, None, :]
     given = ask_first(w_tile, CHUNKS, DEPTH)
     scales = ()
-    if GROUP > 0:
-        GROUPS: gl.constexpr = COLUMNS // GROUP // PARTS  # of a part
+    if GROUP > 0 or BLOCKS:
+        GROUPS: gl.constexpr = COLUMNS // (128 if BLOCKS else GROUP) // PARTS  # of a part
         row = _row_of(gl.arange(0, N, along(SUMS, 1)), first, column, EACH, LIMIT)
+        if BLOCKS:
+            row = row // 128
         at = row[None, :] * (GROUPS * PARTS) + gl.arange(0, PARTS, along(SUMS, 0))[:, None] * GROUPS
         scales = ask_scales(w_scale + at, GROUPS, WARPS, PARTS, TILES, SUMS)
     wait_for_inputs(WAITS)
-    token, scale = _round_token(x, kind, CHUNKS, GROUP, WARPS, PARTS)
     WHOLE: gl.constexpr = GROUP == 0 and INT8
-    TOTAL: gl.constexpr = gl.int32 if WHOLE else gl.float32
-    acc = gl.full([PARTS, N, 8], 0, TOTAL, SUMS)
-    thread_barrier()  # the whole token is in shared memory
-    for chunk in gl.static_range(CHUNKS):
-        acc = _add_chunk(acc, given[chunk], scales, token, chunk, CHUNKS, GROUP, SUMS)
-        if chunk + DEPTH < CHUNKS:
-            given += (ask(w_tile, chunk + DEPTH),)
-    total = gl.convert_layout(gl.sum(acc, 0).to(gl.float32), OUT)
-    if GROUP == 0:
-        row = _row_of(gl.arange(0, N, gl.SliceLayout(1, OUT)), first, column, EACH, LIMIT)
-        total = total * gl.load(w_scale + row).to(gl.float32)[:, None]
-    return total * scale
+    acc = gl.full([PARTS, N, 8], 0, gl.int32 if WHOLE else gl.float32, SUMS)
+    if BLOCKS:
+        token, token_scales = _round_groups(x, gl.float16, CHUNKS, WARPS, PARTS)
+        thread_barrier()  # the whole token is in shared memory
+        for group in gl.static_range(CHUNKS // 2):
+            acc = _add_group(
+                acc, given[2 * group], given[2 * group + 1], scales, token, token_scales, group,
+                CHUNKS, SUMS,
+            )  # fmt: skip
+            for chunk in gl.static_range(2):
+                if 2 * group + chunk + DEPTH < CHUNKS:
+                    given += (ask(w_tile, 2 * group + chunk + DEPTH),)
+        return gl.convert_layout(gl.sum(acc, 0), OUT)
+    else:
+        token, scale = _round_token(x, kind, CHUNKS, GROUP, WARPS, PARTS)
+        thread_barrier()
+        for chunk in gl.static_range(CHUNKS):
+            acc = _add_chunk(acc, given[chunk], scales, token, chunk, CHUNKS, GROUP, SUMS)
+            if chunk + DEPTH < CHUNKS:
+                given += (ask(w_tile, chunk + DEPTH),)
+        total = gl.convert_layout(gl.sum(acc, 0).to(gl.float32), OUT)
+        if GROUP == 0:
+            row = _row_of(gl.arange(0, N, gl.SliceLayout(1, OUT)), first, column, EACH, LIMIT)
+            total = total * gl.load(w_scale + row).to(gl.float32)[:, None]
+        return total * scale
 
 
 @gluon.jit
@@ -276,7 +366,7 @@ def _rounded_linear_kernel(
     x, w, w_scale, bias, y,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    BLOCKS: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y = W x: 16 WARPS TILES rows a program."""
     OUT: gl.constexpr = out_layout(WARPS * PARTS)
@@ -285,7 +375,7 @@ def _rounded_linear_kernel(
     column = gl.program_id(0) * N
     acc = _sums(
         x, w, w_scale, gl.to_tensor(0).to(gl.int64), column, N, ROWS, INT8, COLUMNS, WARPS, PARTS,
-        TILES, DEPTH, GROUP, DEPENDENT, OUT,
+        TILES, DEPTH, GROUP, BLOCKS, DEPENDENT, OUT,
     )  # fmt: skip
     row = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
     if BIAS:
@@ -299,7 +389,7 @@ def _rounded_gate_up_kernel(
     x, w, w_scale, h, ids, x_row,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, TOP_K: gl.constexpr, INT8: gl.constexpr,
     WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr,
-    GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
+    GROUP: gl.constexpr, BLOCKS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """h[pair] = silu(gate x) * (up x), 8 WARPS TILES columns a program. Of a tile's weight rows the
     first half are gates and the other half their ups."""
@@ -315,7 +405,7 @@ def _rounded_gate_up_kernel(
     if expert >= 0:
         acc = _sums(
             x + (pair // TOP_K).to(gl.int64) * x_row, w, w_scale, expert * (2 * INNER), column, N,
-            INNER, INT8, HIDDEN, WARPS, PARTS, TILES, DEPTH, GROUP, False, OUT,
+            INNER, INT8, HIDDEN, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, False, OUT,
         )  # fmt: skip
         pairs = gl.permute(gl.reshape(acc, [2, N, 8]), [1, 2, 0])
         gate, up = gl.split(gl.convert_layout(pairs, PAIR))
@@ -332,7 +422,7 @@ def _rounded_down_kernel(
     h, w, w_scale, y, ids,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
+    BLOCKS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y[pair] = down[expert] h[pair], 16 WARPS TILES columns a program. EARLY: after the kernel
     above, which let this one start once it had waited for the ids."""
@@ -348,7 +438,7 @@ def _rounded_down_kernel(
     if expert >= 0:
         acc = _sums(
             h + pair.to(gl.int64) * INNER, w, w_scale, expert * HIDDEN, column, N, HIDDEN, INT8,
-            INNER, WARPS, PARTS, TILES, DEPTH, GROUP, DEPENDENT, OUT,
+            INNER, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, DEPENDENT, OUT,
         )  # fmt: skip
         at = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
         stored = (at < HIDDEN)[:, None] & (gl.arange(0, 8, gl.SliceLayout(0, OUT)) == 0)[None, :]
@@ -362,8 +452,13 @@ def _rounded_down_kernel(
 
 def takes(weight: Weight) -> bool:
     """Weights that operands.supported takes, with one scale a token; int8 and e4m3 with one a row,
-    int4 in chunks of 128 columns."""
-    if INTERPRETED or not operands.supported(weight):  # the interpreter does not support Gluon
+    int4 in chunks of 128 columns. And e4m3 with one per 128x128 block."""
+    if INTERPRETED:  # the interpreter does not support Gluon
+        return False
+    if weight.fp8_blocks:
+        runs = takes_fp8(weight.data.device) and weight.data.is_contiguous()
+        return runs and takes_blocks_of(weight.columns)
+    if not operands.supported(weight):
         return False
     if weight.activation not in ACTIVATIONS_TAKEN or weight.zero is not None:
         return False
@@ -372,34 +467,36 @@ def takes(weight: Weight) -> bool:
         whole = int4_order.chunk_of(weight) == CHUNK and group in GROUPS_TAKEN
     else:
         whole = group == 0 and weight.block[0] == 1
-    return whole and _parts_of(weight, weight.columns) is not None
+    return whole and any(fits(weight, weight.columns, parts) for parts in PARTS_TAKEN)
+
+
+def takes_blocks_of(columns: int) -> bool:
+    """Whether e4m3 weights with a scale per 128x128 block and so many columns are taken."""
+    return not INTERPRETED and any(_fits_blocks(columns, parts) for parts in PARTS_TAKEN)
 
 
 def fits(weight: Weight, columns: int, parts: int) -> bool:
     """Whether a warp's share of so many columns is whole chunks, and not too many."""
+    if weight.fp8_blocks:
+        return _fits_blocks(columns, parts)
     chunks, rest = divmod(columns, CHUNK if weight.is_int4 else HALF.value)
     whole = not rest and chunks % parts == 0
     return whole and chunks // parts <= MOST_CHUNKS and columns <= MOST_COLUMNS
 
 
-def _parts_of(weight: Weight, columns: int, wanted: int = 4) -> int | None:
-    """The number of parts nearest to `wanted` that fits."""
-    among = sorted(PARTS_TAKEN, key=lambda parts: abs(parts.bit_length() - wanted.bit_length()))
-    return next((parts for parts in among if fits(weight, columns, parts)), None)
+def _fits_blocks(columns: int, parts: int) -> bool:
+    """Chunks come in pairs, which share a scale."""
+    pairs, rest = divmod(columns, CHUNK)
+    whole = not rest and pairs % parts == 0
+    return whole and 2 * pairs // parts <= MOST_CHUNKS and columns <= MOST_OF_BLOCKS
 
 
 def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
-    most = {"maxnreg": tile.registers} if tile.registers else {}
     return {
         "INT8": weight.activation.startswith("int8"),
-        "WARPS": tile.warps,
-        "PARTS": tile.parts,
-        "TILES": tile.tiles,
-        "DEPTH": tile.depth,
         "GROUP": operands.group_of(weight) if weight.is_int4 else 0,
-        "num_warps": tile.warps * tile.parts,
-        **most,
-        **dependent(weight.data.device),
+        "BLOCKS": weight.fp8_blocks,
+        **launched_with(tile, weight.data.device),
     }
 
 
@@ -407,12 +504,7 @@ def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
 
 
 def _fitted(tile: DirectTile, weight: Weight) -> DirectTile:
-    """The tile for other columns than those it was found on: about as many warps."""
-    parts = _parts_of(weight, weight.columns, tile.parts)
-    assert parts, f"no tile for {weight.columns} columns"
-    if parts == tile.parts:
-        return tile
-    return replace(tile, parts=parts, warps=max(1, tile.warps * tile.parts // parts))
+    return with_parts(tile, lambda parts: fits(weight, weight.columns, parts))
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, tile: DirectTile) -> None:

@@ -95,6 +95,7 @@ CASES = [
     ("int8", "int8_group", (70, 256), {"group": 128}),
     ("fp8", "fp8_token", (70, 256), {}),
     ("fp8", "fp8_group", (70, 256), {}),
+    ("fp8", "fp8_group", (200, 320), {"group": 128, "share": 128}),
 ]
 
 

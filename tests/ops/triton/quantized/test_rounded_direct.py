@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.rounding import FP8
+from rorqual.ops.triton import backend
 from rorqual.ops.triton.quantized import (
     experts,
     int4_direct,
@@ -22,7 +23,8 @@ from rorqual.ops.triton.quantized.int4_direct import DirectTile
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounded_direct, "INTERPRETED", False)
-    monkeypatch.setattr(operands, "takes_fp8", lambda device: True)
+    for module in (operands, rounded_direct, backend):
+        monkeypatch.setattr(module, "takes_fp8", lambda device: True)
 
 
 def eight(*shape: int, kind: str = "int8", block: tuple[int, int] | None = None) -> Weight:
@@ -32,6 +34,10 @@ def eight(*shape: int, kind: str = "int8", block: tuple[int, int] | None = None)
     scale = torch.empty(places, device="meta")
     share = "group" if block else "token"
     return Weight(data, scale, (rows, columns), None, f"{kind}_{share}")
+
+
+def blocks(*shape: int) -> Weight:
+    return eight(*shape, kind="fp8", block=(128, 128))
 
 
 def four(*shape: int, group: int = 128, activation: str = "fp8_token") -> Weight:
@@ -46,6 +52,10 @@ def test_which_weights_are_taken() -> None:
     assert rounded_direct.takes(four(2048, 1408))
     assert rounded_direct.takes(four(2048, 1408, group=64, activation="int8_token"))
     assert rounded_direct.takes(eight(64, 2048, 1408))
+    assert rounded_direct.takes(blocks(5120, 2048))
+    assert rounded_direct.takes(blocks(64, 2048, 1408)), "22 chunks, a part of all"
+    assert not rounded_direct.takes(blocks(2112, 7168)), "a part's chunks are too many"
+    assert not rounded_direct.takes(blocks(2048, 10944)), "half a block"
     assert rounded_direct.takes(four(128, 2048, 768))
     assert not rounded_direct.takes(eight(2048, 2048, block=(128, 128))), "scales of blocks"
     assert not rounded_direct.takes(eight(2048, 2000)), "columns of no whole chunks"
@@ -67,6 +77,7 @@ def test_a_tile_fits_other_columns_than_it_was_found_on() -> None:
     [
         ("int8", eight(5120, 2048)),
         ("fp8", eight(5120, 2048, kind="fp8")),
+        ("fp8_blocks", blocks(5120, 2048)),
         ("int4_fp8", four(5120, 2048)),
         ("int4_int8", four(5120, 2048, activation="int8_token")),
     ],
@@ -78,10 +89,20 @@ def test_it_is_chosen_for_one_token_that_is_not_rounded(kind: str, weight: Weigh
     assert not linear.plan_for(weight, 2).direct
 
 
+def test_norms_quantize_what_is_not_rounded_by_its_product() -> None:
+    def rows(tokens: int, columns: int) -> torch.Tensor:
+        return torch.empty(tokens, columns, device="meta")
+
+    assert not backend._rounds_rows(rows(1, 2048))
+    assert backend._rounds_rows(rows(2, 2048))
+    assert backend._rounds_rows(rows(1, 7168))
+
+
 @pytest.mark.parametrize(
     ("w", "most"),
     [
         (ExpertWeights(eight(128, 1536, 2048), eight(128, 2048, 768)), 1),
+        (ExpertWeights(blocks(128, 1536, 2048), blocks(128, 2048, 768)), 1),
         (ExpertWeights(four(128, 1536, 2048), four(128, 2048, 768)), 2),
     ],
 )

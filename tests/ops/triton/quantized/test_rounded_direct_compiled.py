@@ -25,6 +25,7 @@ pytestmark = pytest.mark.exhaustive
 FORMATS = [
     ("int8", "int8_token", 0),
     ("fp8", "fp8_token", 0),
+    ("fp8", "fp8_group", 128),
     ("int4", "int8_token", 128),
     ("int4", "fp8_token", 128),
     ("int4", "fp8_token", 64),
@@ -39,8 +40,9 @@ def weight(*shape):
         scale = new(*shape[:-1], shape[-1] // {group})
         return Weight(data, scale, (1, {group}), None, "{activation}", turned=True)
     data = new(*shape, dtype=torch.int8 if "{kind}" == "int8" else FP8)
-    scale = torch.empty(*shape[:-1], 1)
-    return Weight(data, scale, (1, shape[-1]), None, "{activation}")
+    rows, columns = (128, 128) if {group} else (1, shape[-1])
+    scale = torch.empty(*shape[:-2], -(-shape[-2] // rows), shape[-1] // columns)
+    return Weight(data, scale, (rows, columns), None, "{activation}")
 """
 LINEAR = """
 plan = linear.QuantizedLinearPlan(8, direct=linear.DirectTile({warps}, {parts}, 2, tiles={tiles}))
@@ -57,7 +59,8 @@ experts.products(new({tokens}, {hidden}), w, plan, None, ids)
 
 def drawn(kind: str, activation: str, group: int, *shape: int) -> tuple[Weight, torch.Tensor]:
     """A weight as loaded, and its data as the kernels take it."""
-    made = weight(kind, activation, *shape, group=group)
+    share = 128 if group and kind != "int4" else 1
+    made = weight(kind, activation, *shape, group=group, share=share)
     data = made.data
     return made, int4_order.turned(data, 128, activation) if kind == "int4" else data
 
