@@ -33,7 +33,8 @@ def variant(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Varian
     """What Triton compiles a kernel for: constants, dtypes, arguments that are None, and whether an
     integer is 1 or a multiple of 16."""
     parameters = inspect.signature(kernel.fn).parameters
-    options = getattr(kernel, "kwargs", None) or {}
+    # an interpreted kernel keeps the decorator's arguments, a compiled one has attributes
+    options = getattr(kernel, "kwargs", None) or vars(kernel)
     free = set(options.get("do_not_specialize") or ())
     unaligned = set(options.get("do_not_specialize_on_alignment") or ()) | free
     found: list[Any] = [kernel.fn.__name__]

@@ -47,6 +47,7 @@ STAGES = 2
 MOST_SPLITS = 16
 LEAST_TILES = 2  # of a part
 MERGED_ROWS = 4  # of a program
+FEWEST_MERGED = 4  # fewer parts have the kernel of so many: one variant less to compile
 REGISTERS = (240, 24)  # of a thread that computes, of one that copies
 
 
@@ -800,6 +801,6 @@ def merge(parts: Tensor, logs: Tensor, out: Tensor) -> None:
         rows,
         heads,
         MERGED_ROWS,
-        triton.next_power_of_2(splits),
+        triton.next_power_of_2(max(splits, FEWEST_MERGED)),
         num_warps=4,
     )
