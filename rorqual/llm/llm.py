@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rorqual.config.option import by_field
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
-from rorqual.errors import ConfigError, RequestError
+from rorqual.errors import ConfigError, EngineError, RequestError
 from rorqual.llm.calls import Deltas, OpenCall, SharedEngine
 from rorqual.models.hub import model_folder
 from rorqual.request import Request, RequestOutput, SamplingParams
@@ -71,6 +72,7 @@ class LLM:
             self.tokenizer = tokenizer_of(folder, vocab_size, tokenizer, random)
             where = self.tokenizer.folder
             self.engine.grammars = _grammars(where, vocab_size, self.defaults.eos_token_ids)
+        self._pid = os.getpid()
         self._ids = itertools.count()
         self._shared = SharedEngine(self.engine)
 
@@ -128,6 +130,10 @@ class LLM:
         sampling_params: Params,
     ) -> tuple[list[RequestOutput], Deltas]:
         """Queue all requests, or none."""
+        if os.getpid() != self._pid:
+            raise EngineError(
+                f"this LLM belongs to process {self._pid}: its threads do not live on after a fork"
+            )
         given = self.defaults.params() if sampling_params is None else sampling_params
         params = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
         if len(params) != len(prompts):

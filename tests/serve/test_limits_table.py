@@ -227,7 +227,6 @@ NO_LIMITS = {
     "TRIM_SECONDS",
     "WATCH_SECONDS",
     "WINDOW",  # recent latencies
-    "YOUNG_SECONDS",
     "CHARS",
     "TOKENS",
     "TTFT",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
 import queue
 import signal
 import threading
@@ -53,7 +54,7 @@ from rorqual.engine.rank_service import RankService, ServiceContext, make_servic
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import TraceFile
-from rorqual.errors import EngineError
+from rorqual.errors import ConfigError, EngineError
 from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -79,6 +80,12 @@ class DistributedExecutor:
         self.sizes = config.parallel
         # an invalid layout is rejected before any process starts
         read_model(config)
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process is in a process group already, as that of another LLM with ranks: "
+                "end it first, or use another process"
+            )
+        self.pid = os.getpid()
         self.failed: str | None = None
         self.mesh: Mesh | None = None
         self.closed = False
@@ -393,7 +400,7 @@ class DistributedExecutor:
 
     def close(self) -> None:
         """Ask the ranks to stop, and kill those that do not."""
-        if self.closed:
+        if self.closed or os.getpid() != self.pid:  # the ranks belong to the process before a fork
             return
         self.closed = True
         self.stopped.set()

@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 
 from rorqual.cache.prefix import next_key, root_key
+from rorqual.config.locked_folder import LockedFolder
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.begin import EarlyEngines
 from rorqual.serve.engines.client import ClientUsage, EngineClient
 from rorqual.serve.engines.job import EngineJob, NullEngine
-from rorqual.serve.engines.socket_folder import SocketFolder
 from rorqual.serve.errors import not_ready
 from rorqual.serve.kv_events_config import KVEventsConfig
 from rorqual.serve.limits import ServerLimits
@@ -102,7 +102,7 @@ class EnginePool:
         self.structured = structured
         self.tokenizer = tokenizer
         self.engines = [EngineSlot(index) for index in range(len(options))]
-        self.sockets = SocketFolder()
+        self.sockets = LockedFolder()
         self.folder = self.sockets.path
         self.usage = ClientUsage()
         self.ids = itertools.count()

@@ -20,7 +20,7 @@ from rorqual.engine.distributed.channel import Channel, FrameKind
 from rorqual.engine.distributed.launchers.local import LocalLauncher
 from rorqual.engine.distributed.rendezvous import Rendezvous
 from rorqual.engine.distributed.worker_handle import ConnectedWorker, WorkerHandle
-from rorqual.errors import EngineError
+from rorqual.errors import ConfigError, EngineError
 from rorqual.parallel.mesh import ProcessGroups
 from tests.child_process import stand_still
 from tests.engine.distributed.starting import (
@@ -147,6 +147,29 @@ def test_a_rank_that_dies_before_it_has_come_ends_the_start(
     monkeypatch.setattr(Rendezvous, "join", kill_and_join)
     with pytest.raises(EngineError, match=r"rank 1 .* ended with status -9; rank 0 was loading"):
         LLM(**OPTIONS, tp=2)
+
+
+def test_a_second_group_of_ranks_is_refused_and_a_fork_leaves_the_first_alone() -> None:
+    """One process is in one group of ranks. A child made by fork neither uses nor ends it."""
+    llm = LLM(**OPTIONS, tp=2)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    (before,) = llm.generate(TEXT, params)
+    with pytest.raises(ConfigError, match="in a process group already"):
+        LLM(**OPTIONS, tp=2)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            llm.generate(TEXT, params)
+        except EngineError as error:
+            status = 0 if "belongs to process" in str(error) else 2
+        finally:
+            llm.engine.close()
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    (after,) = llm.generate(TEXT, params)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    llm.engine.close()
 
 
 @pytest.mark.exhaustive

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rorqual.config.locked_folder import LOCK, STORE, YOUNG_SECONDS, LockedFolder, sweep
 from rorqual.serve.engines.pool import EngineFailure, EnginePool, EngineSlot
-from rorqual.serve.engines.socket_folder import LOCK, YOUNG_SECONDS, SocketFolder, sweep
 from rorqual.serve.limits import ServerLimits
 
 
@@ -36,8 +36,8 @@ def killed(parent: Path) -> Path:
     code = (
         "import os, signal, tempfile, zmq\n"
         f"tempfile.tempdir = {str(parent)!r}\n"
-        "from rorqual.serve.engines.socket_folder import SocketFolder\n"
-        "folder = SocketFolder()\n"
+        "from rorqual.config.locked_folder import LockedFolder\n"
+        "folder = LockedFolder()\n"
         "bound = zmq.Context().socket(zmq.PULL)\n"
         "bound.bind(f'ipc://{folder.path}/engine-0-0-in')\n"
         "print(folder.path, flush=True)\n"
@@ -58,12 +58,30 @@ def test_what_a_killed_server_left_goes_when_the_next_starts(parent: Path):
     assert list(parent.iterdir()) == []
 
 
+def test_what_killed_ranks_left_goes_as_well(parent: Path):
+    code = (
+        "import os, signal, tempfile\n"
+        f"tempfile.tempdir = {str(parent)!r}\n"
+        "from rorqual.config.locked_folder import STORE, LockedFolder\n"
+        "folder = LockedFolder('ranks-')\n"
+        "(folder.path / STORE).write_text('came')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code])
+    (left,) = parent.iterdir()
+    assert left.name.startswith("rorqual-ranks-")
+    assert {path.name for path in left.iterdir()} == {LOCK, STORE}
+    aged(left)
+    LockedFolder().remove()
+    assert list(parent.iterdir()) == []
+
+
 def test_a_server_that_runs_keeps_its_own(parent: Path):
-    running = SocketFolder()
+    running = LockedFolder()
     bound = socket.socket(socket.AF_UNIX)
     bound.bind(str(running.path / "in"))
     aged(running.path)
-    SocketFolder().remove()
+    LockedFolder().remove()
     assert (running.path / "in").exists()
     bound.close()
     running.remove()

@@ -3,13 +3,12 @@ reach."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import suppress
 
+from rorqual.config.locked_folder import STORE, LockedFolder
 from rorqual.config.model import child_environment
 from rorqual.config.process import group_signals_blocked
 from rorqual.engine.config import EngineConfig
@@ -27,8 +26,8 @@ class LocalLauncher(Launcher):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self.folder = Path(tempfile.mkdtemp(prefix="rorqual-ranks-"))
-        self.rendezvous = Rendezvous(file=str(self.folder / "store"))
+        self.folder = LockedFolder("ranks-")
+        self.rendezvous = Rendezvous(file=str(self.folder.path / STORE))
 
     def start(self) -> list[ConnectedWorker]:
         return [self._child(self.config.first_device + rank) for rank in range(1, self.world)]
@@ -50,4 +49,5 @@ class LocalLauncher(Launcher):
         )
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.remove()

@@ -1,5 +1,5 @@
-"""The folder of the sockets between the API process and its engines. One left by a killed server is
-removed by the next server that starts."""
+"""Temporary folders of a server's sockets and of the file where ranks find each other. One left by
+a killed process is removed by the next that makes one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-log = logging.getLogger("rorqual.serve")
+log = logging.getLogger("rorqual")
 
 PREFIX = "rorqual-"
 LOCK = "server.lock"
-YOUNG_SECONDS = 60.0  # a younger folder may belong to a server that has not taken its lock yet
+STORE = "store"  # the file where ranks find each other
+YOUNG_SECONDS = 60.0  # a younger folder may belong to a process that has not taken its lock yet
 
 
-class SocketFolder:
-    """Has mode 0700: other users cannot reach the sockets. This process holds the lock in it until
-    it ends, however it ends."""
+class LockedFolder:
+    """Has mode 0700: other users cannot reach what is in it. This process holds the lock in it
+    until it ends, however it ends. name: follows PREFIX."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         sweep(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX + name))
         self.lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
@@ -38,12 +39,12 @@ class SocketFolder:
 
 
 def sweep(parent: Path) -> None:
-    """Remove folders of this user whose server has ended: their lock is free."""
+    """Remove folders of this user whose process has ended: their lock is free."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another server may be sweeping too
+        with suppress(OSError):  # another process may be sweeping too
             if _stale(folder):
                 _remove(folder)
-                log.info("removed %s, which a killed server left", folder)
+                log.info("removed %s, which a killed process left", folder)
 
 
 def _stale(folder: Path) -> bool:
@@ -61,8 +62,8 @@ def _stale(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove sockets and the lock; a folder with any other file stays."""
+    """Remove what processes put there; a folder with any other file stays."""
     for path in folder.iterdir():
-        if path.name == LOCK or path.is_socket():
+        if path.name in (LOCK, STORE) or path.is_socket():
             path.unlink()
     folder.rmdir()
