@@ -47,6 +47,7 @@ class GroupAxis:
         self.name = name
         self.group = group
         self.group_name = group.group_name
+        self.backend = dist.get_backend(group)  # `abort` may come when the group is gone already
         self.ranks = tuple(ranks)
         self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
         self.shard = Shard(self.rank, self.size)
@@ -80,7 +81,7 @@ class GroupAxis:
     def abort(self) -> None:
         """Abort NCCL collectives. A gloo call ends by itself when a peer exits, or at its
         timeout."""
-        if dist.get_backend(self.group) == "nccl":
+        if self.backend == "nccl":
             self.group.abort()
 
     # ---- sums

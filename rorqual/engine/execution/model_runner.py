@@ -429,7 +429,7 @@ class ModelRunner:
             for work in rows.works(pieces.gaps):
                 work()
         for drafts, count, length in product(draft_counts, buckets, lengths):
-            if count * (drafts + 1) <= pieces.sizes[-1]:
+            if count * (drafts + 1) < pieces.sizes[-1]:  # with the chunk's token
                 self._attend_padding(pieces, [padding] * count, max(length, drafts + 1), 1, drafts)
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
