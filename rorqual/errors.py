@@ -5,8 +5,10 @@ from __future__ import annotations
 
 
 class RorqualError(Exception):
-    """Base of every error a user can cause; the CLI prints it as one sentence and exits with
-    status 2."""
+    """Base of every error a user can cause; the CLI prints it as one sentence and exits with its
+    status."""
+
+    status = 2
 
 
 class ConfigError(RorqualError):
@@ -42,6 +44,12 @@ class CapacityError(RorqualError):
 
 class TargetError(RorqualError):
     """A server to be measured that does not answer, or not as an OpenAI-compatible server does."""
+
+
+class WriteError(RorqualError):
+    """Output that cannot be written any more: a full disk, or a folder that went away."""
+
+    status = 1
 
 
 ECHOED = 100  # characters of a caller's own text that an error says back

@@ -14,6 +14,8 @@ from rich.text import Text
 from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.engine.config import MAX_HOST_MEMORY
+from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import DEFAULT_FORM, Format
@@ -32,7 +34,17 @@ def info(
     host_gib: float | None = None,
 ) -> None:
     """Print a model given by folder or Hugging Face id (None: the bundled one); `memory_gib`
-    adds a GPU of that size, `host_gib` what so much host memory holds of evicted prefixes."""
+    adds a GPU of that size, `host_gib` what so much host memory holds of evicted prefixes. Raises
+    ConfigError."""
+    if memory_gib is not None and not 0 < memory_gib <= MAX_HOST_MEMORY:
+        raise ConfigError(
+            f"--memory={memory_gib} is out of range; accepted: above 0, up to {MAX_HOST_MEMORY} "
+            "(GiB)"
+        )
+    if host_gib is not None and not 0 <= host_gib <= MAX_HOST_MEMORY:
+        raise ConfigError(
+            f"--kv-host-memory={host_gib} is out of range; accepted: 0 to {MAX_HOST_MEMORY} (GiB)"
+        )
     folder = model_folder(model, weights=False)
     (console or Console()).print(
         render(read_config_file(folder, ignore_fields), folder, memory_gib, host_gib)

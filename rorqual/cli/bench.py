@@ -29,6 +29,7 @@ from rorqual.cli.options import (
     numbers,
     with_options,
 )
+from rorqual.cli.output import check_output, checked_output, write_output
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 
@@ -128,6 +129,7 @@ def _load_options(work: OfflineWork, asked: Given) -> Given:
     if alone:
         path = str(work.expert_load)
         return {"simulated_expert_load": path, "simulated_rank": work.rank or "hottest"}
+    check_output(work.expert_load, "--expert-load")
     return {"record_expert_load": True}
 
 
@@ -253,7 +255,7 @@ def bench_layers(
     )
     layers.print_table(rows)
     if json_file:
-        json_file.write_text(layers.as_json(rows) + "\n")
+        write_output(json_file, layers.as_json(rows) + "\n")
 
 
 @app.command("calibrate")
@@ -264,7 +266,10 @@ def bench_calibrate(
         typer.Option(help="A GPU that ships, for peaks and links; this run says what is reached."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; NAME.yaml (NAME.json) if left out.")
+        Path | None,
+        typer.Option(
+            help="The file to write; NAME.yaml (NAME.json) if left out.", callback=checked_output
+        ),
     ] = None,
     full: Annotated[
         bool,
@@ -357,6 +362,7 @@ def bench_steps(
         return
     if based_on is None:
         raise typer.BadParameter("--based-on is needed: the GPU as rorqual plan --gpus names it")
+    check_output(out, "--out")
     from rorqual.bench.kernel_times.run import conditions_here
     from rorqual.bench.step_times import run as step_times
     from rorqual.platforms import make_platform

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rorqual.cli.options import Device, Json, numbers
+from rorqual.cli.output import write_output
 from rorqual.disagg.transfer_config import MAX_STAGING_MB, TRANSPORTS
 
 
@@ -39,7 +40,7 @@ def bench_comm(
     found = comm.bench(setup)
     comm.print_table(found, setup)
     if json_file and found:
-        json_file.write_text(comm.as_json(found, setup) + "\n")
+        write_output(json_file, comm.as_json(found, setup) + "\n")
 
 
 HopTransport = Annotated[
@@ -123,7 +124,7 @@ def bench_hop(
         reads = bench_reads(hidden, intermediate, top_k, setup.device, repeats)
         expert_hop.print_reads(reads, found, setup)
     if json_file:
-        json_file.write_text(expert_hop.as_json(found, setup, reads) + "\n")
+        write_output(json_file, expert_hop.as_json(found, setup, reads) + "\n")
 
 
 def _hop_by_handles(
@@ -154,7 +155,7 @@ def _hop_by_handles(
     found = handle_hop.bench(setup)
     handle_hop.print_table(found, setup)
     if json_file:
-        json_file.write_text(handle_hop.as_json(found, setup) + "\n")
+        write_output(json_file, handle_hop.as_json(found, setup) + "\n")
     if not all(hop.right for hop in found):
         raise typer.Exit(1)
 
@@ -190,7 +191,7 @@ def _hop_by_group(
         tcp = expert_hop.HopSetup(rows, *sizes, repeats, fp8, "cpu")
         expert_hop.print_table(expert_hop.bench(tcp), tcp)
     if json_file:
-        json_file.write_text(handle_hop.as_json(found, setup) + "\n")
+        write_output(json_file, handle_hop.as_json(found, setup) + "\n")
     if not all(hop.right for hop in found):
         raise typer.Exit(1)
 
@@ -236,4 +237,4 @@ def bench_pages(
         page_transfers.print_table(found, setup)
         runs.append((setup, found))
     if json_file:
-        json_file.write_text(page_transfers.as_json(runs) + "\n")
+        write_output(json_file, page_transfers.as_json(runs) + "\n")

@@ -17,6 +17,7 @@ from rorqual.cli.options import (
     numbers,
     with_options,
 )
+from rorqual.cli.output import write_output
 from rorqual.config.parallel import AUTO
 from rorqual.engine.config import EngineConfig
 
@@ -65,6 +66,6 @@ def bench_micro_batches(
         cells = bench.run(llm.engine, sizes, lambda line: typer.echo(line, err=True))
         bench.print_table(cells)
         if json_file:
-            json_file.write_text(bench.as_json(cells, llm.engine.worker.step_times) + "\n")
+            write_output(json_file, bench.as_json(cells, llm.engine.worker.step_times) + "\n")
     finally:
         llm.engine.close()

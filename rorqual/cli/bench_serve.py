@@ -10,6 +10,7 @@ import typer
 
 from rorqual.bench.serving.settings import ServingSettings
 from rorqual.cli.options import Given, Json, numbers, with_options
+from rorqual.cli.output import check_chart
 
 
 @with_options(chosen=ServingSettings)
@@ -33,6 +34,8 @@ def bench_serve(
     from rorqual.bench.serving.session import Outputs, Session, SloSearch, compare_files
 
     asked = ServingSettings(**chosen)
+    if asked.chart is not None:
+        check_chart(asked.chart)
     if compare:
         return compare_files(files or [], asked.gpus, asked.chart)
     if files:

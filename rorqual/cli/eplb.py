@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rorqual.cli.options import Given, with_options
+from rorqual.cli.output import write_output
 from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
 
@@ -18,7 +19,7 @@ from rorqual.errors import ConfigError
 @dataclass(frozen=True)
 class EplbSettings:
     ep: int = option(8, "Ranks that share the experts.", at_least_one=True)
-    redundant: int = option(0, "Slots beyond one for each expert, on all ranks together.")
+    redundant: int = option(0, "Slots beyond one for each expert, on all ranks together.", least=0)
     nodes: int = option(
         1,
         "Hosts of these ranks: with --groups the experts of a group stay on one.",
@@ -26,7 +27,7 @@ class EplbSettings:
     )
     groups: int = option(1, "The router's groups of experts.", at_least_one=True)
     speed: tuple[float, ...] = option(
-        (), "How fast each rank is, if they differ: comma-separated, in order."
+        (), "How fast each rank is, if they differ: comma-separated, in order.", above=0
     )
     evaluate: Path | None = option(None, "Judge by the counts of this file instead.")
     present: Path | None = option(
@@ -34,16 +35,19 @@ class EplbSettings:
         "Start from the placement that the counts of this file give, and move few experts.",
     )
     write: Path | None = option(
-        None, "Write the plan: JSON with `physical_to_logical_map` [layers, slots]."
+        None, "Write the plan: JSON with `physical_to_logical_map` [layers, slots].", output=True
     )
     as_json: bool = option(False, "Print one JSON object.", flags=("--json",))
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.redundant < 0:
-            raise ConfigError(f"redundant={self.redundant} is out of range; accepted: at least 0")
         if self.present and self.nodes > 1:
             raise ConfigError("--present goes with one node alone")
+        if self.groups > 1 and self.groups % self.nodes:
+            raise ConfigError(
+                f"--groups={self.groups}: not as many on each of --nodes={self.nodes}; accepted: a "
+                f"multiple of {self.nodes}"
+            )
 
 
 @with_options(asked=EplbSettings)
@@ -63,7 +67,8 @@ def eplb(
     settings = EplbSettings(**asked)
     found, plan = planned(files, settings)
     if settings.write is not None:
-        settings.write.write_text(json.dumps({"physical_to_logical_map": plan.tolist()}) + "\n")
+        text = json.dumps({"physical_to_logical_map": plan.tolist()}) + "\n"
+        write_output(settings.write, text)
     typer.echo(json.dumps(found) if settings.as_json else _text(found))
 
 
@@ -83,6 +88,11 @@ def planned(files: list[Path], settings: EplbSettings) -> tuple[dict[str, Any], 
             f"{list(load.shape)}: they are not of one model"
         )
     layers, experts = load.shape
+    if experts % settings.groups:
+        raise ConfigError(
+            f"--groups={settings.groups}: {experts} experts are no such number of equal groups; "
+            f"accepted: a divisor of {experts}"
+        )
     slots = experts + settings.redundant
     before = plans.identity_placement(layers, experts) if experts % ep == 0 else None
     if settings.present is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import sys
 import time
@@ -47,6 +49,8 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(eplb)
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no more can be written
+
 DEMO_PROMPT = "My dear Elizabeth,"
 
 # enough for one conversation or text
@@ -71,7 +75,7 @@ def main() -> None:
     SIGTERM 143."""
     log_to_stderr("rorqual: %(message)s", logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)
-    status = _run()
+    status = _flushed(_run())
     if "torch" in sys.modules:  # this may be a rank, or have been one
         end_process(status)
     sys.exit(status)
@@ -95,12 +99,37 @@ def _run() -> int:
         return 1
     except RorqualError as error:
         print(f"rorqual: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         return 141
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"rorqual: output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _flushed(status: int) -> int:
+    """Write out what was printed. At its exit Python would do so as well, and tell an error in
+    words of its own."""
+    if sys.stdout is None or sys.stdout.closed:
+        return status
+    try:
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        status = status or 141
+    except OSError as error:
+        if not status:
+            print(f"rorqual: output cannot be written: {error.strerror}", file=sys.stderr)
+        status = status or 1
+    # what is left in the buffer goes nowhere
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    return status
 
 
 @app.command()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 from rich.markup import escape
 
+from rorqual.cli.output import checked_output
 from rorqual.config.option import FieldOption, by_field
 
 Model = Annotated[
@@ -41,7 +42,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any engine option as name=value, say tp=2; may be repeated."),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Also write the figures to this file.", callback=checked_output),
+]
 
 # A command's argument for a dataclass: values of the given flags, by field.
 Given = dict[str, Any]
@@ -133,6 +137,7 @@ def _parameters(flags: Flags) -> Iterator[tuple[str, inspect.Parameter]]:
             *_declarations(item.name, option, kind is bool),
             help=escape(option.help),  # brackets are no markup
             envvar=option.env,
+            callback=checked_output if option.output else None,
             rich_help_panel=option.group,
             show_default=_shown(default),
             **more,

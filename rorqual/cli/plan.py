@@ -8,9 +8,22 @@ from typing import Annotated, Any
 import typer
 
 from rorqual.cli.options import Given, with_options
+from rorqual.cli.output import checked_output, writing
 from rorqual.errors import ConfigError
 from rorqual.planner.search.settings import PlanSettings
 
+Csv = Annotated[
+    Path | None,
+    typer.Option("--csv", help="Write every costed option to this file.", callback=checked_output),
+]
+Png = Annotated[
+    Path | None,
+    typer.Option("--png", help="Draw the Pareto front to this file.", callback=checked_output),
+]
+Yaml = Annotated[
+    Path | None,
+    typer.Option("--yaml", help="Write the best as a recipe.", callback=checked_output),
+]
 Validate = Annotated[
     bool,
     typer.Option(
@@ -50,15 +63,11 @@ def plan(
             help="A Hugging Face id, a shape that ships, or a folder with a config.json."
         ),
     ] = None,
-    top: Annotated[int, typer.Option(help="Deployments to print.")] = 5,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", help="Write every costed option to this file.")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", help="Draw the Pareto front to this file.")
-    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Deployments to print.")] = 5,
+    csv: Csv = None,
+    png: Png = None,
     chart: Annotated[bool, typer.Option("--chart", help="Draw it here as well.")] = False,
-    yaml: Annotated[Path | None, typer.Option("--yaml", help="Write the best as a recipe.")] = None,
+    yaml: Yaml = None,
     validate: Validate = False,
     group: Annotated[
         str | None, typer.Option(help="Beginnings of groups to validate, comma-separated.")
@@ -91,15 +100,19 @@ def plan(
     from rorqual.planner.search.from_settings import question_of
     from rorqual.planner.search.planner import search
 
+    if png:
+        pareto.check_png()
     found = search(question_of(model, PlanSettings(**asked)))
     report.show(found, model, top, console)
     if chart:
         console.print(pareto.in_terminal(found, min(console.width, 120)))
     for path, write in ((csv, report.write_csv), (png, pareto.write_png)):
         if path:
-            write(found, path)
+            with writing(path):
+                write(found, path)
     if yaml:
-        report.write_yaml(found, model, yaml)
+        with writing(yaml):
+            report.write_yaml(found, model, yaml)
 
 
 def _validate(console: Any, group: str | None, kernels: str | None, steps: Path | None) -> None:

@@ -6,6 +6,8 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any
 
 from rorqual.errors import TargetError
@@ -13,28 +15,49 @@ from rorqual.errors import TargetError
 TIMEOUT = 600.0
 
 
-def answer(url: str, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
-    """The pieces of a chat response as they arrive. `url` is the server's, with or without /v1.
-    Raises TargetError."""
+def base_of(url: str) -> str:
+    """Of a server's address with or without /v1. Raises TargetError."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise TargetError(
             f"url={url!r} is no address of a server; accepted: http://... or https://..."
         )
-    headers = {
-        "content-type": "application/json",
-        **({"authorization": f"Bearer {key}"} if key else {}),
-    }
-    request = urllib.request.Request(
-        f"{base}/v1/chat/completions", json.dumps({**body, "stream": True}).encode(), headers
-    )
+    return base
+
+
+@contextmanager
+def talking(base: str, lost: str = "cannot be reached") -> Iterator[None]:
+    """Raises TargetError where the server is not there, of which `lost` says so much, or does not
+    answer as it should."""
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as stream:
-            yield from _pieces(stream)
+        yield
     except urllib.error.HTTPError as error:
         raise TargetError(f"{base} answers {error.code}: {_message(error.read())}") from None
-    except (urllib.error.URLError, OSError) as error:
-        raise TargetError(f"{base} cannot be reached: {getattr(error, 'reason', error)}") from None
+    except OSError as error:
+        raise TargetError(f"{base} {lost}: {getattr(error, 'reason', error)}") from None
+    except (HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TargetError(
+            f"{base} is no server of the OpenAI API ({type(error).__name__}: {error})"
+        ) from None
+
+
+def answer(url: str, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
+    """The pieces of a chat response as they arrive. `url` is the server's, with or without /v1.
+    Raises TargetError."""
+    base = base_of(url)
+    data = json.dumps({**body, "stream": True}).encode()
+    headers = {"content-type": "application/json", **_authorization(key)}
+    with talking(base):
+        request = urllib.request.Request(f"{base}/v1/chat/completions", data, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as stream:
+            yield from _pieces(stream)
+
+
+def _authorization(key: str | None) -> dict[str, str]:
+    """Raises TargetError."""
+    if key and not (key.isascii() and key.isprintable()):
+        raise TargetError("--api-key holds a character that no header can have")
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _pieces(lines: Iterator[bytes] | Any) -> Iterator[str]:
@@ -58,16 +81,8 @@ def _message(data: bytes) -> str:
 
 def served_model(url: str, key: str | None = None) -> str:
     """The first model a server names. Raises TargetError."""
-    base = url.rstrip("/").removesuffix("/v1")
-    request = urllib.request.Request(
-        f"{base}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {}
-    )
-    try:
+    base = base_of(url)
+    with talking(base, "is no server of the OpenAI API"):
+        request = urllib.request.Request(f"{base}/v1/models", headers=_authorization(key))
         with urllib.request.urlopen(request, timeout=30) as found:
             return str(json.load(found)["data"][0]["id"])
-    except urllib.error.HTTPError as error:
-        raise TargetError(f"{base} answers {error.code}: {_message(error.read())}") from None
-    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
-        raise TargetError(
-            f"{base} is no server of the OpenAI API: {getattr(error, 'reason', error)}"
-        ) from None

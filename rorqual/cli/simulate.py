@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 from rorqual.cli.options import Given, with_options
+from rorqual.cli.output import HERE, checked_output, write_output, writing
 from rorqual.planner.simulator.settings import SimulationSettings
+
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write settings, figures and series to this file.",
+        callback=checked_output,
+    ),
+]
 
 
 @with_options(chosen=SimulationSettings)
@@ -23,9 +33,7 @@ def simulate(
             help="A Hugging Face id, a shape that ships, or a folder with a config.json."
         ),
     ] = "deepseek-v3",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write settings, figures and series to this file.")
-    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Play a workload through the scheduler, prefix cache and cost model: latencies, throughput,
     queues, use of resources."""
@@ -43,6 +51,8 @@ def simulate(
     from rorqual.planner.simulator.simulator import Simulation
 
     asked = SimulationSettings(**chosen)
+    for path in set(asked.gantt) - {HERE}:
+        chart.check_ending(path)
     given = counted({"model": model, **asdict(asked)})
     work = workload_of(given)
     deployment = deployment_of(given, longest_requests(given, work))
@@ -54,11 +64,12 @@ def simulate(
     report.show(run, found)
     for path in asked.gantt:
         drawn_steps = chart.gantt(run, f"{model} on {asked.gpu}, {deployment.gpus} GPUs")
-        if str(path) == "-":
+        if path == HERE:
             console = Console(width=None if Console().is_terminal else 140)
             console.print(chart.in_terminal(drawn_steps, console.width))
         else:
-            chart.write(drawn_steps, path)
+            with writing(path):
+                chart.write(drawn_steps, path)
     if json_file:
         written = as_json(run, found, given)
-        json_file.write_text(json.dumps(written, indent=1, default=str) + "\n")
+        write_output(json_file, json.dumps(written, indent=1, default=str) + "\n")

@@ -4,11 +4,15 @@ for recipes, keyword arguments and flags."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rorqual.errors import ConfigError
+
+# a time limit that nobody reaches, and that every clock and timer can count
+MOST_SECONDS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,9 @@ class FieldOption:
     """aliases: other names in recipes, keyword arguments and, with dashes, as flags. flags: all
     flags, if not derived from the names. group: heading in a command's help. env: variable read if
     the flag is not given. choices: accepted values. at_least_one: an integer above 0 (or None, if
-    that is the default)."""
+    that is the default). above, least, most: the range of a number, or of each of several, which
+    must be finite then. output: a file that the command
+    writes."""
 
     help: str
     group: str | None = None
@@ -25,6 +31,33 @@ class FieldOption:
     env: str | None = None
     choices: tuple[str, ...] = ()
     at_least_one: bool = False
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    output: bool = False
+
+    def flag(self, name: str) -> str:
+        """How a user gives the option on a command line. name: the field's."""
+        return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.above is not None or self.least is not None
+
+    @property
+    def range(self) -> str:
+        """The accepted numbers, in words."""
+        if self.above is not None:
+            return f"above {self.above:,}" + (f", up to {self.most:,}" if self.most else "")
+        return f"{self.least:,} to {self.most:,}" if self.most else f"at least {self.least:,}"
+
+    def accepts(self, number: Any) -> bool:
+        """Whether it is in the range. What is not a number is in none, nor is an infinite one."""
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return False
+        above = self.above is None or number > self.above
+        enough = self.least is None or number >= self.least
+        return above and enough and number < math.inf and number <= (self.most or number)
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -81,8 +114,21 @@ def check_options(config: Any) -> None:
             )
         if accepted.at_least_one and not (value is None and item.default is None):
             check_positive(item.name, value)
+        if accepted.is_bounded and not (value is None and item.default is None):
+            check_range(item.name, value, accepted)
 
 
 def check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def check_range(name: str, value: Any, accepted: FieldOption) -> None:
+    """name: the field's."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if not accepted.accepts(number):
+            endless = isinstance(number, float) and not math.isfinite(number)
+            what = "not a finite number" if endless else "out of range"
+            raise ConfigError(
+                f"{accepted.flag(name)}={number} is {what}; accepted: {accepted.range}"
+            )

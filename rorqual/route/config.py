@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rorqual.config.option import check_options, option
+from rorqual.config.option import MOST_SECONDS, check_options, option
 from rorqual.errors import ConfigError
 from rorqual.registry.address import etcd_address
 
@@ -17,7 +17,7 @@ MAX_SERVERS = 1024
 
 _servers = partial(option, group="Servers")
 _router = partial(option, group="Router")
-_time = partial(option, group="Time limits")
+_time = partial(option, group="Time limits", most=MOST_SECONDS)
 _limits = partial(option, group="Limits")
 
 
@@ -37,7 +37,7 @@ class RouteConfig:
         (), "URL of a server started with --role decode (or both); may be repeated."
     )
     host: str = _router("127.0.0.1", "Address to listen on.")
-    port: int = _router(8080, "0 takes a free one.")
+    port: int = _router(8080, "0 takes a free one.", least=0, most=65535)
     policy: str = _router(
         "power_of_two",
         "power_of_two: of two drawn servers the one with fewer requests; least_loaded; "
@@ -66,31 +66,39 @@ class RouteConfig:
         "etcd://HOST:PORT[,HOST:PORT][/PREFIX] where servers are found that registered there "
         "(`rorqual serve --register`); needs --admin-secret-file.",
     )
-    health_interval: float = _time(1.0, "Seconds between two looks at a server's /health.")
-    health_timeout: float = _time(2.0, "Seconds that /health may take.")
+    health_interval: float = _time(1.0, "Seconds between two looks at a server's /health.", above=0)
+    health_timeout: float = _time(2.0, "Seconds that /health may take.", above=0)
     health_failures: int = _time(
         2, "Looks in a row without an answer after which a server is down.", at_least_one=True
     )
-    connect_timeout: float = _time(5.0, "Seconds that a connection may take.")
+    connect_timeout: float = _time(5.0, "Seconds that a connection may take.", above=0)
     stall_timeout: float = _time(
-        5.0, "Seconds of silence after which a stream of a server that is down counts as lost."
+        5.0,
+        "Seconds of silence after which a stream of a server that is down counts as lost.",
+        above=0,
     )
     resume_wait: float = _time(
-        30.0, "Seconds that a request whose server died waits for another one."
+        30.0, "Seconds that a request whose server died waits for another one.", least=0
     )
-    prefill_timeout: float = _time(60.0, "Seconds that a prefill server may take for a prompt.")
+    prefill_timeout: float = _time(
+        60.0, "Seconds that a prefill server may take for a prompt.", least=0
+    )
     reader_timeout: float = _time(
-        60.0, "Seconds that a client may take nothing of its stream before the request ends."
+        60.0,
+        "Seconds that a client may take nothing of its stream before the request ends.",
+        above=0,
     )
-    drain_timeout: float = _time(30.0, "Seconds that open requests have after SIGTERM.")
+    drain_timeout: float = _time(30.0, "Seconds that open requests have after SIGTERM.", least=0)
     breaker_seconds: float = _time(
-        10.0, "How long a server that failed --breaker-failures requests in a row gets none."
+        10.0,
+        "How long a server that failed --breaker-failures requests in a row gets none.",
+        least=0,
     )
     breaker_failures: int = _limits(5, "See --breaker-seconds.", at_least_one=True)
     tries: int = _limits(3, "Servers that are tried for a request in a row.", at_least_one=True)
-    resumes: int = _limits(8, "Times that a stream goes on elsewhere.")
+    resumes: int = _limits(8, "Times that a stream goes on elsewhere.", least=0)
     resume_tokens: int = _limits(
-        131_072, "Tokens of a stream that are kept; one with more cannot go on elsewhere."
+        131_072, "Tokens of a stream that are kept; one with more cannot go on elsewhere.", least=0
     )
     max_in_flight: int = _limits(4096, "Requests at once; more get 503.", at_least_one=True)
     max_body_bytes: int = _limits(32 << 20, "Bytes of a request's body.", at_least_one=True)
@@ -101,7 +109,7 @@ class RouteConfig:
         256 << 20, "Bytes of an answer that does not stream.", at_least_one=True
     )
     prefill_from: int = _limits(
-        512, "Bytes of prompt from which on it is worth a prefill server of its own."
+        512, "Bytes of prompt from which on it is worth a prefill server of its own.", least=0
     )
 
     def __post_init__(self) -> None:
@@ -119,23 +127,6 @@ class RouteConfig:
             )
         for url in (*self.replicas, *self.prefill, *self.decode):
             server_url(url)
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
-        above_zero = ("health_interval", "health_timeout", "connect_timeout", "stall_timeout")
-        for name in (*above_zero, "reader_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is out of range; accepted: above 0"
-                )
-
-        for name in (
-            *("resume_wait", "prefill_timeout", "drain_timeout", "breaker_seconds"),
-            *("resumes", "resume_tokens", "prefill_from"),
-        ):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is out of range; accepted: from 0 on"
-                )
 
     def secret(self) -> str | None:
         """The admin routes' secret, read from its file."""

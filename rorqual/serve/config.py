@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rorqual.config.option import check_options, option
+from rorqual.config.option import MOST_SECONDS, check_options, option, options_of
 from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TRANSPORTS, TransferConfig
 from rorqual.disagg.transports.installed import LIBRARIES, package_of
 from rorqual.errors import ConfigError
@@ -20,7 +20,8 @@ from rorqual.text.tool_calls import FORMATS
 
 ATTENTION = "attention"
 _server = partial(option, group="Server")
-_transfer = partial(option, group="Prefill and decode apart")
+APART = "Prefill and decode apart"
+_transfer = partial(option, group=APART)
 _routers = partial(option, group="Routers")
 
 
@@ -32,7 +33,7 @@ class ServeConfig:
     model: str | None = None
     tokenizer: str | None = None
     host: str = _server("127.0.0.1", "Address to listen on.")
-    port: int = _server(8000, "0 takes a free one.")
+    port: int = _server(8000, "0 takes a free one.", least=0, most=65535)
     api_key: str | None = _server(
         None,
         "Needed on every route but /live and /health; several, with commas between them, are "
@@ -43,11 +44,15 @@ class ServeConfig:
         (), "A name to answer to; may be repeated.", flags=("--served-model-name",)
     )
     restart: bool = _server(False, "Start a dead engine again; else the server ends.")
-    replicas: int = _server(1, "Engine processes behind this server, each with the whole model.")
+    replicas: int = _server(
+        1, "Engine processes behind this server, each with the whole model.", least=1
+    )
     stall: float = _server(
         300.0,
         "Seconds without a word after which a working engine counts as dead.",
         flags=("--stall-seconds",),
+        least=1,
+        most=MOST_SECONDS,
     )
     tool_format: str = _server(
         "auto",
@@ -85,7 +90,8 @@ class ServeConfig:
     kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
     kv_port: int = _transfer(
         0,
-        "Its port; 0 takes a free one. Further ranks have the next ones, then replicas.",
+        "With --role prefill or both, its port; 0 takes a free one. Further ranks have the next "
+        "ones, then replicas.",
     )
     kv_peers: tuple[str, ...] = _transfer(
         ("127.0.0.1",),
@@ -155,9 +161,11 @@ class ServeConfig:
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
+        if not all(map(str.strip, self.names)):
+            raise ConfigError(
+                "--served-model-name is empty; accepted: a name for requests to give as their model"
+            )
         if self.engine.get("expert_balance", "natural") != "natural":
             raise ConfigError(
                 f"expert_balance={self.engine['expert_balance']!r} changes tokens and is for "
@@ -168,14 +176,14 @@ class ServeConfig:
                 f"api_key={self.api_key!r} holds no key; accepted: keys with commas between them, "
                 "or none at all for an open server"
             )
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
         if self.role == ATTENTION and not (
             self.engine.get("experts") or self.engine.get("experts_from")
         ):
             raise ConfigError("role='attention' needs experts or experts_from")
         if self.role in ROLES:
             self._check_role()
+        else:
+            self._check_no_role()
         self._check_register()
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("kv_events_replay needs kv_events")
@@ -204,6 +212,17 @@ class ServeConfig:
             raise ConfigError(f"role={self.role!r} needs kv_secret_file")
         if not self.engine.get("enable_prefix_caching", True):
             raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
+        if self.role == "decode" and self.kv_port:
+            raise ConfigError(
+                "--kv-port goes with --role prefill or both: a decode server serves no pages"
+            )
+
+    def _check_no_role(self) -> None:
+        """Options about pages of prompts have no effect on a server that exchanges none."""
+        for item in fields(self):
+            if item.name in TRANSFER and getattr(self, item.name) != item.default:
+                roles = "prefill or both" if item.name == "kv_port" else "prefill, decode or both"
+                raise ConfigError(f"{TRANSFER[item.name].flag(item.name)} goes with --role {roles}")
 
     def events(self) -> KVEventsConfig | None:
         """Where cache events are published; None where not configured."""
@@ -237,3 +256,11 @@ class ServeConfig:
             self.kv_staging_mb,
             self.kv_by_layer,
         )
+
+
+# what only servers that exchange pages of prompts have
+TRANSFER = {
+    name: found
+    for name, found in options_of(ServeConfig).items()
+    if found.group == APART and name != "role"
+}

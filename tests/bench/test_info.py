@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.console import Console
 import rorqual
 from rorqual.bench.info import count, info, render, size
 from rorqual.config.hf import read_config
+from rorqual.errors import ConfigError
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 
@@ -53,6 +55,30 @@ def test_host_memory_for_evicted_prefixes() -> None:
     ]
     assert tokens[0] == ["699.05", "K", "1.40", "M", "2.80", "M"]
     assert tokens[1] == ["977.91", "K"] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory_gib": math.nan}, "--memory=nan is out of range; accepted: above 0, up to 16384"),
+        ({"memory_gib": -1.0}, "--memory=-1.0 is"),
+        ({"memory_gib": 0.0}, "--memory=0.0 is"),
+        ({"memory_gib": math.inf}, "--memory=inf is"),
+        ({"host_gib": math.nan}, "--kv-host-memory=nan is out of range; accepted: 0 to 16384"),
+        ({"host_gib": -1.0}, "--kv-host-memory=-1.0 is"),
+        ({"host_gib": 16385.0}, "--kv-host-memory=16385.0 is"),
+    ],
+)
+def test_sizes_of_memory_that_nothing_has(given: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        info(None, console=Console(file=io.StringIO()), **given)  # type: ignore[arg-type]
+
+
+def test_no_host_memory_is_accepted() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    info(None, memory_gib=16384.0, console=console, host_gib=0.0)
+    assert isinstance(console.file, io.StringIO)
+    assert "evicted" not in console.file.getvalue()
 
 
 def test_from_a_folder(tmp_path: Path) -> None:

@@ -3,10 +3,15 @@ refused before anything is written."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import re
+import resource
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rorqual.bench.quantize import run
 from rorqual.bench.quantize.calibration import RecordingOps, moments_by_name
 from rorqual.bench.quantize.run import (
     FORMATS,
@@ -28,7 +34,7 @@ from rorqual.bench.quantize.text import Score, TextReader
 from rorqual.bench.quantize.writing import ShardWriter, pattern
 from rorqual.config.hf import read_config_file
 from rorqual.config.quant import QUANTIZATIONS, WeightScheme, quantization_named
-from rorqual.errors import ConfigError, LoadError
+from rorqual.errors import ConfigError, LoadError, WriteError
 from rorqual.layers.weight_format.compensation import output_loss, round_calibrated
 from rorqual.layers.weight_format.rounding import PLAIN, SHARES, round_matrix
 from rorqual.ops.cpu.backend import CpuOps
@@ -186,6 +192,58 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path, folder: Path) -> 
     (tmp_path / "broken" / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(LoadError, match=f"{name} holds a number that is not finite"):
         quantize(str(tmp_path / "broken"), tmp_path / "out", "w8a8", console=QUIET)
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path: Path, folder: Path) -> None:
+    quantize(str(folder), tmp_path / "out", "fp8", console=QUIET)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "notes.txt", "model-00001-of-00001.safetensors"} <= modes.keys()
+    assert set(modes.values()) == {0o640}
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, folder: Path, present: bool) -> None:
+    out = tmp_path / "out"
+    if present:
+        out.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(WriteError, match=r"part-00000\.safetensors cannot be written"):
+            quantize(str(folder), out, "fp8", console=QUIET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if present else [])
+    assert not present or not list(out.iterdir())
+
+
+def test_other_files_that_do_not_fit_are_said_too(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(WriteError, match="out cannot be written: No space left on device"):
+        quantize(str(folder), tmp_path / "out", "fp8", console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "calibrate", lambda *given: pytest.fail("the work began"))
+    text = folder / "notes.txt"
+    with pytest.raises(ConfigError, match=r"notes\.txt/out cannot be written: Not a directory"):
+        quantize(str(folder), text / "out", "w8a8", calibration=str(text), console=QUIET)
 
 
 def test_files_are_of_moderate_size(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -56,6 +58,42 @@ def test_aliases_become_fields() -> None:
 def test_what_an_option_does_not_accept(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Example(**given)  # type: ignore[arg-type]
+
+
+@dataclass
+class Ranges:
+    seconds: float = option(1.0, "How long.", flags=("--how-long",), above=0, most=10)
+    share: float | None = option(None, "What part.", least=0, most=1)
+    tokens: int = option(1, "How many.", least=1)
+    speed_of_each: tuple[float, ...] = option((), "How fast.", above=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seconds": 0.0}, "--how-long=0.0 is out of range; accepted: above 0, up to 10"),
+        ({"seconds": 11}, "--how-long=11 is out of range; accepted: above 0, up to 10"),
+        ({"seconds": math.nan}, "--how-long=nan is not a finite number; accepted: above 0, up to"),
+        ({"seconds": True}, "--how-long=True is out of range"),
+        ({"seconds": None}, "--how-long=None is out of range"),
+        ({"share": -0.5}, "--share=-0.5 is out of range; accepted: 0 to 1"),
+        ({"tokens": 0}, "--tokens=0 is out of range; accepted: at least 1"),
+        ({"tokens": math.inf}, "--tokens=inf is not a finite number; accepted: at least 1"),
+        ({"speed_of_each": (1.0, math.nan)}, "--speed-of-each=nan is not a finite number"),
+    ],
+)
+def test_a_number_out_of_range_is_named_by_its_flag(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        Ranges(**given)
+
+
+def test_numbers_in_range_are_accepted() -> None:
+    found = Ranges(10, 0, 1 << 40, (0.5, 2.0))
+    assert (found.seconds, found.share, found.tokens) == (10, 0, 1 << 40)
+    assert Ranges().share is None
 
 
 def test_every_field_of_an_engine_is_an_option_but_its_model() -> None:

@@ -219,5 +219,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert slow["after"] > 0.97 > slow["before"]
     refused = CliRunner().invoke(app, ["eplb", str(one), "--redundant", "-8"])
     assert "redundant=-8 is out of range" in str(refused.exception)
+    for options, said in (
+        ("--groups 3", "--groups=3: 32 experts are no such number of equal groups"),
+        ("--groups 4 --nodes 8 --ep 8", "--groups=4: not as many on each of --nodes=8"),
+        ("--ep 2 --speed 1,nan", "--speed=nan is not a finite number"),
+    ):
+        refused = CliRunner().invoke(app, ["eplb", str(one), *options.split()])
+        assert said in str(refused.exception)
+    grouped = figures(str(one), "--ep", "4", "--groups", "8", "--nodes", "2")
+    assert grouped["after"] > grouped["before"]
     text = CliRunner().invoke(app, ["eplb", str(one), *sizes])
     assert "balancedness before 0." in text.stdout

@@ -204,7 +204,7 @@ def test_which_errors_another_server_can_mend(code: str, lost: bool) -> None:
         ({"replicas": ("http://a?b=c",)}, "no address of a server"),
         ({"replicas": ("http://a",), "port": 70000}, "port=70000"),
         ({"replicas": ("http://a",), "policy": "best"}, "policy='best'"),
-        ({"replicas": ("http://a",), "stall_timeout": 0.0}, "stall_timeout=0"),
+        ({"replicas": ("http://a",), "stall_timeout": 0.0}, "^--stall-timeout=0"),
         ({"replicas": ("http://a",), "tries": 0}, "tries=0"),
     ],
 )

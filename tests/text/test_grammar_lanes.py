@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -209,9 +210,17 @@ def test_closing_ends_whoever_waits_for_a_job() -> None:
 
 
 def test_limits_are_checked() -> None:
-    for given in ({"quick": 0.0}, {"seconds": -1.0}, {"waiting": 0}, {"slow_waiting": 0}):
-        with pytest.raises(ConfigError, match=next(iter(given))):
-            GrammarLimits(**given)  # type: ignore[arg-type]
+    wrong = {
+        "quick": ("--grammar-quick-seconds", 0.0),
+        "seconds": ("--grammar-seconds", math.nan),
+        "waiting": ("--max-grammars-waiting", 0),
+        "slow_waiting": ("--max-slow-grammars-waiting", 0),
+        "memory_mib": ("--grammar-memory", -1),
+        "regex": ("--max-regex-size", 0),
+    }
+    for name, (flag, value) in wrong.items():
+        with pytest.raises(ConfigError, match=f"^{flag}={value} is "):
+            GrammarLimits(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_busy_engine_is_429_to_the_client() -> None:

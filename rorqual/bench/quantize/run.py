@@ -18,7 +18,13 @@ from torch import Tensor
 
 from rorqual.bench.quantize.calibration import RecordingOps, moments_by_name
 from rorqual.bench.quantize.text import Score, TextReader, load_on_cpu, read_text
-from rorqual.bench.quantize.writing import ShardWriter, copy_others, quantization_config, stored
+from rorqual.bench.quantize.writing import (
+    ShardWriter,
+    copy_others,
+    new_checkpoint,
+    quantization_config,
+    stored,
+)
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.config.quant import QuantConfig, WeightScheme, quantization_named
@@ -68,7 +74,8 @@ def quantize(
     console: Console | None = None,
 ) -> QuantizedModel:
     """Write `out`, a folder that does not exist or is empty. Raises ConfigError and LoadError
-    before anything is written where it cannot be done. `calibration` and `evaluate` are texts;
+    before anything is written where it cannot be done, WriteError where the disk is full; the
+    folder is then as it was. `calibration` and `evaluate` are texts;
     with either, the model must fit in memory."""
     quant = quantization_of(form, group)
     folder = model_folder(model)
@@ -79,11 +86,11 @@ def quantize(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists; accepted: a new or an empty folder")
     schemes = _present(folder, config, matrices(config, quant))
-    moments = calibrate(folder, config, calibration) if calibration else {}
-    text = read_text(evaluate, folder, config.vocab_size) if evaluate else None
-    before = TextReader(load_on_cpu(folder, CpuOps())).score(*text) if text else None
-    target.mkdir(parents=True, exist_ok=True)
-    done = _write(folder, target, config, schemes, moments, console or Console(stderr=True))
+    with new_checkpoint(target):
+        moments = calibrate(folder, config, calibration) if calibration else {}
+        text = read_text(evaluate, folder, config.vocab_size) if evaluate else None
+        before = TextReader(load_on_cpu(folder, CpuOps())).score(*text) if text else None
+        done = _write(folder, target, config, schemes, moments, console or Console(stderr=True))
     if text:
         after = TextReader(load_on_cpu(target, CpuOps())).score(*text)
         done = replace(done, before=before, after=after)

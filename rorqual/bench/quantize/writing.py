@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rorqual.config.quant import LEFT_WIDE, WeightScheme
+from rorqual.errors import ConfigError, WriteError
 from rorqual.layers.weight_format.four_bits import WORD
 from rorqual.ops.reference import Weight
 
@@ -27,6 +32,31 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 # linear layers of these architectures that no format here covers
 OTHERS = (r"re:.*\.mlp\.gate$", r"re:.*\.eh_proj$", r"re:.*\.shared_head\.head$")
+
+
+@contextmanager
+def new_checkpoint(folder: Path) -> Iterator[None]:
+    """Create the folder for what is written inside; where that fails, all of it is removed.
+    `folder` is missing or empty. Raises ConfigError if it cannot be created, WriteError if it
+    cannot be written."""
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            for path in folder.iterdir():
+                path.unlink()
+            if not there:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise WriteError(f"{folder} cannot be written: {error.strerror or error}") from None
+        raise
 
 
 class ShardWriter:
@@ -50,7 +80,14 @@ class ShardWriter:
         self.total += size
 
     def _flush(self) -> None:
-        save_file(self.pending, self._part(self.files), metadata={"format": "pt"})
+        path = self._part(self.files)
+        path.touch(exist_ok=False)
+        mode = path.stat().st_mode  # what the umask leaves, which save_file does not ask
+        try:
+            save_file(self.pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise WriteError(f"{path} cannot be written: {error}") from None
+        path.chmod(stat.S_IMODE(mode))
         self.places.update(dict.fromkeys(self.pending, self.files))
         self.pending = {}
         self.size = 0

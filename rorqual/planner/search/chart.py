@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 from rorqual.planner.search.deployments import Option
 from rorqual.planner.search.planner import DeploymentPlan
@@ -35,15 +38,18 @@ def _named(front: Sequence[Option]) -> list[Option]:
     return found[:LABELS]
 
 
+def check_png() -> None:
+    """Raises ConfigError where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("a chart needs matplotlib; install rorqual[plot], or take the CSV")
+
+
 def write_png(plan: DeploymentPlan, path: Path) -> None:
     """Raises ConfigError where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "a chart needs matplotlib; install rorqual[plot], or take the CSV"
-        ) from None
+    check_png()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -84,7 +90,9 @@ def write_png(plan: DeploymentPlan, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_whole(path, drawn.getvalue())
 
 
 def in_terminal(plan: DeploymentPlan, width: int = 100, height: int = 24) -> Text:

@@ -9,6 +9,8 @@ deterministic service and the load the prompts make (M/D/1: rho / 2 (1 - rho) of
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -50,8 +52,8 @@ class Goal:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("ttft", "tpot"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value} seconds must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} seconds must be above 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -227,49 +229,58 @@ def disaggregated(
     decode = question.model(decode_sizes)
     prefill = question.model(prefill_sizes)
     prompt = prompt_seconds(question, prefill)
+    moved = transfer_seconds(prefill, goal.prompt)
     for num_speculative_tokens in question.num_speculative_tokens:
         tokens = decode.cache_tokens(1024, mtp=num_speculative_tokens > 0)
         for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
             step, _, limiter, shares = decode_step(question, decode, batch, num_speculative_tokens)
-            best: Option | None = None
-            for instances in range(1, count // prefill_sizes.world):
-                others = (count - instances * prefill_sizes.world) // decode_sizes.world
-                if others < 1:
-                    break
-                able = 0.8 * instances * prefill_sizes.dp / prompt
-                wanted = others * decode_sizes.dp * batch / (goal.output * step)
-                rate = min(able, wanted)
-                load = rate * prompt / (instances * prefill_sizes.dp)
-                moved = transfer_seconds(prefill, goal.prompt)
-                ttft = (
-                    prompt * (1 + load / (2 * (1 - load)))
-                    + moved
-                    + step
-                    + question.profile.first_token_us * 1e-6
-                )
-                option = Option(
-                    "prefill:decode",
-                    decode_sizes,
-                    others,
-                    batch,
-                    num_speculative_tokens,
-                    ttft,
-                    step,
-                    rate * goal.output,
-                    count,
-                    limiter,
-                    shares,
-                    tokens,
-                    decode.weight_bytes,
-                    f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in "
-                    f"{moved * 1e3:.0f} ms",
-                    prefill_sizes,
-                    instances,
-                    tuple(sorted({*decode.families(STALE), *prefill.families(STALE)})),
-                )
-                best = option if best is None or option.throughput > best.throughput else best
-            if best:
-                yield best
+            able = 0.8 * prefill_sizes.dp / prompt
+            wanted = decode_sizes.dp * batch / (goal.output * step)
+            worlds = (prefill_sizes.world, decode_sizes.world)
+            instances, rate = balanced(count, worlds, able, wanted)
+            load = rate * prompt / (instances * prefill_sizes.dp)
+            ttft = (
+                prompt * (1 + load / (2 * (1 - load)))
+                + moved
+                + step
+                + question.profile.first_token_us * 1e-6
+            )
+            yield Option(
+                "prefill:decode",
+                decode_sizes,
+                (count - instances * prefill_sizes.world) // decode_sizes.world,
+                batch,
+                num_speculative_tokens,
+                ttft,
+                step,
+                rate * goal.output,
+                count,
+                limiter,
+                shares,
+                tokens,
+                decode.weight_bytes,
+                f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in "
+                f"{moved * 1e3:.0f} ms",
+                prefill_sizes,
+                instances,
+                tuple(sorted({*decode.families(STALE), *prefill.families(STALE)})),
+            )
+
+
+def balanced(count: int, worlds: tuple[int, int], able: float, wanted: float) -> tuple[int, float]:
+    """(prefill instances, requests/s) of so many devices where requests/s are most: the smaller of
+    what all prefill instances are able to and what all decode instances want. worlds: devices of an
+    instance of each, together `count` at most; able, wanted: requests/s of one."""
+
+    def want(instances: int) -> float:
+        return (count - instances * worlds[0]) // worlds[1] * wanted
+
+    most = (count - worlds[1]) // worlds[0]
+    # from this one on prefill is able to do all that is wanted, and less and less is
+    first = bisect_left(range(1, most + 1), True, key=lambda n: n * able >= want(n)) + 1
+    found = [(min(n * able, want(n)), -n) for n in (first - 1, first) if 1 <= n <= most]
+    rate, instances = max(found)
+    return -instances, rate
 
 
 def remote_experts(question: Question) -> Iterator[Option]:

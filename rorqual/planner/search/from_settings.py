@@ -15,7 +15,7 @@ from rorqual.planner.timing.roofline import with_link
 def question_of(model: str, asked: PlanSettings) -> Question:
     device = with_link(load_device(asked.gpu), asked.network)
     profile = profile_for(device) if asked.profile == "auto" else load_profile(asked.profile)
-    tpot = asked.tpot / 1e3 if asked.tpot else None
+    tpot = None if asked.tpot is None else asked.tpot / 1e3
     return Question(
         model_of(model, asked.quant),
         device,

@@ -4,6 +4,7 @@ and PNG, the command to start it."""
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rorqual.config.hardware import known_devices, load_device
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.routing import distinct_experts
@@ -304,7 +306,7 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
     """Every costed option, the front marked."""
     front = set(map(id, plan.pareto()))
     good = set(map(id, plan.options))
-    with path.open("w", newline="") as file:
+    with io.StringIO(newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS.split())
         for item in (*plan.options, *plan.missed):
@@ -327,6 +329,7 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
                     item.detail,
                 ]
             )
+        write_whole(path, file.getvalue())
 
 
 def write_yaml(plan: DeploymentPlan, model: str, path: Path) -> None:
@@ -342,7 +345,7 @@ def write_yaml(plan: DeploymentPlan, model: str, path: Path) -> None:
         "replicas": best.replicas,
         "engine": settings(plan.question, best),
     }
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    write_whole(path, yaml.safe_dump(recipe, sort_keys=False))
 
 
 # ---- questions and validation

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rorqual.config.option import option
+from rorqual.config.option import check_options, option
 
 _question = partial(option, group="Question")
 _costs = partial(option, group="Costs")
@@ -17,21 +17,23 @@ class PlanSettings:
     """Everything but the model. tpot is in milliseconds."""
 
     gpu: str = _question("h200", "A GPU that ships (list: --gpus), or a YAML file of one.")
-    count: int = _question(8, "How many.")
-    prompt: int = _question(1024, "Tokens of a prompt.")
-    output: int = _question(1024, "Tokens of an answer.")
-    ttft: float | None = _question(None, "Time to first token, in seconds at most.")
-    tpot: float | None = _question(None, "Time per output token, in milliseconds at most.")
+    count: int = _question(8, "How many.", least=1, most=100_000)
+    prompt: int = _question(1024, "Tokens of a prompt.", least=1)
+    output: int = _question(1024, "Tokens of an answer.", least=1)
+    ttft: float | None = _question(None, "Time to first token, in seconds at most.", above=0)
+    tpot: float | None = _question(None, "Time per output token, in milliseconds at most.", above=0)
     num_speculative_tokens: tuple[int, ...] = _question(
         (0,), "Draft counts to try, comma-separated.", aliases=("next_n",)
     )
     # 85 to 90 % in arXiv 2412.19437, section 5.4.3; further drafts decay by the same factor each
-    acceptance: float = _question(0.85, "Probability that a draft is taken.")
+    acceptance: float = _question(0.85, "Probability that a draft is taken.", least=0, most=1)
     routing: str = _question(
         "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."
     )
-    network: float | None = _question(None, "Gbit/s a GPU between nodes, in place of the GPU's.")
-    memory_utilization: float = _question(0.9, "Share of a GPU's memory to use.")
+    network: float | None = _question(
+        None, "Gbit/s a GPU between nodes, in place of the GPU's.", above=0
+    )
+    memory_utilization: float = _question(0.9, "Share of a GPU's memory to use.", above=0, most=1)
     splits: bool = _question(
         True, "Also prefill and decode, attention and experts, on GPUs of their own."
     )
@@ -52,3 +54,6 @@ class PlanSettings:
             "--kv-cache-dtype",
         ),
     )
+
+    def __post_init__(self) -> None:
+        check_options(self)

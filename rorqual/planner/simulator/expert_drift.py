@@ -8,6 +8,7 @@ tokens, so that the policy sees noise like in the engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class ExpertDrift:
     slot_seconds: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.period <= 0:
+        if not 0 < self.period < math.inf:
             raise ConfigError(f"expert_load_seconds={self.period} must be above 0")
         if self.window < 1:
             raise ConfigError(f"eplb_window={self.window} must be at least 1")

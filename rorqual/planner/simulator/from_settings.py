@@ -31,6 +31,7 @@ from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel, with_link
 
 TARGET = 0.7  # requests of a replica under autoscaling, of those that it can run
+MOST_SLOW = 1_000_000
 HOST = 8  # GPUs of one, over which a model is split by default
 LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
 
@@ -84,6 +85,7 @@ def longest_requests(given: Mapping[str, Any], work: Any) -> tuple[int, int]:
 def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
     """With what is to happen to it."""
     found = _pools_of(given, longest)
+    _check_slow(given, max(pool.ranks for pool in found.pools))
     last = found.pools[-1]
     sizes = [Autoscaling.sizes(text, last.name) for text in given["autoscale"]]
     seqs = {
@@ -230,6 +232,15 @@ def _sizes(text: str, redundant: int = 0) -> ParallelConfig:
     return ParallelConfig(**found, redundant_experts=redundant if found.get("ep", 1) > 1 else 0)
 
 
+def _check_slow(given: Mapping[str, Any], ranks: int) -> None:
+    for text in given["slow"]:
+        if int(text.partition("=")[0]) >= ranks:
+            raise ConfigError(
+                f"slow={text!r}: a replica has no such rank; the ranks that attention is split "
+                f"over (dp of --layout, or --attention) count from 0 to {ranks - 1}"
+            )
+
+
 def _slow(given: Any) -> dict[int, float]:
     found = {}
     for text in given:
@@ -240,8 +251,8 @@ def _slow(given: Any) -> dict[int, float]:
             raise ConfigError(
                 f"slow={text!r} is not understood; accepted: RANK=FACTOR, such as 3=1.2"
             ) from None
-        if found[int(rank)] < 1 or int(rank) < 0:
+        if not 1 <= found[int(rank)] <= MOST_SLOW or int(rank) < 0:
             raise ConfigError(
-                f"slow={text!r}: ranks count from 0, and a slow rank's factor is at least 1"
+                f"slow={text!r}: ranks count from 0, and a slow rank's factor is 1 to {MOST_SLOW:,}"
             )
     return found

@@ -7,6 +7,8 @@ one a kind of work, and micro-batches take turns between full and lighter tones.
 from __future__ import annotations
 
 import html
+import importlib.util
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 from rich.text import Text
 
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.simulator import Simulation
 from rorqual.planner.timing.split_schedule import Task
@@ -95,14 +98,18 @@ def _lane(task: Task, tasks: Sequence[Task]) -> str:
 
 def write(chart: GanttChart, path: Path) -> None:
     """By the ending: .html, .svg, .png, or .json for ui.perfetto.dev."""
-    texts = {".html": _page, ".svg": _svg, ".json": _trace}
-    if path.suffix not in (*texts, ".png"):
+    check_ending(path)
+    write_whole(path, _png(chart) if path.suffix == ".png" else TEXTS[path.suffix](chart))
+
+
+def check_ending(path: Path) -> None:
+    """Raises ConfigError where such a file cannot be drawn."""
+    if path.suffix not in (*TEXTS, ".png"):
         raise ConfigError(f"{path} has no known ending; accepted: .html, .svg, .png, .json, or -")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".png":
-        _write_png(chart, path)
-    else:
-        path.write_text(texts[path.suffix](chart), encoding="utf-8")
+    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "PNG charts need matplotlib: install rorqual[plot], or ask for .html or .svg"
+        )
 
 
 def _trace(chart: GanttChart) -> str:
@@ -235,15 +242,11 @@ def _page(chart: GanttChart) -> str:
     )
 
 
-def _write_png(chart: GanttChart, path: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ConfigError(
-            "PNG charts need matplotlib: install rorqual[plot], or ask for .html or .svg"
-        ) from None
+def _png(chart: GanttChart) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(14, 1.6 + 0.6 * len(chart.lanes)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -274,4 +277,9 @@ def _write_png(chart: GanttChart, path: Path) -> None:
         bbox_to_anchor=(0.5, -0.25),
         frameon=False,
     )
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+TEXTS = {".html": _page, ".svg": _svg, ".json": _trace}

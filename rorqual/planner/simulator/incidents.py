@@ -72,10 +72,10 @@ class Autoscaling:
                 "most"
             )
         for name in ("target", "interval"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"autoscaling's {name}={getattr(self, name)} must be above 0")
         for name in ("down_after", "start_seconds"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"autoscaling's {name}={getattr(self, name)} must be at least 0")
 
     @staticmethod

@@ -14,7 +14,8 @@ experts' load may be uneven over a replica's ranks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +32,8 @@ from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedR
 from rorqual.planner.simulator.timeline import Timeline
 from rorqual.planner.simulator.workload import Arrival, Workload
 
+MOST_RANKS = 8192
+MOST_PAGES = 100_000_000  # of 50 bytes
 ROUTING = ("live-tokens", "round-robin")
 # of events at the same moment, the order in which they happen
 CALL, ARRIVE, LAND, END, BEGIN = range(5)
@@ -117,9 +120,10 @@ class Deployment:
         self._check_incidents()
 
     def _check_incidents(self) -> None:
-        if self.failover < 0:
+        if not 0 <= self.failover < math.inf:
             raise ConfigError(f"failover={self.failover} s must be at least 0")
         scaled = {rule.pool: rule for rule in self.autoscaling}
+        self._check_size(scaled)
         if len(scaled) < len(self.autoscaling):
             raise ConfigError("autoscale: a pool has one rule at most")
         for rule in self.autoscaling:
@@ -137,6 +141,22 @@ class Deployment:
                     f"fail: pool {pool.name} has no replica {failure.replica}; they count from 0 "
                     f"to {most - 1}"
                 )
+
+    def _check_size(self, scaled: Mapping[str, Autoscaling]) -> None:
+        """Every rank and every page of its cache is an object of the simulation."""
+        ranks = pages = 0
+        for pool in self.pools:
+            rule = scaled.get(pool.name)
+            most = max(pool.replicas, rule.most if rule else 0) * pool.ranks * pool.groups
+            ranks += most
+            pages += most * pool.scheduler.num_pages
+        if ranks > MOST_RANKS:
+            raise ConfigError(f"all replicas have {ranks:,} ranks; accepted: {MOST_RANKS:,}")
+        if pages > MOST_PAGES:
+            raise ConfigError(
+                f"the caches of all ranks have {pages:,} pages; accepted: {MOST_PAGES:,}, as with "
+                "fewer replicas or a larger page_size"
+            )
 
     def index(self, name: str) -> int:
         """Of a pool."""

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import StepCost, StepLoad
 
 MOST_SAMPLES = 600
+MOST_POINTS = 1_000_000  # that are kept during a run
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Timeline:
         return len(self.waiting) * self.interval
 
     def step(self, now: float, cost: StepCost, loads: Sequence[StepLoad]) -> None:
+        self._check_length(now)
         index = int(now / self.interval)
         while len(self.busy) <= index:
             self.busy.append([0.0] * (len(self.resources) + 1))
@@ -47,8 +50,17 @@ class Timeline:
         self.rows += sum(load.rows for load in loads)
         self.prompt_tokens += sum(load.prompts * load.new for load in loads)
 
+    def _check_length(self, until: float) -> None:
+        """Raises ConfigError."""
+        if not until / self.interval < MOST_POINTS:
+            raise ConfigError(
+                f"the run has more than {MOST_POINTS:,} points of interval={self.interval:g} s; "
+                "accepted: a longer interval, or requests that come sooner"
+            )
+
     def sample(self, until: float, waiting: int, running: int, live: int, replicas: int) -> None:
         """Queues as they were at every full interval up to `until`."""
+        self._check_length(until)
         while self.next_sample <= until:
             self.waiting.append(waiting)
             self.running.append(running)

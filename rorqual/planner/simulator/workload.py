@@ -12,15 +12,17 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.settings import SimulationSettings
+from rorqual.planner.simulator.settings import MOST_REQUESTS, SimulationSettings
 
 FILLER = list(range(1 << 16)) * 4
 # first ids of requests and of shared blocks, above every filler
 OWN = 1 << 40
 SHARED = 1 << 20
+LENGTHS = ("fixed", "uniform", "lognormal")
 ARRIVALS = ("poisson", "gamma", "fixed", "at-once", "closed")
 
 
@@ -78,15 +80,19 @@ class LengthDistribution:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        if (
-            self.kind not in ("fixed", "uniform", "lognormal")
-            or self.mean < 1
-            or not 1 <= self.low <= self.high
-            or self.spread < 0
-        ):
+        if self.kind not in LENGTHS:
             raise ConfigError(
-                f"lengths {self} are out of range; accepted: fixed, uniform or lognormal, at "
-                "least 1 token, low up to high"
+                f"lengths of kind {self.kind!r} are not known; accepted: {', '.join(LENGTHS)}"
+            )
+        if not 1 <= self.low <= self.high:
+            raise ConfigError(
+                f"lengths from {self.low} to {self.high} are out of range; accepted: at least 1 "
+                "token, and no more than the longest"
+            )
+        if not 1 <= self.mean < math.inf or not 0 <= self.spread < math.inf:
+            raise ConfigError(
+                f"lengths of {self.mean:g} tokens with a spread of {self.spread:g} are out of "
+                "range; accepted: at least 1 token, and a spread of at least 0"
             )
 
     @staticmethod
@@ -97,13 +103,15 @@ class LengthDistribution:
             if not values:
                 return LengthDistribution("fixed", float(int(kind)))
             first, second = (float(value) for value in values)
-        except ValueError:
+            if kind == "uniform":
+                return LengthDistribution(kind, (first + second) / 2, int(first), int(second))
+            if kind != "lognormal":
+                raise ValueError
+        except (ValueError, OverflowError):
             raise ConfigError(
                 f"lengths {text!r} are not understood; accepted: N, uniform:LOW:HIGH, "
                 "lognormal:MEAN:SPREAD"
             ) from None
-        if kind == "uniform":
-            return LengthDistribution(kind, (first + second) / 2, int(first), int(second))
         return LengthDistribution(kind, first, spread=second)
 
     def draw(self, draw: random.Random) -> int:
@@ -125,15 +133,15 @@ class SharedPrefix:
     exponent: float = SimulationSettings.prefix_zipf
 
     def __post_init__(self) -> None:
-        if (
-            self.groups < 0
-            or self.tokens < 0
-            or self.exponent < 0
-            or (self.groups == 0) != (self.tokens == 0)
-        ):
+        for name in ("groups", "tokens", "exponent"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"shared prefixes: {name}={getattr(self, name)} must be at least 0"
+                )
+        if (self.groups == 0) != (self.tokens == 0):
             raise ConfigError(
-                f"{self}: numbers must be at least 0, and groups and tokens both be given or "
-                "neither"
+                f"{self.groups} shared prefixes of {self.tokens} tokens: prefix_groups and "
+                "prefix_len go together"
             )
 
 
@@ -183,8 +191,20 @@ class Workload:
             )
         for name in ("requests", "seconds", "speed", "trace_block"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value} must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} must be above 0 and finite")
+        self._check_number(timed)
+
+    def _check_number(self, timed: bool) -> None:
+        """Of requests, where only time limits it."""
+        if self.trace is None and self.requests is None and timed:
+            assert self.seconds is not None
+            number = self.arrivals.rate * self.seconds
+            if number > MOST_REQUESTS:
+                raise ConfigError(
+                    f"rate={self.arrivals.rate:g} for seconds={self.seconds:g} makes {number:,.0f} "
+                    f"requests; accepted: {MOST_REQUESTS:,}"
+                )
 
     def jobs(self, seed: int) -> Iterator[Arrival]:
         return read_trace(self) if self.trace is not None else self._drawn(seed)
@@ -194,14 +214,15 @@ class Workload:
             random.Random(f"{seed} {name}") for name in ("arrivals", "lengths", "prefixes")
         )
         groups = range(self.prefix.groups)
-        weights = [(group + 1) ** -self.prefix.exponent for group in groups]
+        weights = ((group + 1) ** -self.prefix.exponent for group in groups)
+        totals = list(accumulate(weights))
         for number, arrival in enumerate(self.arrivals.times(when)):
             if (self.requests is not None and number >= self.requests) or (
                 self.seconds is not None and arrival >= self.seconds
             ):
                 return
             blocks = (
-                ((SHARED + prefixes.choices(groups, weights)[0], self.prefix.tokens),)
+                ((SHARED + prefixes.choices(groups, cum_weights=totals)[0], self.prefix.tokens),)
                 if groups
                 else ()
             )

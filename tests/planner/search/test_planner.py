@@ -4,6 +4,9 @@ why."""
 from __future__ import annotations
 
 import csv
+import math
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +25,13 @@ from rorqual.planner.search.deployments import (
     Option,
     Question,
     aggregated,
+    balanced,
     disaggregated,
     prompt_seconds,
 )
+from rorqual.planner.search.from_settings import question_of
 from rorqual.planner.search.planner import DeploymentPlan, distinct_best, search
+from rorqual.planner.search.settings import PlanSettings
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.split import split_memory, split_step
 from rorqual.planner.timing.split_schedule import SplitStep
@@ -274,3 +280,34 @@ def test_ids_need_no_network() -> None:
         with_quant(shape[0], "int4")
     with pytest.raises(ConfigError, match="is no published shape"):
         published("someone/else")
+
+
+def test_the_balance_of_prefill_and_decode_is_the_best_of_all() -> None:
+    draw = random.Random(3)
+    for _ in range(2000):
+        worlds = (draw.randint(1, 9), draw.randint(1, 9))
+        count = draw.randint(sum(worlds), 200)
+        able, wanted = draw.uniform(0.01, 3), draw.uniform(0.01, 3)
+        rates = {
+            instances: min(instances * able, (count - instances * worlds[0]) // worlds[1] * wanted)
+            for instances in range(1, (count - worlds[1]) // worlds[0] + 1)
+        }
+        best = max(rates, key=lambda instances: (rates[instances], -instances))
+        assert balanced(count, worlds, able, wanted) == (best, rates[best])
+
+
+def test_many_devices_are_searched_in_seconds() -> None:
+    """How long it takes depends on the layouts, not on the devices."""
+    asked = PlanSettings(count=100_000, profile="roofline")
+    began = time.process_time()
+    found = search(question_of("deepseek-v2-lite", asked))
+    assert time.process_time() - began < 60
+    assert {"aggregated", "prefill:decode"} <= {option.kind for option in found.options}
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_goal_has_a_time_or_none(seconds: float) -> None:
+    for name in ("ttft", "tpot"):
+        with pytest.raises(ConfigError, match=f"{name}={seconds} seconds must be above 0"):
+            Goal(**{name: seconds})
+    assert Goal().tpot is None
