@@ -4,6 +4,8 @@ fetch its part of their pages, and puts the pages that all of them have received
 from __future__ import annotations
 
 import itertools
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,19 +31,30 @@ from rorqual.disagg.rank_messages import (
 from rorqual.engine.cached_pages import CachedPages
 from rorqual.request import Request
 
+log = logging.getLogger("rorqual.engine")
+
 PLACED_BYTES = 16 * 2**20  # per rank, written to the cache between two steps
 RESERVED_SHARE = 0.25  # most of a cache for prompts being fetched
+MAX_FINISHED = 4096  # leases remembered
 PLACED_ON_DEVICE = 2**30  # likewise where they are on the device: takes less than a millisecond
 
 
 @dataclass(frozen=True)
 class RemotePrompt:
-    """Where a prompt's pages are. address: of rank 0 there. secret: of its connections."""
+    """Where a prompt's pages are. address: of rank 0 there. secret: of its connections. barred:
+    addresses among those of its ranks that this engine may not connect to."""
 
     address: Address
     secret: bytes
     lease: bytes
     layout: SenderLayout
+    barred: tuple[Address, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        """Why its pages cannot be fetched; empty if they can. Without the addresses: clients of a
+        router get this message."""
+        return "they are at an address that is not among kv_peers" if self.barred else ""
 
 
 class Arrived(NamedTuple):
@@ -115,6 +128,7 @@ class PromptArrivals:
         self.by_number: dict[int, ArrivingPrompt] = {}
         self.waiting: dict[str, ArrivingPrompt] = {}
         self.placing: list[ArrivingPrompt] = []
+        self.finished: OrderedDict[bytes, None] = OrderedDict()  # leases read in full
         self.fetched = 0  # requests
         self.failed = 0  # of these: not all pages were received
         self.pages_in = 0
@@ -122,10 +136,13 @@ class PromptArrivals:
     # ---- fetching
 
     def start(self, request: Request, remote: RemotePrompt) -> bool:
-        """Start to fetch the request's pages; returns whether any are being fetched."""
+        """Start to fetch the request's pages; returns whether any are being fetched. A choice that
+        comes after the pages of its call were received finds them in the cache."""
         prompt, salt = request.transferred(request.outputs), request.cache_salt
         same = (a for a in self.waiting.values() if a.remote.lease == remote.lease)
         arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
+        if arrival is None and remote.lease in self.finished:
+            return False
         if arrival is None:
             arrival = self._begin(request, remote)
             if arrival is None:
@@ -146,7 +163,7 @@ class PromptArrivals:
             return None
         arrival = ArrivingPrompt(number, prompt, salt, remote, dp_rank, pages)
         self.by_number[number] = arrival
-        arrival.error = page_sizes_differ(own, theirs)
+        arrival.error = remote.problem or page_sizes_differ(own, theirs)
         if arrival.error:
             arrival.found[0] = 0
             self.placing.append(arrival)
@@ -222,7 +239,13 @@ class PromptArrivals:
         if len(arrival.found) == self.sizes.tp * self.sizes.pp:
             self.placing.append(arrival)
             if not arrival.error:
-                self.finish(arrival.remote)
+                self._finish(arrival.remote)
+
+    def _finish(self, remote: RemotePrompt) -> None:
+        self.finish(remote)
+        self.finished[remote.lease] = None
+        if len(self.finished) > MAX_FINISHED:
+            self.finished.popitem(last=False)
 
     def cancel(self, name: str) -> None:
         arrival = self.waiting.pop(name, None)
@@ -278,4 +301,6 @@ class PromptArrivals:
             error = f"{arrival.placed} of {arrival.wanted} pages of the prompt came: {why}"
         for request in requests:
             del self.waiting[request.id]
+            if error and not arrival.remote.barred:  # barred addresses are logged once
+                log.warning("request %s: %s", request.id, error)
         return [Arrived(request, error, arrival.dp_rank) for request in requests]

@@ -15,6 +15,7 @@ Rank 0 alone decides. All ranks carry out its messages between the steps and in 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -50,12 +51,15 @@ from rorqual.engine.cached_pages import CachedPages
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight
 from rorqual.engine.scheduling.sequence import Sequence
-from rorqual.errors import ConfigError, RequestError
+from rorqual.errors import ConfigError, RequestError, quoted
 from rorqual.request import FinishReason, Request
+
+log = logging.getLogger("rorqual.engine")
 
 MAX_WAITING = 1024  # requests whose pages are being fetched
 HELD_SHARE = 0.5  # of a data-parallel rank's cache, for other engines
 MAX_ID_LENGTH = 64  # characters of an engine's id
+MAX_BARRED = 64  # addresses outside kv_peers that are logged
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class KVTransfers:
             *(cache, self._broadcast, self._finish, sizes, self.shape, page_bytes, placed_bytes),
             config.transport == HANDLES,
         )
+        self.barred: set[Address] = set()  # logged
         self.sent = 0  # pages, or with several ranks parts of pages
         self.bytes = PageTraffic()
         self._wait_for_ranks(sizes.world)
@@ -236,19 +241,15 @@ class KVTransfers:
         if problem:
             raise RequestError(f"kv_transfer_params: {problem}")
         assert isinstance(layout, SenderLayout)
-        for host, port in (cast(Address, address), *layout.addresses):
-            if not self.config.allows(host, port):
-                raise RequestError(
-                    f"kv_transfer_params: {host}:{port} is not among kv_peers, from which pages "
-                    "may be fetched"
-                )
         if lease is None or not isinstance(engine_id, str) or len(engine_id) > MAX_ID_LENGTH:
             raise RequestError(
                 "kv_transfer_params: remote_request_id and remote_engine_id are not what a prefill "
                 "server gave"
             )
         secret = engine_secret(self.config.secret, engine_id)
-        return RemotePrompt(cast(Address, address), secret, lease, layout)
+        found = dict.fromkeys((cast(Address, address), *layout.addresses))
+        barred = tuple(one for one in found if not self.config.allows(*one))
+        return RemotePrompt(cast(Address, address), secret, lease, layout, barred)
 
     @property
     def _page_size(self) -> int:
@@ -262,7 +263,24 @@ class KVTransfers:
             return False
         if len(self.arrivals.waiting) >= MAX_WAITING:
             return False
-        return self.arrivals.start(request, self._remote(given))
+        remote = self._remote(given)
+        started = self.arrivals.start(request, remote)
+        if started:
+            self._note_barred(remote.barred)
+        return started
+
+    def _note_barred(self, addresses: tuple[Address, ...]) -> None:
+        """Log each address once, however many requests name it."""
+        new = [one for one in addresses if one not in self.barred]
+        shown = new[: MAX_BARRED - len(self.barred)]
+        if not shown:
+            return
+        self.barred.update(shown)
+        log.warning(
+            "pages of prompts are not fetched from %s: not among kv_peers%s",
+            ", ".join(quoted(f"{host}:{port}", "") for host, port in shown),
+            "; further addresses are not logged" if len(self.barred) == MAX_BARRED else "",
+        )
 
     def _finish(self, remote: RemotePrompt) -> None:
         reader = self.pages.reader

@@ -15,9 +15,11 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rorqual.config.listen import bound_socket
 from rorqual.config.process import freeze_loaded
+from rorqual.errors import quoted
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
@@ -193,6 +195,8 @@ class Router:
             self.tasks.discard(task)
 
     async def _body(self, request: web.Request) -> bytes:
+        if request.body_exists:
+            _check_encoding(request)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return await request.read()
@@ -204,6 +208,8 @@ class Router:
             raise RouteError(
                 413, f"the body has more than {self.config.max_body_bytes} bytes", "body_too_long"
             ) from None
+        except (web.RequestPayloadError, HttpProcessingError):
+            raise RouteError(400, "the body is malformed", "bad_body") from None
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -225,6 +231,30 @@ class Router:
             )
         self.metrics.answers.labels(str(answer.status)).inc()
         return answer
+
+
+def _check_encoding(request: web.Request) -> None:
+    """Bodies are forwarded as they came, and no server takes compressed ones."""
+    given = ",".join(request.headers.getall("Content-Encoding", ()))
+    if any(name.strip().lower() not in ("", "identity") for name in given.split(",")):
+        raise RouteError(
+            415,
+            f"the header Content-Encoding should be identity, or left out; given: {quoted(given)}",
+            "unsupported_encoding",
+        )
+
+
+def app_runner(router: Router, shutdown_timeout: float) -> web.AppRunner:
+    return web.AppRunner(
+        router.app(),
+        access_log=None,
+        handler_cancellation=True,  # a client's disconnect cancels its request
+        shutdown_timeout=shutdown_timeout,
+        max_line_size=HEADER_BYTES,
+        max_field_size=HEADER_BYTES,
+        max_headers=128,
+        auto_decompress=False,  # compressed bodies are refused
+    )
 
 
 async def _hide_server_header(request: web.Request, response: web.StreamResponse) -> None:
@@ -266,15 +296,7 @@ async def route(config: RouteConfig, sock: socket.socket, tracer: RequestTracer)
         asyncio.get_running_loop().add_signal_handler(name, on_signal)
     router = Router(config, tracer)
     await router.start()
-    runner = web.AppRunner(
-        router.app(),
-        access_log=None,
-        handler_cancellation=True,  # a client's disconnect cancels its request
-        shutdown_timeout=config.drain_timeout + CUT_SECONDS,
-        max_line_size=HEADER_BYTES,
-        max_field_size=HEADER_BYTES,
-        max_headers=128,
-    )
+    runner = app_runner(router, config.drain_timeout + CUT_SECONDS)
     await runner.setup()
     await web.SockSite(runner, sock, backlog=1024).start()
     freeze_loaded()

@@ -31,6 +31,7 @@ RESUMABLE = "X-Rorqual-Resumable"
 OWN_NAMES = frozenset(("x-request-id", "x-rorqual-resumable"))
 CAN_GO_ON = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATES = CAN_GO_ON | {"/v1/responses", "/v1/messages"}
+Transfer = dict[str, Any] | list[dict[str, Any] | None]  # kv_transfer_params, or one each prompt
 LONG_BODY = 1 << 18  # bytes from which parsing or encoding is worth a thread
 KEY_BYTES = 1 << 17  # of a prompt, for prefix policies
 # fields removed from a prefill request: they would make its one token costlier, or the response
@@ -50,8 +51,8 @@ NOT_FOR_PREFILL = (
 @dataclass
 class RoutedCall:
     """body: as received; fields: parsed, None where it is not an object (the server will reject
-    it). key: the beginning of the prompt. span: of the whole request; attempts: servers tried so
-    far."""
+    it). key: the beginning of the prompt. transfer: where the prompts' pages are. span: of the
+    whole request; attempts: servers tried so far."""
 
     method: str
     path: str
@@ -60,7 +61,7 @@ class RoutedCall:
     body: bytes
     fields: dict[str, Any] | None = None
     key: bytes = b""
-    transfer: dict[str, Any] | None = field(default=None, repr=False)
+    transfer: Transfer | None = field(default=None, repr=False)
     span: RequestSpan = NO_SPAN
     attempts: int = 0
 
@@ -98,10 +99,14 @@ class RoutedCall:
         assert self.fields is not None
         given = self.fields.get("n")
         count = given if isinstance(given, int) else 1
+        return count * self.prompts()
+
+    def prompts(self) -> int:
+        assert self.fields is not None
         prompt = self.fields.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            count *= len(prompt)
-        return count
+            return len(prompt)
+        return 1
 
     def wants_usage(self) -> bool:
         assert self.fields is not None
@@ -144,6 +149,22 @@ class RoutedCall:
         asked = {"stream": False, "max_tokens": 1, "n": 1}
         params = {"kv_transfer_params": {"do_remote_decode": True}}
         return json.dumps({**kept, **asked, **params}).encode()
+
+    def transfer_of(self, answer: Any) -> Transfer | None:
+        """kv_transfer_params of a prefill server's answer: a list where there are several prompts.
+        Raises ValueError where they are of another number of prompts: pages of one prompt are not
+        those of another."""
+        found = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+        prompts = self.prompts()
+        if isinstance(found, dict) and prompts == 1:
+            return found
+        if not isinstance(found, dict | list):
+            return None
+        if prompts == 1 or not isinstance(found, list) or len(found) != prompts:
+            raise ValueError(f"its kv_transfer_params are not those of {prompts} prompts")
+        if not all(one is None or isinstance(one, dict) for one in found):
+            raise ValueError("its kv_transfer_params are no objects")
+        return found
 
     def answer_body(self, resume: dict[str, Any] | None) -> bytes:
         """As the client sent it, with the router's additions."""

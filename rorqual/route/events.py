@@ -201,9 +201,19 @@ def is_full(body: bytes) -> bool:
     return _code(body) in FULL
 
 
-def _code(body: bytes) -> Any:
+def refuses_pages(body: bytes) -> bool:
+    """Whether an error is about kv_transfer_params."""
+    return _field(body, "param") == "kv_transfer_params"
+
+
+def _code(body: bytes) -> str | None:
+    return _field(body, "code")
+
+
+def _field(body: bytes, name: str) -> str | None:
+    """A field of an error."""
     try:
-        found = json.loads(body)["error"].get("code")
-    except (AttributeError, KeyError, TypeError, ValueError):
+        found = json.loads(body)["error"].get(name)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None
     return found if isinstance(found, str) else None

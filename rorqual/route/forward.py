@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp import web
@@ -25,9 +26,16 @@ from rorqual.route.answers import (
     stream_lost,
 )
 from rorqual.route.attempt import Attempt, OwnFault, ServerLost
-from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, passed_on
+from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, Transfer, passed_on
 from rorqual.route.config import RouteConfig
-from rorqual.route.events import BadStream, EventSplitter, StreamRecord, is_full, is_loss
+from rorqual.route.events import (
+    BadStream,
+    EventSplitter,
+    StreamRecord,
+    is_full,
+    is_loss,
+    refuses_pages,
+)
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.servers import UNREADY, Server, ServerList
 from rorqual.route.spans import attempt_span
@@ -80,6 +88,7 @@ class Forwarder:
         self.session = session
         self.metrics = metrics
         self.ending = False  # shutting down: open requests end with an error
+        self.refusers: WeakSet[Server] = WeakSet()  # logged as refusing pages
 
     async def answer(self, call: RoutedCall, request: web.Request) -> web.StreamResponse:
         """Respond to a call. Raises RouteError only if nothing was sent to the client yet."""
@@ -132,7 +141,7 @@ class Forwarder:
             return None
         return self.servers.pick(True, call.key)
 
-    async def prefill(self, call: RoutedCall, server: Server) -> dict[str, Any] | None:
+    async def prefill(self, call: RoutedCall, server: Server) -> Transfer | None:
         """kv_transfer_params of a prefilled prompt; None where that failed, and the decoding server
         computes it."""
         try:
@@ -146,7 +155,7 @@ class Forwarder:
     def note_prefill(self, ok: bool) -> None:
         self.metrics.prefills.labels("ok" if ok else "failed").inc()
 
-    async def _prefilled(self, call: RoutedCall, server: Server) -> dict[str, Any] | None:
+    async def _prefilled(self, call: RoutedCall, server: Server) -> Transfer | None:
         error: BaseException | None = None
         status = 0
         headers = {name: value for name, value in call.headers.items() if name != RESUMABLE}
@@ -163,15 +172,25 @@ class Forwarder:
             raise
         finally:
             self.note(server, error, status)
-        fields = json.loads(data) if status == 200 else None
-        found = fields.get("kv_transfer_params") if isinstance(fields, dict) else None
-        return found if isinstance(found, dict) else None
+        return call.transfer_of(json.loads(data)) if status == 200 else None
 
     @property
     def prefill_timeout(self) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(
             total=self.config.prefill_timeout, sock_connect=self.config.connect_timeout
         )
+
+    def drops_pages(self, call: RoutedCall, server: Server, status: int, body: bytes) -> bool:
+        """Whether the server refuses kv_transfer_params that the router added: the client did not
+        send them, so the request goes on without. Each server is logged once."""
+        short = len(body) < MAX_ERROR_BYTES
+        if call.transfer is None or status != 400 or not short or not refuses_pages(body):
+            return False
+        call.transfer = None
+        if server not in self.refusers:
+            self.refusers.add(server)
+            log.warning("%s refuses pages of prompts: %r", server.url, body[:300])
+        return True
 
     # ---- responses without streaming
 
@@ -188,6 +207,9 @@ class Forwarder:
                 self.metrics.retries.inc()
             try:
                 found = await self._fetch(call, server, after)
+                assert isinstance(found.body, bytes)
+                if self.drops_pages(call, server, found.status, found.body):
+                    found = await self._fetch(call, server, "it refuses the pages")
             except ServerLost as error:
                 after = error
                 failed.add(server)
@@ -449,6 +471,10 @@ class RoutedStream:
         """Handle a response that is not a stream. A rejected continuation is not passed to the
         client, which has part of the stream. Lost pages are not requested again."""
         call = self.call
+        if self.forwarder.drops_pages(call, server, answer.status, data):
+            self.after = "it refuses the pages"
+            self.tries -= 1
+            return None
         self.failed.add(server)
         if self.response is not None:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])

@@ -8,6 +8,7 @@ when it ends. Times are seconds on the machine's monotonic clock, which all proc
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -16,19 +17,43 @@ from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.request import Request
 
 
+class Counting(IntEnum):
+    """Which tokens of a request count in metrics and traces.
+
+    SENT: all that the engine sends. READ: it has stop strings, which the API process finds; it
+    counts the tokens as it reads them, and sends TextEnded. NONE: none is returned (max_tokens 0,
+    or a prompt whose response was sent before it was computed)."""
+
+    SENT = 0
+    READ = 1
+    NONE = 2
+
+
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """traced: send RequestPhase messages for it."""
 
     request: Request
     every_step: bool
     traced: bool = False
+    counting: Counting = Counting.SENT
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    """End these requests: the caller has disconnected, or has all it wants. Their pages are free
-    before the next step; no output is sent."""
+    """End these requests: the caller has disconnected, or they failed. Their pages are free before
+    the next step; no output is sent."""
 
     ids: list[str]
+
+
+class TextEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """The text of a request with Counting.READ has ended: with its last token, or `stopped` by a
+    stop string. Then it ends on the engine too, like a cancelled one, unless it already has. It has
+    `tokens` tokens; `last`: when the last of them was sent."""
+
+    id: str
+    stopped: bool
+    tokens: int
+    last: float
 
 
 class ResetPrefix(msgspec.Struct, tag="reset", array_like=True, frozen=True):
@@ -51,14 +76,15 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Exit after this message; open requests are not finished."""
 
 
-ToEngine = Add | Cancel | ResetPrefix | StartTrace | StopTrace | Shutdown
+ToEngine = Add | Cancel | TextEnded | ResetPrefix | StartTrace | StopTrace | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):
     """New tokens of one request; none where its given output already reaches its limit. `finish`
     and `stop_token` on the last; `cached` counts prompt tokens the prefix cache held.
     `prompt_logprobs`: with the first, where requested, one for each token of the prompt but its
-    first. `transfer`: kv_transfer_params of a request that is decoded elsewhere, with the last."""
+    first. `transfer`: kv_transfer_params of a request that is decoded elsewhere, with the last.
+    `times`: when each token was sent, with Counting.READ."""
 
     id: str
     tokens: list[int]
@@ -68,6 +94,7 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     transfer: dict[str, Any] | None = None
+    times: list[float] | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True):
@@ -115,15 +142,16 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     """Counts since the engine started, current gauges, histograms as cumulative counts, and the
-    requests that ended since the last snapshot. expert_load: tokens by layer and logical expert,
-    where recorded; expert_balancedness: by layer, of the last windows. expert_moves: rebalances,
-    moves applied, slots changed by them, moves failed; empty without load balancing. prompts and
-    cached_prompts: tokens of the prompts whose first token was sampled, and how many of those were
-    cached; prompt_tokens are those computed. transfers, traffic: KVTransfers.figures and traffic;
-    empty without KV transfers. host_cache: pages that host memory can hold and does, tokens queried
-    and hit there, bytes copied out and in by one rank of each data-parallel rank; empty without a
-    host tier. expert_servers: of each its name, whether it is connected, seconds of a call, and its
-    share of rows that other servers could take too."""
+    requests that ended since the last snapshot. output_tokens and the gaps between tokens: on the
+    way without those of requests with Counting.READ, which the API process adds. expert_load:
+    tokens by layer and logical expert, where recorded; expert_balancedness: by layer, of the last
+    windows. expert_moves: rebalances, moves applied, slots changed by them, moves failed; empty
+    without load balancing. prompts and cached_prompts: tokens of the prompts whose first token was
+    sampled, and how many of those were cached; prompt_tokens are those computed. transfers,
+    traffic: KVTransfers.figures and traffic; empty without KV transfers. host_cache: pages that
+    host memory can hold and does, tokens queried and hit there, bytes copied out and in by one rank
+    of each data-parallel rank; empty without a host tier. expert_servers: of each its name, whether
+    it is connected, seconds of a call, and its share of rows that other servers could take too."""
 
     at: float
     running: int = 0

@@ -205,19 +205,57 @@ def test_what_a_request_may_not_ask_for(pair: Pair) -> None:
         return str(answer["error"]["message"])
 
     assert "role='decode'" in refused(pair.decode, {"do_remote_decode": True})
-    other = {**given, "remote_host": "192.168.3.4"}
-    assert "192.168.3.4" in refused(pair.decode, other)
     assert "remote_request_id" in refused(pair.decode, {**given, "remote_request_id": "x"})
     assert "name no address" in refused(pair.decode, {**given, "remote_port": "80"})
     assert "remote_engine_id" in refused(pair.decode, {**given, "remote_engine_id": None})
     assert "whole numbers" in refused(pair.decode, {**given, "tp_size": "2"})
     assert "out of range" in refused(pair.decode, {**given, "pp_size": 0})
     assert "names 1 addresses" in refused(pair.decode, {**given, "tp_size": 2})
-    far = {**given, "remote_ranks": [["192.168.3.4", 9]]}
-    assert "192.168.3.4" in refused(pair.decode, far)
     assert "no [host, port]" in refused(pair.decode, {**given, "remote_ranks": [["a", "b"]]})
     unknown = {**given, "remote_request_id": "ab" * 32}
     assert cached(ask(pair.decode, ids, unknown)) == 0
+
+
+def test_pages_of_a_server_that_may_not_be_asked(pair: Pair) -> None:
+    """The request is right, the settings of the server are not: the prompt is computed there."""
+    ids = prompt(450)
+    given = prefilled(pair.prefill, ids)
+    want = tokens(ask(pair.prefill, ids, cache_salt="alone"))
+    before = figure(pair.decode, "kv_transfer_failures_total")
+    other = {**given, "remote_host": "192.168.3.4", "remote_port": 8}
+    far = {**given, "remote_ranks": [["192.168.3.4", 9]]}
+    for number, barred in enumerate((other, far, other)):
+        found = ask(pair.decode, ids, barred, cache_salt=f"barred {number}")
+        assert cached(found) == 0
+        assert tokens(found) == want
+    pair.decode.wait_until(lambda: figure(pair.decode, "kv_transfer_failures_total") == before + 3)
+    for port in (8, 9):
+        line = f"pages of prompts are not fetched from 192.168.3.4:{port}: not among kv_peers"
+        assert pair.decode.text().count(line) == 1
+
+
+def test_each_prompt_of_a_request_has_its_pages(pair: Pair) -> None:
+    several = [prompt(460), prompt(461)[:50], prompt(462)]
+    asked = ask(pair.prefill, several, {"do_remote_decode": True}, max_tokens=1)
+    given = asked["kv_transfer_params"]
+    assert [one["remote_num_pages"] for one in given] == [PAGES, 7, PAGES]
+    received = "kv_transfer_pages_received_total"
+    before = figure(pair.decode, received)
+    found = ask(pair.decode, several, given)
+    pair.decode.wait_until(lambda: figure(pair.decode, received) == before + 2 * PAGES + 7)
+    want = ask(pair.prefill, several, cache_salt="alone")
+    assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in want["choices"]]
+    pair.prefill.wait_until(lambda: figure(pair.prefill, "kv_transfer_pages_held") == 0, LEASE)
+    # a prompt without pages is computed
+    again = ask(pair.prefill, several, [{"do_remote_decode": True}, None, None], max_tokens=1)
+    assert [one is not None for one in again["kv_transfer_params"]] == [True, False, False]
+    salted = {"cache_salt": "again"}
+    again = ask(pair.prefill, several, {"do_remote_decode": True}, max_tokens=1, **salted)
+    first, _, third = again["kv_transfer_params"]
+    before = figure(pair.decode, received)
+    found = ask(pair.decode, several, [first, None, third], **salted)
+    pair.decode.wait_until(lambda: figure(pair.decode, received) == before + 2 * PAGES)
+    assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in want["choices"]]
 
 
 def test_servers_that_differ_say_in_what(pair: Pair, folder: Path) -> None:
@@ -256,6 +294,14 @@ def test_a_request_may_fail_instead(folder: Path) -> None:
         status, answer = strict.request("POST", "/v1/completions", body)
         assert status == 503
         assert "0 of 13 pages of the prompt came" in answer["error"]["message"]
+        barred = {**given, "remote_host": "192.168.3.4"}
+        status, answer = strict.request(
+            "POST", "/v1/completions", {**body, "kv_transfer_params": barred}
+        )
+        assert (status, answer["error"]["code"]) == (503, "kv_load_failure")
+        assert "0 of 13 pages of the prompt came" in answer["error"]["message"]
+        assert "192.168.3.4" not in answer["error"]["message"]
+        assert "192.168.3.4:9" in strict.text()
         assert strict.held_pages() == 0
 
 
@@ -290,6 +336,16 @@ def test_pages_leave_layer_by_layer(folder: Path, pair: Pair) -> None:
             found = ask(pair.decode, ids, given["kv_transfer_params"])
             assert cached(found) == length - 1
             assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+        several = [[91 + i, *PROMPT[1:50]] for i in range(3)]
+        given = ask(early, several, {"do_remote_decode": True}, max_tokens=1)
+        assert [one["remote_num_pages"] for one in given["kv_transfer_params"]] == [7] * 3
+        received = "kv_transfer_pages_received_total"
+        before = figure(pair.decode, received)
+        found = ask(pair.decode, several, given["kv_transfer_params"])
+        pair.decode.wait_until(lambda: figure(pair.decode, received) == before + 3 * 7)
+        want = ask(pair.prefill, several, cache_salt="alone")
+        for one, other in zip(found["choices"], want["choices"], strict=True):
+            assert one["token_ids"] == other["token_ids"]
         early.wait_until(lambda: figure(early, "kv_transfer_pages_held") == 0)
         early.wait_until(lambda: early.held_pages() == 0)
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rorqual.route.app import Router
+from rorqual.route.app import Router, app_runner
 from rorqual.route.config import RouteConfig
 
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
@@ -52,6 +52,8 @@ class Faults:
     refuse: int | None = None
     refusals: int = 1
     code: str = "busy"
+    param: str | None = None
+    one_transfer: bool = False  # kv_transfer_params of one prompt, however many there are
     unmarked: bool = False  # as a server of another make
     comment: bool = False  # before the first event
     flood: int = 0  # MiB of comments before the first event
@@ -117,7 +119,8 @@ class FakeServer:
             return web.Response()
         if faults.refuse is not None and faults.refusals:
             faults.refusals -= 1
-            error = {"error": {"message": f"{self.name} refuses", "code": faults.code}}
+            about = {"code": faults.code, "param": faults.param}
+            error = {"error": {"message": f"{self.name} refuses", **about}}
             return web.json_response(error, status=faults.refuse, headers={"Retry-After": "7"})
         try:
             if body.get("stream"):
@@ -131,9 +134,13 @@ class FakeServer:
             return web.json_response([self.name])
         prompt = body.get("prompt", "")
         count = body.get("max_tokens", 8)
-        found: dict[str, Any] = {"server": self.name, "text": said(prompt, 0, count)}
-        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            found["kv_transfer_params"] = {"from": self.name, "lease": len(self.bodies)}
+        found: dict[str, Any] = {"server": self.name, "text": said(str(prompt), 0, count)}
+        transfer = body.get("kv_transfer_params") or {}
+        if isinstance(transfer, dict) and transfer.get("do_remote_decode"):
+            one = {"from": self.name, "lease": len(self.bodies)}
+            several = isinstance(prompt, list) and not faults.one_transfer
+            each = [{**one, "prompt": place} for place in range(len(prompt))]
+            found["kv_transfer_params"] = each if several else one
         return web.json_response(found, headers={"X-From": self.name})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -341,7 +348,7 @@ async def routed(
     )
     router = Router(config)
     await router.start()
-    runner = web.AppRunner(router.app(), handler_cancellation=True, shutdown_timeout=0.1)
+    runner = app_runner(router, 0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"

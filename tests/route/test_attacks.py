@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
+import math
+import re
 import resource
 import signal
 import threading
@@ -12,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ import pytest
 pytest.importorskip("aiohttp")
 
 import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import TransferEncodingError
 
 from rorqual.errors import ConfigError
 from rorqual.route import forward
@@ -125,6 +131,53 @@ def test_bodies_of_any_depth_do_no_harm() -> None:
                 url = router.url + "/v1/completions"
                 async with router.session.post(url, data=body) as answer:
                     assert answer.status == 400, await answer.text()
+
+    run(test())
+
+
+PLAIN = b'{"prompt": "abc", "max_tokens": 4}'
+
+
+@pytest.mark.parametrize("given", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
+def test_compressed_bodies_are_refused(given: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also those that are not what the header says."""
+
+    async def test() -> None:
+        fake = FakeServer()
+        async with routed(fake) as router:
+            headers = {"Content-Encoding": given}
+            url = router.url + "/v1/completions"
+            for data in (PLAIN, gzip.compress(PLAIN), gzip.compress(bytes(1 << 20))):
+                async with router.session.post(url, data=data, headers=headers) as answer:
+                    error = (await answer.json())["error"]
+                    assert answer.status == 415
+                assert error["code"] == "unsupported_encoding"
+                assert error["type"] == "invalid_request_error"
+                assert given in error["message"]
+            assert fake.bodies == []
+            headers["Content-Encoding"] = "Identity"
+            async with router.session.post(url, data=PLAIN, headers=headers) as answer:
+                assert (await answer.json())["text"] == said("abc", 0, 4)
+            async with router.session.get(router.url + "/v1/models", headers=headers) as answer:
+                assert answer.status == 200
+        assert "Traceback" not in caplog.text
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [web.RequestPayloadError, TransferEncodingError])
+def test_a_malformed_body_is_its_clients_mistake(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with routed(FakeServer()) as router:
+
+            async def broken(request: web.Request) -> bytes:
+                raise error("half a chunk")
+
+            monkeypatch.setattr(web.BaseRequest, "read", broken)
+            status, body = await router.ask(ASK)
+            assert (status, body["error"]["code"]) == (400, "bad_body")
 
     run(test())
 
@@ -376,5 +429,17 @@ def beside() -> Iterator[tuple[FakeServer, str]]:
 
 @pytest.mark.parametrize("name", ["resumes", "drain_timeout", "resume_wait", "prefill_from"])
 def test_numbers_below_zero_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=-1 is out of range"):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^{flag}=-1 is out of range"):
         RouteConfig(replicas=("http://127.0.0.1:1",), **{name: -1})
+
+
+TIMES = [item.name for item in fields(RouteConfig) if item.type == "float"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("name", TIMES)
+def test_times_that_no_clock_counts_are_refused(name: str, value: float) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^{flag}={re.escape(str(value))} is "):
+        RouteConfig(replicas=("http://127.0.0.1:1",), **{name: value})

@@ -144,6 +144,20 @@ def test_a_server_that_goes_on_dies(after: int) -> None:
     run(test())
 
 
+def test_a_server_that_refuses_the_pages() -> None:
+    """The client has the first token, and has asked for no pages."""
+
+    async def test() -> None:
+        async with apart(None, Faults(refuse=400, param="kv_transfer_params")) as found:
+            router, _, (decode,) = found
+            (await router.post({**BODY, **USAGE})).assert_whole("abc", 8, usage=True)
+            assert ["kv_transfer_params" in body for body in decode.bodies] == [True, False]
+            assert all("rorqual_resume" in body for body in decode.bodies)
+            await counted(router, prefill=1)
+
+    run(test())
+
+
 def test_servers_that_are_full_for_a_while() -> None:
     async def test() -> None:
         full = Faults(refuse=429, refusals=5, code="queue_full")

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from rorqual.route.calls import RoutedCall
 from tests.route.fakes import FakeServer, Faults, routed, run, said
 
 ASK = {"prompt": "abc", "max_tokens": 4}
@@ -261,6 +262,86 @@ def test_a_prompt_goes_to_a_prefill_server_first(body: dict[str, Any]) -> None:
             assert "logprobs" not in asked
             params = {"from": "prefill", "lease": 1}
             assert decode.bodies == [{**body, "kv_transfer_params": params}]
+
+    run(test())
+
+
+BATCHES: list[list[Any]] = [["abc", "de"], [[5, 6, 7], [8]]]
+
+
+@pytest.mark.parametrize("prompts", BATCHES, ids=["texts", "ids"])
+def test_several_prompts_have_pages_of_their_own(prompts: list[Any]) -> None:
+    async def test() -> None:
+        prefill = FakeServer("prefill")
+        decode = FakeServer("decode")
+        body = {"prompt": prompts, "max_tokens": 4}
+        async with routed(prefill=(prefill,), decode=(decode,)) as router:
+            assert (await router.ask(body))[0] == 200
+            (asked,) = prefill.bodies
+            assert asked["prompt"] == prompts
+            assert asked["kv_transfer_params"] == {"do_remote_decode": True}
+            params = [{"from": "prefill", "lease": 1, "prompt": place} for place in (0, 1)]
+            assert decode.bodies == [{**body, "kv_transfer_params": params}]
+
+    run(test())
+
+
+@pytest.mark.parametrize("prompts", BATCHES, ids=["texts", "ids"])
+def test_pages_of_one_prompt_are_not_those_of_several(
+    prompts: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        prefill = FakeServer("prefill", Faults(one_transfer=True))
+        decode = FakeServer("decode")
+        body = {"prompt": prompts, "max_tokens": 4}
+        async with routed(prefill=(prefill,), decode=(decode,)) as router:
+            assert (await router.ask(body))[0] == 200
+            assert decode.bodies == [body]
+            metrics = (await router.get("/metrics"))[1]
+            assert 'rorqual_router_prefills_total{outcome="failed"} 1.0' in metrics
+        assert "are not those of 2 prompts" in caplog.text
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompts"),
+    [([{}], 2), ([{}, {}, {}], 2), ([{}, 1], 2), ([{}], 1), ({}, 2)],
+)
+def test_what_pages_an_answer_may_name(answer: Any, prompts: int) -> None:
+    call = RoutedCall("POST", "", "", {}, b"", {"prompt": ["a"] * prompts})
+    with pytest.raises(ValueError, match="its kv_transfer_params"):
+        call.transfer_of({"kv_transfer_params": answer})
+    assert call.transfer_of({"kv_transfer_params": None}) is None
+    assert call.transfer_of([]) is None
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM])
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_server_that_refuses_pages(
+    body: dict[str, Any], tries: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client has not sent kv_transfer_params: what is wrong with them is not its mistake."""
+    faults = Faults(refuse=400, refusals=2, param="kv_transfer_params")
+
+    async def test() -> None:
+        prefill = FakeServer("prefill")
+        decode = FakeServer("decode", faults)
+        async with routed(prefill=(prefill,), decode=(decode,), tries=tries) as router:
+            for _ in range(2):
+                faults.refusals = 1
+                if body is STREAM:
+                    (await router.post(body)).assert_whole("abc", 4)
+                else:
+                    assert (await router.ask(body))[1]["text"] == said("abc", 0, 4)
+            with_pages = ["kv_transfer_params" in asked for asked in decode.bodies]
+            assert with_pages == [True, False, True, False]
+            assert router.server(decode).strikes == 0
+            faults.refusals = 1
+            own = {**body, "kv_transfer_params": {"mine": 1}}
+            answer = await router.post({**own, "stream": True})
+            assert (answer.status, answer.errors[0]["param"]) == (400, "kv_transfer_params")
+        assert caplog.text.count("refuses pages of prompts") == 1
 
     run(test())
 

@@ -91,6 +91,9 @@ class ScriptedEngine:
     def cancel(self, ids: list[str]) -> None:
         pass
 
+    def end_text(self, name: str, stopped: bool) -> None:
+        pass
+
 
 class Scripted:
     """`engine` is told what to say; `client` asks."""

@@ -22,6 +22,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from tests.route.running import start_router
 from tests.route.test_real_servers import body, stream
+from tests.serve.http.test_stop_metrics import rested
 from tests.serve.running import Running, start_server
 from tests.telemetry.collector import CLIENT, ENVIRONMENT, SERVER, Collected, Collector
 
@@ -131,6 +132,56 @@ def test_a_prompt_that_travels(site: Site) -> None:
     assert prefill.end == decode.start
     assert not any(span.failed for span in trace.spans)
     assert len(trace.spans) == 12  # none for a token
+
+
+def counted(servers: list[Running]) -> Counter[str]:
+    """Of engines at rest: requests by how they ended, and tokens."""
+    found: Counter[str] = Counter()
+    for server in servers:
+        rested(server)
+        for engine in server.get("/stats")["engines"]:
+            found.update({**engine["finished"], "tokens": engine["output_tokens"]})
+    return found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_decode_span(site: Site, streamed: bool) -> None:
+    """And is counted as such by the server that decodes. The other one has the first token, which
+    is handed over where the answer is streamed, and computed again where not."""
+    asked = body(1, cache_salt="stopped")
+    text = site.router.request("POST", "/v1/completions", asked)[1]["choices"][0]["text"]
+    asked["stop"] = [text[60:70]]
+    assert text.index(text[60:70]) == 60
+    status, answer = site.router.request("POST", "/v1/completions", asked)
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    tokens = answer["usage"]["completion_tokens"]
+    before = [counted([site.prefill]), counted(site.decode)]
+
+    name = f"{streamed + 1:032x}"
+    asked |= {"stream": streamed, "cache_salt": f"streamed: {streamed}"}
+    header = f"00-{name}-{PARENT}-01"
+    status, _ = site.router.request("POST", "/v1/completions", asked, traceparent=header)
+    assert status == 200
+    own = tokens - streamed
+    assert counted([site.prefill]) - before[0] == {"length": 1, "tokens": 1}
+    assert counted(site.decode) - before[1] == {"stop": 1, "tokens": own}
+
+    def served(spans: list[Collected]) -> int:
+        """A server's span comes after its phases."""
+        return sum((span.trace, span.service, span.name) == (name, HTTP, ROUTE) for span in spans)
+
+    site.collector.wait_until(lambda spans: served(spans) == 2)
+    found = sorted(site.collector.of_trace(name), key=lambda span: span.start)
+    spans = [span for span in found if span.name == "decode"]
+    assert [span.attributes["gen_ai.usage.output_tokens"] for span in spans] == [1, own]
+    answers = [span for span in found if (span.service, span.name) == (HTTP, ROUTE)]
+    for span, answered in zip(spans, answers, strict=True):
+        assert span.parent == answered.id
+        seconds = (span.end - span.start) / 1e9
+        said = answered.attributes
+        assert said["gen_ai.latency.time_in_model_decode"] == pytest.approx(seconds, abs=1e-6)
+        assert said["gen_ai.latency.e2e"] >= seconds
 
 
 def test_a_stream_that_moves(site: Site) -> None:

@@ -18,6 +18,7 @@ from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.engines.phases import note_phase
+from rorqual.serve.engines.read_tokens import ReadFigures, ReadTokens
 from rorqual.serve.errors import engine_died, experts_missing, pages_lost
 
 log = logging.getLogger("rorqual.serve")
@@ -55,6 +56,7 @@ class EngineClient:
     """Bound to one engine process; a restarted engine gets a new client.
 
     `live` holds what is open by the engine's request id; `load` is the sum of its tokens.
+    `unread`: requests with Counting.READ whose text has not ended, on the engine or off it.
     """
 
     def __init__(self, folder: Path, name: str, index: int, usage: ClientUsage):
@@ -73,6 +75,8 @@ class EngineClient:
         self.encoder = messages.encoder()
         self.decoder = messages.client_decoder()
         self.live: dict[str, OpenSequence] = {}
+        self.unread: dict[str, ReadTokens] = {}
+        self.figures = ReadFigures()
         self.load = 0
         self.made = time.monotonic()
         self.start_seconds = 0.0  # until it was ready
@@ -103,13 +107,30 @@ class EngineClient:
         self.live[request.id] = OpenSequence(job, choice, tokens, request.client)
         self.load += tokens
         self.usage.change(request.client, 1, tokens)
-        self._send(messages.Add(request, every_step, job.span.recording))
+        if job.counting is messages.Counting.READ:
+            self.unread[request.id] = ReadTokens(request.arrival)
+        self._send(messages.Add(request, every_step, job.span.recording, job.counting))
 
     def cancel(self, ids: list[str]) -> None:
         """Cancel these on the engine too; ids that have ended are ignored."""
-        there = [name for name in ids if self._remove(name)]
+        there = [name for name in ids if self._remove(name) | self._forget(name)]
         if there:
             self._send(messages.Cancel(there))
+
+    def read(self, name: str, times: list[float], count: int) -> None:
+        """Of new tokens of a request with Counting.READ, which left the engine at these times, the
+        first `count` belong to its text."""
+        read = self.unread.get(name)
+        if read is not None:
+            self.figures.add(read, times, count)
+
+    def end_text(self, name: str, stopped: bool) -> ReadTokens | None:
+        """The text of a request with Counting.READ has ended, by a stop string if `stopped`."""
+        read = self.unread.pop(name, None)
+        self._remove(name)
+        if read is not None:
+            self._send(messages.TextEnded(name, stopped, read.count, read.last))
+        return read
 
     def reset_prefix(self) -> None:
         self._send(messages.ResetPrefix())
@@ -138,6 +159,9 @@ class EngineClient:
             self.usage.change(entry.client, -1, -entry.tokens)
         return entry is not None
 
+    def _forget(self, name: str) -> bool:
+        return self.unread.pop(name, None) is not None
+
     # ---- from the engine
 
     async def listen(self) -> None:
@@ -152,9 +176,11 @@ class EngineClient:
                 self._deliver(output)
         elif isinstance(message, messages.Snapshot):
             self.ended.extend(message.ended)
+            self.figures.add_to(message)
             self.snapshot = message
         elif isinstance(message, messages.Refused):
             entry = self.live.get(message.id)
+            self._forget(message.id)
             if self._remove(message.id) and entry is not None:
                 if message.pages_lost:
                     entry.job.fail(pages_lost(message.message))
@@ -185,12 +211,15 @@ class EngineClient:
             return  # cancelled while the step ran
         if output.finish is not None:
             self._remove(output.id)
+            if not output.tokens:
+                self._forget(output.id)  # there is no text to read
         entry.job.feed(entry.choice, output)
 
     def close(self) -> None:
         """The engine has ended: every open request fails."""
         live = self.live
         self.live = {}
+        self.unread = {}
         self.load = 0
         for entry in live.values():
             self.usage.change(entry.client, -1, -entry.tokens)

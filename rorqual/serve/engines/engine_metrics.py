@@ -4,7 +4,7 @@ taken when a step's tokens are sent."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence, Usage
@@ -15,12 +15,27 @@ from rorqual.serve.messages import RequestTimes, Snapshot
 MAX_ENDED = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """How a request ended, and its times: of its arrival, its admission, its first and its last
+    token. tokens: those of its answer."""
+
+    reason: str
+    prompt: int
+    tokens: int
+    arrival: float
+    started: float
+    first: float
+    last: float
+
+
 class EngineMetrics:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         self.finished: Counter[str] = Counter()
         self.ended: list[RequestTimes] = []
+        self.tokens = 0
         self.prompts = 0
         self.cached_prompts = 0
 
@@ -33,22 +48,25 @@ class EngineMetrics:
         """`tokens` tokens came `seconds` after the ones before: counted as that many equal gaps."""
         self.histograms["inter_token_latency_seconds"].add(seconds / tokens, tokens)
 
-    def end(
-        self, sequence: Sequence, reason: str, started: float, first: float, now: float
-    ) -> None:
-        """A request has finished. Times: of its admission, its first token, and now."""
-        arrival = sequence.request.arrival
-        outputs = len(sequence.tokens) - len(sequence.request.tokens)
-        tpot = (now - first) / (outputs - 1) if outputs > 1 else None
-        times = RequestTimes(now, first - arrival, tpot, now - arrival, started - arrival)
-        self.finished[reason] += 1
+    def end(self, end: RequestEnd) -> None:
+        """A request has finished."""
+        decode = end.last - end.first
+        tpot = decode / (end.tokens - 1) if end.tokens > 1 else None
+        times = RequestTimes(
+            end.last,
+            end.first - end.arrival,
+            tpot,
+            end.last - end.arrival,
+            end.started - end.arrival,
+        )
+        self.finished[end.reason] += 1
         self._observe("e2e_request_latency_seconds", times.e2e)
         self._observe("request_queue_time_seconds", times.queue)
-        self._observe("request_prefill_time_seconds", first - started)
-        self._observe("request_decode_time_seconds", now - first)
-        self._observe("request_inference_time_seconds", now - started)
-        self._observe("request_prompt_tokens", sequence.prompt_len)
-        self._observe("request_generation_tokens", outputs)
+        self._observe("request_prefill_time_seconds", end.first - end.started)
+        self._observe("request_decode_time_seconds", decode)
+        self._observe("request_inference_time_seconds", end.last - end.started)
+        self._observe("request_prompt_tokens", end.prompt)
+        self._observe("request_generation_tokens", end.tokens)
         if tpot is not None:
             self._observe("request_time_per_output_token_seconds", tpot)
         if len(self.ended) < MAX_ENDED:
@@ -81,7 +99,7 @@ class EngineMetrics:
             waiting=usage.waiting,
             steps=stats.steps,
             prompt_tokens=stats.prompt_tokens,
-            output_tokens=stats.output_tokens,
+            output_tokens=self.tokens,
             pages_total=usage.pages,
             pages_used=usage.pages_used,
             pages_cached=usage.pages_cached,

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -39,11 +39,12 @@ from rorqual.errors import BusyError, ExpertsMissing, RequestError, RorqualError
 from rorqual.platforms import device_of
 from rorqual.request import FinishReason, Request
 from rorqual.serve import messages
-from rorqual.serve.engines.engine_metrics import EngineMetrics
+from rorqual.serve.engines.engine_metrics import EngineMetrics, RequestEnd
 from rorqual.serve.engines.kv_events import KVEventPublisher
 from rorqual.serve.engines.phase_reporter import PhaseReporter
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.serve.kv_events_config import KVEventsConfig
+from rorqual.serve.messages import Counting
 from rorqual.text.generation_config import read_generation
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits
@@ -83,6 +84,7 @@ class LiveRequest:
     sequence: Sequence
     every_step: bool
     traced: bool = False
+    counting: Counting = Counting.SENT
     queued: float = 0.0
     held: Any = None
     started: float = 0.0
@@ -92,9 +94,16 @@ class LiveRequest:
     # kept for the end where the caller does not stream
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def end(self, reason: FinishReason, tokens: int) -> RequestEnd:
+        """It ends, so far, with the token sent last."""
+        request = self.sequence.request
+        times = (request.arrival, self.started or self.first, self.first, self.last)
+        return RequestEnd(reason.value, self.sequence.prompt_len, tokens, *times)
+
 
 class EngineProcess:
-    """`run` until Shutdown."""
+    """`run` until Shutdown. unread: ends of requests whose text the API process still reads: it may
+    find that a stop string came before."""
 
     def __init__(
         self,
@@ -117,6 +126,7 @@ class EngineProcess:
         self.phases = PhaseReporter(link)
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
+        self.unread: dict[str, RequestEnd] = {}
         self.preparing: dict[str, messages.Add] = {}
         # the last keeps the compiled grammar until the request holds it
         self.prepared: SimpleQueue[tuple[messages.Add, Exception | None, Any]] = SimpleQueue()
@@ -160,6 +170,8 @@ class EngineProcess:
         elif isinstance(message, messages.Cancel):
             for name in message.ids:
                 self.cancel(name)
+        elif isinstance(message, messages.TextEnded):
+            self._end_text(message)
         elif isinstance(message, messages.ResetPrefix):
             self.engine.scheduler.prefix.clear()
         elif isinstance(message, messages.StartTrace):
@@ -179,6 +191,23 @@ class EngineProcess:
         if self.live.pop(name, None) is not None:
             self.engine.abort(name)
             self.meter.finished["abort"] += 1
+        end = self.unread.pop(name, None)
+        if end is not None:
+            self.meter.end(end)
+
+    def _end_text(self, message: messages.TextEnded) -> None:
+        """Count a request that the API process has read, as far as its text goes: the engine may
+        have sent more tokens."""
+        live = self.live.pop(message.id, None)
+        if live is not None:
+            self.engine.stop(message.id)
+            end = live.end(FinishReason.STOP, message.tokens)
+        else:
+            found = self.unread.pop(message.id, None)
+            if found is None:
+                return
+            end = replace(found, reason=FinishReason.STOP.value) if message.stopped else found
+        self.meter.end(replace(end, tokens=message.tokens, last=message.last))
 
     def _prepare(self, add: messages.Add) -> None:
         """Compile a request's grammar in the background; the request is queued once that is
@@ -228,8 +257,6 @@ class EngineProcess:
         for request, error, dp_rank in transfers.arrived():
             add, held = self.arriving.pop(request.id)
             self.phases.fetched(add, error)
-            if error:
-                log.warning("request %s: %s", request.id, error)
             if error and transfers.config.on_failure == "fail":
                 self.link.send(messages.Refused(request.id, error, pages_lost=True))
             else:
@@ -248,7 +275,8 @@ class EngineProcess:
             self.link.send(messages.StepOutputs([messages.Output(request.id, [], over.value)]))
             return
         sequence = self.engine.scheduler.sequences[request.id]
-        live = LiveRequest(sequence, add.every_step, add.traced, time.monotonic(), held)
+        mode = (add.every_step, add.traced, add.counting)
+        live = LiveRequest(sequence, *mode, time.monotonic(), held)
         self.live[request.id] = self.unstarted[request.id] = live
         if self.transfers:
             self.transfers.begin(request)
@@ -272,7 +300,7 @@ class EngineProcess:
             if live.sequence.num_cached_prompt is not None
         ]:
             self.unstarted.pop(name).started = before
-        outputs = self._outputs(outs, before, now)
+        outputs = self._outputs(outs, now)
         if self.transfers:
             outputs += self._answer_early(self.transfers)
         if outputs:
@@ -288,7 +316,7 @@ class EngineProcess:
                 self.link.send(messages.Refused(name, reason, experts_missing=True))
             self.cancel(name)
 
-    def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
+    def _outputs(self, outs: list[TokenOut], now: float) -> list[messages.Output]:
         """One Output for each request with news; a step may have several tokens of one request."""
         found: dict[str, messages.Output] = {}
         tokens: dict[str, int] = {}
@@ -300,6 +328,9 @@ class EngineProcess:
             tokens[name] = tokens.get(name, 0) + 1
             if live.every_step and not live.answered:
                 self._extend(found, name, out, first=not live.first)
+                if live.counting is Counting.READ:
+                    output = found[name]
+                    output.times = [*(output.times or ()), now]
             elif out.logprobs is not None:
                 live.logprobs.append(out.logprobs)
             if out.finish is not None:
@@ -307,7 +338,7 @@ class EngineProcess:
                     found[name] = found.get(name) or _whole(name, out, live.logprobs)
                     if self.transfers:
                         found[name].transfer = self.transfers.offer(out.sequence)
-                self._end(name, live, out, tokens.pop(name), before, now)
+                self._end(name, live, out, tokens.pop(name), now)
         for name, count in tokens.items():
             self._count(self.live[name], count, now)
         return list(found.values())
@@ -324,6 +355,7 @@ class EngineProcess:
     def _early(self, name: str, params: dict[str, Any]) -> messages.Output:
         live = self.live[name]
         live.answered = True
+        live.counting = Counting.NONE
         cached = live.sequence.num_cached_prompt or 0
         output = messages.Output(name, [], FinishReason.LENGTH.value, cached=cached)
         output.transfer = params
@@ -346,8 +378,12 @@ class EngineProcess:
             output.stop_token = out.sequence.stop_token
 
     def _count(self, live: LiveRequest, tokens: int, now: float) -> None:
+        counts = live.counting is Counting.SENT
+        if counts:
+            self.meter.tokens += tokens
         if live.first:
-            self.meter.count_gap(now - live.last, tokens)
+            if counts:
+                self.meter.count_gap(now - live.last, tokens)
         else:
             live.first = now
             self.meter.first_token(live.sequence, now)
@@ -355,14 +391,20 @@ class EngineProcess:
                 self.phases.began(live.sequence, live.queued, live.started or live.queued, now)
         live.last = now
 
-    def _end(
-        self, name: str, live: LiveRequest, out: TokenOut, tokens: int, before: float, now: float
-    ) -> None:
+    def _end(self, name: str, live: LiveRequest, out: TokenOut, tokens: int, now: float) -> None:
+        """tokens: new ones."""
         self._count(live, tokens, now)
         assert out.finish is not None
-        if live.traced:
-            self.phases.ended(out, live.first, now)
-        self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
+        request = out.sequence.request
+        end = live.end(out.finish, len(out.sequence.tokens) - len(request.tokens))
+        if live.counting is Counting.NONE:
+            end = replace(end, reason=FinishReason.LENGTH.value, tokens=0)
+        if live.counting is Counting.READ:
+            self.unread[name] = end
+        else:
+            if live.traced:
+                self.phases.ended(request, end.tokens, live.first, now)
+            self.meter.end(end)
         self.unstarted.pop(name, None)
         del self.live[name]
 

@@ -4,16 +4,25 @@ torch."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Protocol
 
+from rorqual.serve.engines.phases import note_phase
+from rorqual.serve.engines.read_tokens import ReadTokens
 from rorqual.serve.errors import ApiError, engine_busy, too_slow
-from rorqual.serve.messages import Output
+from rorqual.serve.messages import Counting, Output
 from rorqual.telemetry.spans import NO_SPAN, RequestSpan
 
 
-class Canceller(Protocol):
+class PlacedEngine(Protocol):
+    """See EngineClient."""
+
     def cancel(self, ids: list[str]) -> None: ...
+
+    def read(self, name: str, times: list[float], count: int) -> None: ...
+
+    def end_text(self, name: str, stopped: bool) -> ReadTokens | None: ...
 
 
 class NullEngine:
@@ -21,6 +30,12 @@ class NullEngine:
 
     def cancel(self, ids: list[str]) -> None:
         """There is nothing to cancel."""
+
+    def read(self, name: str, times: list[float], count: int) -> None:
+        """It sends no tokens."""
+
+    def end_text(self, name: str, stopped: bool) -> None:
+        """It has no text."""
 
 
 class EngineJob:
@@ -34,13 +49,14 @@ class EngineJob:
 
     def __init__(self, buffered: int):
         self.buffered = buffered
-        self.placed: list[tuple[Canceller, str]] = []
+        self.placed: list[tuple[PlacedEngine, str]] = []
         self.items: list[tuple[int, Output]] = []
         self.tokens = 0
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
         self.span: RequestSpan = NO_SPAN
+        self.counting = Counting.SENT
         # Called first while the task waits in `take`: handles an output directly and returns True,
         # or leaves it to the task.
         self.sink: Callable[[int, Output], bool] | None = None
@@ -83,9 +99,17 @@ class EngineJob:
             return
         self.fail(ApiError(400, message, param=parameter_of(message)))
 
-    def cancel(self, choice: int) -> None:
+    def read(self, choice: int, times: list[float], count: int) -> None:
+        """With Counting.READ: `count` of a choice's new tokens belong to its text."""
         client, name = self.placed[choice]
-        client.cancel([name])
+        client.read(name, times, count)
+
+    def end_text(self, choice: int, stopped: bool) -> None:
+        """With Counting.READ: a choice's text has ended; stopped: by a stop string."""
+        client, name = self.placed[choice]
+        read = client.end_text(name, stopped)
+        if read is not None and self.span.recording:
+            note_phase(self.span, choice, read.decode_phase(name))
 
     def close(self) -> None:
         """Cancel whatever has not ended."""
@@ -112,6 +136,6 @@ class EngineJob:
 
 def parameter_of(message: str) -> str | None:
     """The parameter a message is about: such messages begin with its name, `top_p=3 is out of
-    range`."""
-    name = message.split("=", 1)[0]
+    range` or `kv_transfer_params: ...`."""
+    name = re.split("=|: ", message, maxsplit=1)[0]
     return name if name.isidentifier() and name != message else None

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from rorqual.disagg.kv_transfers import KVTransfers, ReceivedPages
-from rorqual.engine.scheduling.sequence import Sequence, TokenOut
+from rorqual.engine.scheduling.sequence import Sequence
+from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.sockets import EngineSockets
 
@@ -70,10 +71,6 @@ class PhaseReporter:
         }
         self._send("prefill", request.id, request.arrival, started, now, details)
 
-    def ended(self, out: TokenOut, first: float, now: float) -> None:
-        sequence = out.sequence
-        request = sequence.request
-        details: Details = {
-            "gen_ai.usage.output_tokens": len(sequence.tokens) - len(request.tokens)
-        }
+    def ended(self, request: Request, tokens: int, first: float, now: float) -> None:
+        details: Details = {"gen_ai.usage.output_tokens": tokens}
         self._send("decode", request.id, request.arrival, first, now, details)

@@ -60,7 +60,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such model."},
     408: {"description": "The body took too long to arrive."},
     413: {"description": "The body is too large."},
-    415: {"description": "The body is not said to be JSON."},
+    415: {"description": "The body is compressed, or not said to be JSON."},
     429: {
         "description": "As many sequences wait as the server queues, or an address tried too many "
         "wrong keys; see Retry-After."

@@ -8,13 +8,14 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.config.log import request_id
+from rorqual.errors import quoted
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.anthropic.errors import is_anthropic
 from rorqual.serve.http.clients import CLIENT, address_of, bearer
@@ -71,6 +72,8 @@ class Authenticator:
         scope[CLIENT] = holder or address_of(scope)
         error = self._refusal(scope, given, headers)
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
+        if error is None and has_body and b"content-encoding" in headers:
+            error = encoding_refusal(scope["headers"])
         if error is not None:
             self.counts[f"failed_{error.status}"] += 1
             if has_body:
@@ -134,6 +137,19 @@ def _request_name(given: bytes) -> bytes:
     """The caller's request id, if valid; else a new one."""
     fits = 0 < len(given) <= MAX_REQUEST_ID_LENGTH and NAME.fullmatch(given)
     return given if fits else secrets.token_hex(16).encode()
+
+
+def encoding_refusal(headers: Iterable[tuple[bytes, bytes]]) -> ApiError | None:
+    """Why a body of these headers is not read."""
+    values = [value for name, value in headers if name == b"content-encoding"]
+    given = b",".join(values).decode("latin-1")
+    if all(name.strip().lower() in ("", "identity") for name in given.split(",")):
+        return None
+    return ApiError(
+        415,
+        f"the header Content-Encoding should be identity, or left out; given: {quoted(given)}",
+        code="unsupported_encoding",
+    )
 
 
 def too_large(most: int) -> ApiError:

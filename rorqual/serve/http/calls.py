@@ -22,7 +22,7 @@ from rorqual.serve.http.sse import (
     text_logprobs,
     usage,
 )
-from rorqual.serve.messages import Output
+from rorqual.serve.messages import Counting, Output
 from rorqual.text.detokenizer import prompt_entries
 from rorqual.text.tokenizer import Tokenizer
 
@@ -35,9 +35,11 @@ class Call:
     prompt log probabilities: call `read_scores` before take(), which then has `prompt_entries` by
     choice. prompt_top: number of likely tokens to list for each prompt token, None for none.
     returns_ids: token ids are returned with the text; `new_ids` are those of the current output.
-    as_ids: log probabilities name tokens by id. more: extra fields of a non-streamed response. end:
-    a stream's last bytes. over: choices already complete in the stream that this one continues
-    (resume/replay.py); early: the events of their end.
+    as_ids: log probabilities name tokens by id. more: extra fields of a non-streamed response.
+    prompts: number of prompts, with as many choices each. lists_transfers: the response has a list
+    of kv_transfer_params, one of each prompt. end: a stream's last bytes. over: choices already
+    complete in the stream that this one continues (resume/replay.py); early: the events of their
+    end.
     """
 
     end = DONE
@@ -65,6 +67,8 @@ class Call:
         self.new_ids: list[int] | None = None
         self.token_ids: list[list[int]] = [[] for _ in requests]
         self.more: dict[str, Any] = {}
+        self.prompts = 1
+        self.lists_transfers = False
         self.over: set[int] = set()
         self.early: list[bytes] = []
 
@@ -87,6 +91,11 @@ class Call:
         return self.stream or any(reply.params.stop for reply in self.replies)
 
     @property
+    def counting(self) -> Counting:
+        """Of its requests, whose parameters are the same in this."""
+        return self.replies[0].counting
+
+    @property
     def sinks(self) -> bool:
         """Whether choices end only with the engine's finish, and every output is quick to
         process."""
@@ -102,21 +111,33 @@ class Call:
                 continue
             before = reply.tokens
             piece = reply.push(output)
+            if output.times is not None:
+                job.read(choice, output.times, reply.tokens - before)
             if output.transfer is not None:
-                self.more["kv_transfer_params"] = output.transfer
+                self._note_transfer(choice, output.transfer)
             if self.returns_ids:
                 # a stop string may end the text before the engine did
                 self.new_ids = output.tokens[: reply.tokens - before]
                 self.token_ids[choice] += self.new_ids
             if reply.finish is not None:
                 self.open -= 1
-                if reply.stopped:
-                    job.cancel(choice)
+                if reply.counting is Counting.READ:
+                    job.end_text(choice, reply.stopped)
                 if not output.tokens:
                     events.append(self.last_event(choice))
                     continue
             self._note(choice, piece.text, piece.entries, events)
         return events
+
+    def _note_transfer(self, choice: int, transfer: dict[str, Any]) -> None:
+        """Where the pages of this choice's prompt are."""
+        name = "kv_transfer_params"
+        if not self.lists_transfers:
+            self.more[name] = transfer
+            return
+        found = self.more.get(name) or [None] * self.prompts
+        found[choice * self.prompts // len(self.requests)] = transfer
+        self.more[name] = found
 
     def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
         raise NotImplementedError
@@ -407,6 +428,8 @@ def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
         first.finish = output.finish
         first.stop_token = output.stop_token
         first.transfer = output.transfer
+        if first.times is not None:
+            first.times.extend(output.times or ())
     return list(found.items())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rorqual.request import FinishReason, Logprob, SamplingParams
-from rorqual.serve.messages import Output
+from rorqual.serve.messages import Counting, Output
 from rorqual.text.detokenizer import Completion
 from rorqual.text.reasoning import Reasoning
 from rorqual.text.tokenizer import Tokenizer
@@ -43,6 +43,10 @@ class ChoiceBuilder:
     def every_token(self) -> bool:
         """Whether text must be checked token by token."""
         return bool(self.params.stop) or self.params.logprobs is not None
+
+    @property
+    def counting(self) -> Counting:
+        return Counting.READ if self.params.stop else Counting.SENT
 
     def push(self, output: Output) -> Piece:
         if self.finish is not None:
@@ -102,6 +106,10 @@ class ChoiceBuilder:
 class ZeroTokenChoiceBuilder(ChoiceBuilder):
     """For max_tokens=0. The engine samples one token nevertheless, which ends the prompt; it is
     dropped."""
+
+    @property
+    def counting(self) -> Counting:
+        return Counting.NONE
 
     def push(self, output: Output) -> Piece:
         self.cached = output.cached

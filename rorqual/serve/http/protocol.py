@@ -147,8 +147,12 @@ class Sampling(Model):
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="In log probabilities tokens are named token_id:ID."
     )
-    kv_transfer_params: dict[str, Any] | None = Field(
-        default=None, description="Without effect; the answer has null."
+    kv_transfer_params: dict[str, Any] | Annotated[list[dict[str, Any] | None], SEVERAL] | None = (
+        Field(
+            default=None,
+            description="For a server with a role, an array with one for each prompt or an object; "
+            "otherwise without effect, and the answer has null.",
+        )
     )
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_COUNT)] | None = Field(
         default=None, description="The last so many tokens of the prompt; -1: as many as fit."

@@ -255,7 +255,7 @@ class RequestBuilder:
             )
         given = _prompts(body.prompt)
         count = self._count(body, len(given))
-        top = self._top(body.logprobs) if body.logprobs is not None else None
+        top = self._top(body.logprobs, "logprobs") if body.logprobs is not None else None
         prompt_top = self._prompt_top(body)
         most = body.max_tokens
         if most is None:
@@ -289,6 +289,7 @@ class RequestBuilder:
         tokens = sum(map(len, prompts))
         call = make(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
         call.prompt_top = prompt_top
+        call.prompts = len(prompts)
         builder = ChoiceBuilder if most else ZeroTokenChoiceBuilder
         call.replies.extend(
             builder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests)
@@ -404,15 +405,12 @@ class RequestBuilder:
         count: int,
         client: str,
     ) -> list[Request]:
-        if body.kv_transfer_params is not None:
-            with _named("kv_transfer_params"):
-                check_transfer(body.kv_transfer_params)
         eos = self.served.defaults.eos_token_ids
         salt = body.cache_salt or ""
         now = time.monotonic()
-        name = (client, user_name(body.user), body.priority or 0, body.kv_transfer_params)
+        account = (client, user_name(body.user), body.priority or 0)
         requests = []
-        for prompt in prompts:
+        for prompt, transfer in zip(prompts, _transfers(body, len(prompts)), strict=True):
             self._check_ids(prompt, "prompt")
             for sample in range(count):
                 child = params
@@ -420,7 +418,7 @@ class RequestBuilder:
                     child = replace(child, seed=_wrapped(params.seed + sample))
                 if params.prompt_logprobs is not None and sample and not body.stream:
                     child = replace(child, prompt_logprobs=None)  # only the first's are returned
-                given = (tuple(prompt), child, eos, now, salt, *name)
+                given = (tuple(prompt), child, eos, now, salt, *account, transfer)
                 requests.append(Request(self.pool.new_id(), *given))
         return requests
 
@@ -516,6 +514,29 @@ def _named(parameter: str) -> Iterator[None]:
         raise bad_request(str(error), parameter) from None
 
 
+def _transfers(body: Sampling, prompts: int) -> list[dict[str, Any] | None]:
+    """kv_transfer_params of each prompt: one object is for all of them, but the pages that it
+    names are those of one prompt."""
+    given = body.kv_transfer_params
+    listed = given if isinstance(given, list) else [given] * prompts
+    if len(listed) != prompts:
+        raise _wrong_transfer(f"{len(listed)} were given for {prompts} prompts")
+    if prompts > 1 and isinstance(given, dict) and given.get("do_remote_prefill"):
+        raise _wrong_transfer(
+            f"an object with do_remote_prefill is of one prompt, but there are {prompts}; "
+            "accepted: an array with one for each"
+        )
+    for one in listed if isinstance(given, list) else [given]:
+        if one is not None:
+            with _named("kv_transfer_params"):
+                check_transfer(one)
+    return listed
+
+
+def _wrong_transfer(problem: str) -> ApiError:
+    return bad_request(f"kv_transfer_params: {problem}", "kv_transfer_params")
+
+
 def _set_stream(call: Call, body: Sampling) -> None:
     options = body.stream_options
     if options is not None and not body.stream:
@@ -525,6 +546,7 @@ def _set_stream(call: Call, body: Sampling) -> None:
     call.as_ids = bool(body.return_tokens_as_token_ids)
     if body.kv_transfer_params is not None:
         call.more["kv_transfer_params"] = None  # there is no remote prefill to report
+        call.lists_transfers = isinstance(body.kv_transfer_params, list) or call.prompts > 1
     call.include_usage = bool(options and options.include_usage)
     call.continuous_usage = bool(
         options and options.include_usage and options.continuous_usage_stats
@@ -541,7 +563,7 @@ def _hand_over(call: Call, resumed: bool) -> None:
 
 
 def _no_hand_over(needed: str) -> ApiError:
-    return bad_request(f"kv_transfer_params: first_token needs {needed}", "kv_transfer_params")
+    return _wrong_transfer(f"first_token needs {needed}")
 
 
 def _wrapped(seed: int) -> int:

@@ -63,6 +63,7 @@ class StreamResponse(Response):
         job = self.job
         timeout = self.pool.limits.timeout
         job.span = scope.get(SPAN, NO_SPAN)
+        job.counting = self.call.counting
         note_request(job.span, self.call)
         if self.call.stream:
             job.abort_connection = scope.get(ABORT)

@@ -16,6 +16,7 @@ FORMS = {
     "stop": "a string or an array of strings",
     "guided_json": "an object or a string",
     "structured_outputs.json": "an object or a string",
+    "kv_transfer_params": "an object or an array of objects, one for each prompt",
     "messages.content": "a string or an array of text parts",
     "tool_choice": "'none', 'auto', 'required' or an object that names a function",
 }
@@ -30,6 +31,12 @@ WORDS = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
     "none_required": "should be null",
+}
+BOUNDS = {
+    "less_than": "lt",
+    "less_than_equal": "le",
+    "greater_than": "gt",
+    "greater_than_equal": "ge",
 }
 MISMATCHES = frozenset((*WORDS, "literal_error")) - {"missing"}
 Error = dict[str, Any]
@@ -63,10 +70,17 @@ def wrong_value(error: Error, field: str | None) -> ApiError:
         return bad_request(f"the field '{field}' is not known here", field)
     if field == "suffix":
         return bad_request("suffix is not supported: these models do not fill in", field)
-    words = WORDS.get(error["type"]) or error["msg"].replace("Input should", "should").replace(
+    words = WORDS.get(error["type"]) or _message(error).replace("Input should", "should").replace(
         " after validation", ""
     )
     return bad_request(f"{field or 'the body'}: {words}", field)
+
+
+def _message(error: Error) -> str:
+    """pydantic's, but for whole numbers as bounds, which it rounds to the precision of a float."""
+    message = str(error["msg"])
+    bound = error["ctx"][BOUNDS[error["type"]]] if error["type"] in BOUNDS else None
+    return f"{message.rpartition(' ')[0]} {bound}" if isinstance(bound, int) else message
 
 
 def _meant(errors: list[Error]) -> Error | None:

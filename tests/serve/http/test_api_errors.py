@@ -3,6 +3,7 @@ the field, never a 5xx."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -55,8 +56,10 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"top_p": 0}, "top_p", ""),
         (COMPLETE, {"top_k": -2}, "top_k", ""),
         (COMPLETE, {"presence_penalty": 3}, "presence_penalty", ""),
-        (COMPLETE, {"seed": 2**63}, "seed", ""),
-        (COMPLETE, {"logprobs": 21}, "top_logprobs", "at most 20"),
+        (COMPLETE, {"seed": 2**63}, "seed", "should be less than 9223372036854775808"),
+        (COMPLETE, {"logprobs": 21}, "logprobs", "at most 20"),
+        (COMPLETE, {"kv_transfer_params": "a"}, "kv_transfer_params", "one for each prompt"),
+        (COMPLETE, {"kv_transfer_params": [1]}, "kv_transfer_params.0", "should be an object"),
         (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         (COMPLETE, {"logit_bias": {"5": 101}}, "logit_bias.5", ""),
         (COMPLETE, {"logit_bias": {"4096": 1}}, "logit_bias", "0 to 4095"),
@@ -206,6 +209,28 @@ def test_other_content_types(server: Running):
     )
     assert status == 415
     check_shape(body)
+
+
+@pytest.mark.parametrize("given", ["gzip", "br", "zstd", "identity, gzip", "x" * 300])
+def test_compressed_bodies(server: Running, given: str):
+    plain = b'{"prompt": "a", "max_tokens": 1}'
+    for data in (plain, gzip.compress(plain)):
+        for path in (COMPLETE, "/tokenize"):
+            status, body = server.request("POST", path, data, **{"content-encoding": given})
+            assert status == 415
+            error = check_shape(body)
+            assert error["code"] == "unsupported_encoding"
+            assert given[:100] in error["message"]
+    status, body = server.request("POST", "/v1/messages", plain, **{"content-encoding": given})
+    assert (status, body["type"]) == (415, "error")
+
+
+def test_bodies_said_to_be_plain(server: Running):
+    plain = b'{"prompt": "a", "max_tokens": 1}'
+    for given in ("identity", "Identity", ""):
+        status, body = server.request("POST", COMPLETE, plain, **{"content-encoding": given})
+        assert status == 200, body
+    assert server.request("GET", "/v1/models", **{"content-encoding": "gzip"})[0] == 200
 
 
 def test_unknown_routes_and_methods(server: Running):

@@ -190,7 +190,7 @@ def test_marks_of_calls_that_are_special_tokens_are_not_hidden(builder: RequestB
 
 def fed(call: Call, *outputs: Output) -> list[dict[str, Any]]:
     """The chunks of a stream."""
-    job: Any = SimpleNamespace(cancel=lambda choice: None)
+    job: Any = SimpleNamespace(end_text=lambda choice, stopped: None)
     events = [event for output in outputs for event in call.take([(0, output)], job)]
     return [json.loads(event[6:]) for event in events]
 
@@ -253,3 +253,52 @@ def test_kv_transfer_params_are_kept_and_answered(builder: RequestBuilder):
         deep = [deep]
     for wrong in ({"a": deep}, {"a": "x" * 65_536}, {"a": 2**63}, {"a": float("nan")}):
         assert refusal(builder, kv_transfer_params=wrong)[1] == "kv_transfer_params"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_prompt_has_its_own_kv_transfer_params(builder: RequestBuilder, n: int):
+    given = [{"remote_request_id": "0"}, None, {"remote_request_id": "2"}]
+    call = complete(builder, [LONG, "a", "b"], kv_transfer_params=given, n=n)
+    found = [request.kv_transfer_params for request in call.requests]
+    assert found == [one for one in given for _ in range(n)]
+
+    asked = {"do_remote_decode": True}
+    call = complete(builder, [LONG, "a", "b"], kv_transfer_params=asked, n=n)
+    assert all(request.kv_transfer_params == asked for request in call.requests)
+    outputs = [Output(str(choice), [5], "length") for choice in range(3 * n)]
+    for choice, output in enumerate(outputs):
+        output.transfer = given[choice // n]
+    call.take(list(enumerate(outputs)), SimpleNamespace(cancel=lambda choice: None))  # type: ignore[arg-type]
+    assert json.loads(call.whole())["kv_transfer_params"] == given
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_the_answer_lists_kv_transfer_params_as_the_request(builder: RequestBuilder, many: bool):
+    asked = {"do_remote_decode": True}
+    for make in (chat, complete):
+        call = make(builder, kv_transfer_params=[asked] if many else asked)
+        output = Output("0", [5], "length", transfer={"x": 1})
+        fed(call, output)
+        found = json.loads(call.whole())["kv_transfer_params"]
+        assert found == ([{"x": 1}] if many else {"x": 1})
+
+
+def test_kv_transfer_params_of_other_prompts(builder: RequestBuilder):
+    one = {"do_remote_prefill": True}
+    message, param = refusal(builder, prompt=["a", "b"], kv_transfer_params=one)
+    assert "one prompt, but there are 2" in message
+    assert param == "kv_transfer_params"
+    message, param = refusal(builder, prompt=["a", "b"], kv_transfer_params=[one])
+    assert "1 were given for 2 prompts" in message
+    assert param == "kv_transfer_params"
+    wrong = [one, {"a": 2**63}]
+    assert refusal(builder, prompt=["a", "b"], kv_transfer_params=wrong)[1] == "kv_transfer_params"
+    with pytest.raises(ApiError, match="2 were given for 1 prompts"):
+        chat(builder, kv_transfer_params=[one, one])
+
+
+def test_too_many_log_probabilities_are_named_as_they_were_asked_for(builder: RequestBuilder):
+    assert refusal(builder, logprobs=21)[1] == "logprobs"
+    with pytest.raises(ApiError) as caught:
+        chat(builder, logprobs=True, top_logprobs=21)
+    assert caught.value.param == "top_logprobs"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from starlette.testclient import TestClient
 from rorqual.serve.engines.phases import note_phase
 from rorqual.serve.errors import engine_died
 from rorqual.serve.http.app import create_app
+from rorqual.serve.http.spans.answers import note_answer
 from rorqual.serve.messages import RequestPhase
 from tests.serve.scripted import Scripted, scripted
 from tests.telemetry.recorded import (
@@ -116,3 +118,14 @@ def test_phases_are_its_children(recorded: Recorded) -> None:
     assert said["gen_ai.latency.time_to_first_token"] == 2.0
     assert said["gen_ai.latency.time_in_model_decode"] == 2.0
     assert said["gen_ai.latency.e2e"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("offered", "pages"),
+    [({"remote_num_pages": 3}, 3), ([{"remote_num_pages": 3}, None, {"remote_num_pages": 4}], 7)],
+)
+def test_pages_of_all_prompts_are_counted(offered: Any, pages: int) -> None:
+    noted: dict[str, Any] = {}
+    call: Any = SimpleNamespace(replies=[], more={"kv_transfer_params": offered})
+    note_answer(cast(Any, SimpleNamespace(recording=True, set=noted.update)), call)
+    assert noted["rorqual.kv.pages_offered"] == pages

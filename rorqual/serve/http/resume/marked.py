@@ -18,7 +18,7 @@ from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.serve.http.sse import ChatChoice, Entries, chat_logprobs, encode
-from rorqual.serve.messages import Output
+from rorqual.serve.messages import Counting, Output
 
 HEADER = "x-rorqual-resumable"
 
@@ -72,6 +72,8 @@ class MarkedCall(Call):
         events = super().take(items, job)
         if transfer is not None and self.open:
             self.open -= 1
+            if self.counting is Counting.READ:
+                job.end_text(0, stopped=False)
             self.include_usage = False
             self.end = handed_over(transfer)
         return events

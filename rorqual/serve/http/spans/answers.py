@@ -56,6 +56,9 @@ def note_answer(span: RequestSpan, call: Call) -> None:
     if reasons:
         found["gen_ai.response.finish_reasons"] = reasons
     offered = call.more.get("kv_transfer_params")
-    if isinstance(offered, dict):
-        found["rorqual.kv.pages_offered"] = int(offered.get("remote_num_pages") or 0)
+    if offered is not None:
+        each = offered if isinstance(offered, list) else [offered]
+        found["rorqual.kv.pages_offered"] = sum(
+            int(one.get("remote_num_pages") or 0) for one in each if one is not None
+        )
     span.set(found)

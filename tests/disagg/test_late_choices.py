@@ -1,0 +1,52 @@
+"""Choices of one call whose pages come from elsewhere: not all of them are there when the pages
+come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from rorqual.disagg import arrivals
+from tests.disagg.apart import Engine
+
+PROMPT = [7 + (31 * i * i + 5 * i) % 120 for i in range(100)]
+FULL = 96  # tokens in full pages
+
+
+class Pair(NamedTuple):
+    first: Engine
+    second: Engine
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    found = Pair(Engine("prefill", {}), Engine("decode", {}))
+    yield found
+    for one in found:
+        one.transfers.close()
+        one.engine.close()
+
+
+def test_a_choice_that_comes_behind_the_pages(pair: Pair) -> None:
+    """The server of the pages was told that they are read, and the last page, which is not full,
+    has meanwhile another choice's tokens. That is no failure."""
+    given = pair.first.prefill(PROMPT)
+    ((want, cached, why),) = pair.second.answer(PROMPT, given)
+    assert (cached, why) == (len(PROMPT) - 1, "")
+    before = pair.second.transfers.figures()
+    ((found, cached, why),) = pair.second.answer(PROMPT, given)
+    assert (found, cached, why) == (want, FULL, "")
+    assert pair.second.transfers.figures() == before
+
+
+def test_leases_are_forgotten(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MAX_FINISHED", 2)
+    for number in range(4):
+        ids = [number, *PROMPT]
+        ((_, cached, why),) = pair.second.answer(ids, pair.first.prefill(ids))
+        assert (cached, why) == (len(ids) - 1, "")
+    assert len(pair.second.transfers.arrivals.finished) == 2
