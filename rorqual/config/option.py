@@ -47,9 +47,10 @@ class FieldOption:
     @property
     def range(self) -> str:
         """The accepted numbers, in words."""
+        ends = "" if self.most is None else f"{self.most:,}"
         if self.above is not None:
-            return f"above {self.above:,}" + (f", up to {self.most:,}" if self.most else "")
-        return f"{self.least:,} to {self.most:,}" if self.most else f"at least {self.least:,}"
+            return f"above {self.above:,}" + (f", up to {ends}" if ends else "")
+        return f"{self.least:,} to {ends}" if ends else f"at least {self.least:,}"
 
     def accepts(self, number: Any) -> bool:
         """Whether it is in the range. What is not a number is in none, nor is an infinite one."""
@@ -57,7 +58,8 @@ class FieldOption:
             return False
         above = self.above is None or number > self.above
         enough = self.least is None or number >= self.least
-        return above and enough and number < math.inf and number <= (self.most or number)
+        most = self.most is None or number <= self.most
+        return above and enough and most and number < math.inf
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
