@@ -25,6 +25,7 @@ from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import BatchShape, step_ops, total
@@ -69,7 +70,7 @@ class CpuReport:
         return math.exp(sum(logs) / len(logs)) if logs else None
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def processor() -> str:

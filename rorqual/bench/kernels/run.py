@@ -26,6 +26,7 @@ import torch
 from rorqual.bench.kernels import attention, moe, quantized, quantized_tuning, sampling, tuning
 from rorqual.bench.kernels import gemm_and_experts as experts
 from rorqual.bench.kernels.vllm_kernels import check_installed
+from rorqual.config.whole_file import write_whole
 from rorqual.ops.triton.runtime.launch import keep_compiled
 
 HEADER = (
@@ -48,12 +49,12 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
     keep_compiled()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{HEADER}")
     if json:
-        json.write_text("[]")
+        write_whole(json, "[]")
     for row in rows(device, only or "", check, tune, peer):
         done.append(row)
         print(line(row), flush=True)
         if json:
-            json.write_text(dumps(done, indent=1, default=vars))
+            write_whole(json, dumps(done, indent=1, default=vars))
         if row.get("gpu_lost"):
             raise RuntimeError("a peer left the GPU unusable: no case after this one was run")
         if time.monotonic() - began > limit:

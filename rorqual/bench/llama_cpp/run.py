@@ -26,6 +26,7 @@ from rorqual.bench.llama_cpp.sides import LlamaSide, OurSide, Side
 from rorqual.bench.llama_cpp.work import LlamaCppWork, kind_of
 from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import CapacityError
 from rorqual.models.hub import model_folder
 from rorqual.platforms import make_platform
@@ -86,7 +87,7 @@ class LlamaCppReport:
 
     def write(self, path: Path) -> None:
         rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
-        path.write_text(json.dumps({**asdict(self), "rows": rows}, indent=2) + "\n")
+        write_whole(path, json.dumps({**asdict(self), "rows": rows}, indent=2) + "\n")
 
 
 def run(

@@ -23,6 +23,7 @@ from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.process import loaded_frozen, process_age
+from rorqual.config.whole_file import write_whole
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -95,7 +96,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         rows = [{**asdict(row), "percent_of_floor": row.percent_of_floor} for row in self.rows]
-        path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
+        write_whole(path, json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
 
 
 def run(

@@ -15,6 +15,7 @@ from typing import Any
 
 from rorqual.bench.serving.metrics import Figures
 from rorqual.bench.serving.report import MISSING, value_text
+from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -255,7 +256,7 @@ def write_html(found: ParetoChart, path: Path, notes: Sequence[str] = ()) -> Non
     for name, value in parts.items():
         page = page.replace(name, value)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def _table(found: ParetoChart) -> str:

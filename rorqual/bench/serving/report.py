@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rorqual.bench.serving.metrics import Figures
+from rorqual.config.whole_file import write_whole
 
 WIDTH = 50
 MISSING = "n/a"
@@ -140,7 +141,7 @@ def document(
 
 def write_json(path: Path, page: Figures) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(page, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(page, indent=1, allow_nan=False) + "\n")
 
 
 def verdict(found: Figures) -> str:

@@ -33,6 +33,7 @@ from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
 from rorqual.ops.activation import NormOutput, Quantized
 from rorqual.ops.interface import Ops
+from rorqual.ops.triton.quantized import rounded_direct
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing import digests, tables
@@ -402,6 +403,7 @@ class Recorded(Ops):
 
 
 def test_rows_call_the_engines_operations_with_their_sizes() -> None:
+    torch.manual_seed(0)  # every expert is drawn
     ops = Recorded()
     timer = RowTimer(ops, torch.device("cpu"))
     for dtype, columns in (("bfloat16", 256), ("int4", 128)):
@@ -423,6 +425,17 @@ def test_rows_call_the_engines_operations_with_their_sizes() -> None:
     families = {row.family for row in wanted.rows()}
     assert families | {tables.BETWEEN} == set(digests.FAMILIES)
     assert set(ATTENTION) == {name for name in families if "decode" in name or "prefill" in name}
+
+
+def test_an_fp8_product_of_one_token_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "quantize", lambda x: Quantized.empty(*x.shape, x.device))
+    monkeypatch.setattr(rounded_direct, "INTERPRETED", False)
+    monkeypatch.setattr(rounded_direct, "takes_fp8", lambda device: True)
+    timer = RowTimer(Recorded(), torch.device("cpu"))
+    for columns, rounds in ((1024, True), (7168, False)):
+        timer.ops = ops = Recorded()
+        timer.calls(TimedRow("gemm_fp8", "fp8", (128, columns, 1)))[0]()
+        assert isinstance(ops.given[0][0], NormOutput) is not rounds
 
 
 def test_an_fp8_product_takes_rows_as_norms_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
