@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from socket import create_server
+from socket import SHUT_WR, create_server
 
 import pytest
 from typer.testing import CliRunner
@@ -219,6 +219,9 @@ def test_another_kind_of_server_is_said(reply: bytes) -> None:
                 with connection:
                     connection.recv(65536)
                     connection.sendall(reply)
+                    connection.shutdown(SHUT_WR)
+                    while connection.recv(65536):  # closed with data unread, it would be reset
+                        pass
 
         thread = threading.Thread(target=respond)
         thread.start()
