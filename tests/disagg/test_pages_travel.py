@@ -235,6 +235,10 @@ def test_pages_of_a_server_that_may_not_be_asked(pair: Pair) -> None:
 
 
 def test_each_prompt_of_a_request_has_its_pages(pair: Pair) -> None:
+    held = "kv_transfer_pages_held"
+    expired = "kv_transfer_leases_expired_total"
+    pair.prefill.wait_until(lambda: figure(pair.prefill, held) == 0)  # of earlier tests
+    ended = figure(pair.prefill, expired)
     several = [prompt(460), prompt(461)[:50], prompt(462)]
     asked = ask(pair.prefill, several, {"do_remote_decode": True}, max_tokens=1)
     given = asked["kv_transfer_params"]
@@ -245,7 +249,8 @@ def test_each_prompt_of_a_request_has_its_pages(pair: Pair) -> None:
     pair.decode.wait_until(lambda: figure(pair.decode, received) == before + 2 * PAGES + 7)
     want = ask(pair.prefill, several, cache_salt="alone")
     assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in want["choices"]]
-    pair.prefill.wait_until(lambda: figure(pair.prefill, "kv_transfer_pages_held") == 0, LEASE)
+    pair.prefill.wait_until(lambda: figure(pair.prefill, held) == 0)
+    assert figure(pair.prefill, expired) == ended, "kept until their leases ended"
     # a prompt without pages is computed
     again = ask(pair.prefill, several, [{"do_remote_decode": True}, None, None], max_tokens=1)
     assert [one is not None for one in again["kv_transfer_params"]] == [True, False, False]
