@@ -21,8 +21,7 @@ class FieldOption:
     flags, if not derived from the names. group: heading in a command's help. env: variable read if
     the flag is not given. choices: accepted values. at_least_one: an integer above 0 (or None, if
     that is the default). above, least, most: the range of a number, or of each of several, which
-    must be finite then. output: a file that the command
-    writes."""
+    must be finite then. output: a file that the command writes."""
 
     help: str
     group: str | None = None

@@ -1,5 +1,5 @@
 """Pages that an engine may not fetch: their server is not among kv_peers, as its own settings say.
-Whoever sent the request cannot know that."""
+The sender of the request cannot know that."""
 
 from __future__ import annotations
 

@@ -79,13 +79,18 @@ class Apart:
         return {role: float(count) for role, count in pairs}
 
 
-def started(stack: ExitStack, folder: Path, *options: str) -> Apart:
+PEERS = ("--kv-peers", "127.0.0.1")
+
+
+def started(
+    stack: ExitStack, folder: Path, *options: str, decoding: tuple[str, ...] = PEERS
+) -> Apart:
+    """decoding: further options of the server that answers."""
     secret = folder / "kv-secret"
     secret.write_text("of all who exchange pages")
     given = (*OPTIONS, "--kv-secret-file", str(secret), *options)
     prefill = stack.enter_context(start_server(*given, "--role", "both"))
-    peers = ("--role", "decode", "--kv-peers", "127.0.0.1")
-    decode = stack.enter_context(start_server(*given, *peers))
+    decode = stack.enter_context(start_server(*given, "--role", "decode", *decoding))
     router = stack.enter_context(
         start_router("--prefill", prefill.url, "--decode", decode.url, "--prefill-from", "1")
     )

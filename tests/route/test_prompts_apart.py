@@ -15,9 +15,8 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("fastapi")
 
 from tests.disagg.test_pages_travel import figure
-from tests.route.running import start_router
-from tests.route.test_first_token_apart import OPTIONS, PAGE, Apart
-from tests.serve.running import start_server
+from tests.route import test_first_token_apart as pair
+from tests.route.test_first_token_apart import PAGE, Apart
 
 pytestmark = pytest.mark.exhaustive
 
@@ -31,17 +30,8 @@ WORDS = ["The captain of the ship said", "Call me Ishmael. Some years ago, never
 
 def started(stack: ExitStack, folder: Path, peers: str, *options: str) -> Apart:
     """peers, options: of the server that answers."""
-    secret = folder / "kv-secret"
-    secret.write_text("of all who exchange pages")
-    given = (*OPTIONS, "--kv-secret-file", str(secret), "--kv-lease-seconds", str(LEASE))
-    prefill = stack.enter_context(start_server(*given, "--role", "both"))
-    more = ("--role", "decode", "--kv-peers", peers, *options)
-    decode = stack.enter_context(start_server(*given, *more))
-    router = stack.enter_context(
-        start_router("--prefill", prefill.url, "--decode", decode.url, "--prefill-from", "1")
-    )
-    router.wait_until(router.healthy)
-    return Apart(prefill, decode, router)
+    lease = ("--kv-lease-seconds", str(LEASE))
+    return pair.started(stack, folder, *lease, decoding=("--kv-peers", peers, *options))
 
 
 @pytest.fixture(scope="module")
