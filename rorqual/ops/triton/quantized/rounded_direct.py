@@ -7,15 +7,17 @@ columns of its token, rounds them as rows.py does, and puts them into shared mem
 weights are on their way. With two tokens and more this costs more than it saves.
 
 Weights, warps and parts of the columns are as in int4_direct.py: lane 4 r + q of a warp loads 16
-adjacent bytes of 64 of a row, which are the left operands of mma.m16n8k32. Repacked int4 weights
-(int4_order.py) are in the order of those operands. int8 and e4m3 weights are not: the token's
+adjacent bytes of 64 of a row, which are the left operands of mma. Repacked int4 weights
+(int4_order.py) are in the order of the operands of m16n8k32. Other weights are not: the token's
 columns are permuted alike instead, within 64 columns. The token counts as all eight of the
 product's.
 
+sm_90 has no mma.sync of e4m3: its assembler makes 16-bit products of one, and converts both
+operands each time. So a token that is rounded to e4m3 is kept in fp16, which holds every such
+number, and the product is m16n8k16.
+
 e4m3 weights may have one scale per 128x128 block. Then the token has one per 128 columns, two
-chunks, whose products are multiplied by both. sm_90 has no mma.sync of e4m3: its assembler makes
-16-bit products of one, and converts both operands each time. With blocks the token is kept in fp16,
-which holds every e4m3 number, and the product is m16n8k16.
+chunks, whose products are multiplied by both.
 """
 
 from __future__ import annotations
@@ -68,8 +70,10 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 )
 
 ACTIVATIONS_TAKEN = ("int8_token", "fp8_token")
-MOST_COLUMNS = 8192  # of the token: they are in registers until its scale is known
-MOST_OF_BLOCKS = 4096  # experts of 7168 columns are faster in moe/small_batch.py
+# columns of the token: with 7168 the general kernels' steps are faster, but for int4 weights and a
+# token in int8
+MOST_COLUMNS = 4096
+MOST_OF_INT4_INT8 = 8192  # they are in registers until the token's scale is known
 
 
 @gluon.constexpr_function
@@ -91,7 +95,7 @@ def rounded_layout():
 
 @gluon.jit
 def _low_numbers(packed, kind: gl.constexpr):
-    """int4_order.low_half in 8 bits."""
+    """int4_order.low_half as int8, or as e4m3 numbers in 16 bits."""
     if kind == gl.int8:
         return gl.inline_asm_elementwise(
             INT8_LOW, "=r,r", [packed], dtype=gl.int8, is_pure=True, pack=4
@@ -99,12 +103,12 @@ def _low_numbers(packed, kind: gl.constexpr):
     else:
         return gl.inline_asm_elementwise(
             FP8_LOW, "=r,r", [packed], dtype=gl.float8e4nv, is_pure=True, pack=4
-        )
+        ).to(kind)
 
 
 @gluon.jit
 def _high_numbers(packed, kind: gl.constexpr):
-    """int4_order.high_half in 8 bits."""
+    """int4_order.high_half as int8, or as e4m3 numbers in 16 bits."""
     if kind == gl.int8:
         return gl.inline_asm_elementwise(
             INT8_HIGH, "=r,r", [packed], dtype=gl.int8, is_pure=True, pack=4
@@ -112,7 +116,7 @@ def _high_numbers(packed, kind: gl.constexpr):
     else:
         return gl.inline_asm_elementwise(
             FP8_HIGH, "=r,r", [packed], dtype=gl.float8e4nv, is_pure=True, pack=4
-        )
+        ).to(kind)
 
 
 # ---- the token
@@ -120,8 +124,8 @@ def _high_numbers(packed, kind: gl.constexpr):
 
 @gluon.jit
 def _column_of(place):
-    """The column of 64 whose weights are in the place of mma's column `place`: a lane's 16 adjacent
-    bytes are four pieces of its operands."""
+    """The column of 64 whose weights are in the place of m16n8k32's column `place`: a lane's 16
+    adjacent bytes are four pieces of its operands."""
     thread = place // 4 % 4
     half = place // 16 % 2
     step = place // 32 % 2
@@ -129,13 +133,26 @@ def _column_of(place):
 
 
 @gluon.jit
-def _read(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, COPY: gl.constexpr):
-    """WIDTH columns from FIRST on of each part, [parts, 1, WIDTH] fp32. NaN becomes 0, as in
-    rows.py."""
+def _read(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, FOURS: gl.constexpr, COPY: gl.constexpr):
+    """WIDTH columns from FIRST on of each part, [parts, 1, WIDTH] fp32, with FOURS in the order of
+    _column_of. NaN becomes 0, as in rows.py."""
     place = FIRST + gl.arange(0, WIDTH, along(COPY, 2))
-    column = place if GROUP else _column_of(place)
+    column = _column_of(place) if FOURS else place
     values = gl.load(x + column[None, None, :]).to(gl.float32)
     return gl.where(values == values, values, 0.0)
+
+
+@gluon.jit
+def _as_pairs(numbers, PACKED: gl.constexpr):
+    """[parts, 1, columns] as fp16, each column in the place of m16n8k16 that its weights have: a
+    thread's 16 adjacent bytes of 64 columns, or four of each 16 of PACKED int4 weights, are pairs
+    of its operands."""
+    OWN: gl.constexpr = 4 if PACKED else 16
+    PARTS: gl.constexpr = numbers.shape[0]
+    WIDTH: gl.constexpr = numbers.shape[2]
+    shape: gl.constexpr = [PARTS, WIDTH // (4 * OWN), 4, OWN // 4, 2, 2]
+    places = gl.permute(gl.reshape(numbers.to(gl.float16), shape), [0, 1, 3, 4, 2, 5])
+    return gl.reshape(places, [PARTS, 1, WIDTH])
 
 
 @gluon.jit
@@ -154,7 +171,7 @@ def _rounded(values, scale, kind: gl.constexpr):
 
 @gluon.jit
 def _round_token(
-    x, kind: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    x, INT8: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """(The token at x in shared memory, rounded: pieces [PARTS, 1, columns]; its scale)."""
@@ -164,47 +181,44 @@ def _round_token(
     own = x + gl.arange(0, PARTS, along(COPY, 0))[:, None, None] * (CHUNKS * WIDE)
     values = ()
     for i in gl.static_range(len(PIECES)):
-        read = _read(own, first_of(CHUNKS, i) * WIDE, PIECES[i] * WIDE, GROUP, COPY)
+        read = _read(own, first_of(CHUNKS, i) * WIDE, PIECES[i] * WIDE, INT8 and GROUP == 0, COPY)
         values += (read,)  # type: ignore[assignment]
     peak = gl.to_tensor(1e-4)
     for i in gl.static_range(len(PIECES)):
         most = gl.max(gl.max(gl.abs(values[i]), 2), 0)
         peak = gl.maximum(peak, gl.max(most, 0))
-    scale = gl.div_rn(peak, 127.0 if kind == gl.int8 else 448.0)
+    scale = gl.div_rn(peak, 127.0 if INT8 else 448.0)
     found = ()
     for i in gl.static_range(len(PIECES)):
-        piece = gl.allocate_shared_memory(kind, [PARTS, 1, PIECES[i] * WIDE], rounded_layout())
-        piece.store(_rounded(values[i], scale, kind))
+        numbers = _rounded(values[i], scale, gl.int8 if INT8 else gl.float8e4nv)
+        kept = numbers if INT8 else _as_pairs(numbers, GROUP > 0)
+        piece = gl.allocate_shared_memory(kept.dtype, kept.shape, rounded_layout())
+        piece.store(kept)
         found += (piece,)  # type: ignore[assignment]
     return found, scale
 
 
 @gluon.jit
-def _round_piece(
-    x, kind: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr
-):
-    """WIDTH columns from FIRST on of each part, rounded with a scale per 128: in shared memory
-    [parts, 1, WIDTH], of each 64 in the order that a thread's 16 adjacent bytes have as operands of
-    mma.m16n8k16; and the scales [parts, 1, groups]. NaN stays, as in rowwise/quantize.py."""
+def _round_piece(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr):
+    """WIDTH columns from FIRST on of each part, rounded with a scale per 128, in shared memory
+    [parts, 1, WIDTH], and the scales [parts, 1, groups]. NaN stays, as in rowwise/quantize.py."""
     column = FIRST + gl.arange(0, WIDTH, along(COPY, 2))
     values = gl.load(x + column[None, None, :]).to(gl.float32)
     PARTS: gl.constexpr = values.shape[0]
     groups = gl.reshape(values, [PARTS, 1, WIDTH // 128, 128])
     scale = gl.div_rn(gl.maximum(gl.max(gl.abs(groups), 3), 1e-4), 448.0)
-    numbers = _rounded(groups, scale[:, :, :, None], gl.float8e4nv).to(kind)
-    places = gl.reshape(numbers, [PARTS, 1, WIDTH // 64, 4, 4, 2, 2])
-    places = gl.reshape(gl.permute(places, [0, 1, 2, 4, 5, 3, 6]), [PARTS, 1, WIDTH])
-    piece = gl.allocate_shared_memory(kind, [PARTS, 1, WIDTH], rounded_layout())
-    piece.store(places)
+    numbers = gl.reshape(
+        _rounded(groups, scale[:, :, :, None], gl.float8e4nv), [PARTS, 1, WIDTH]
+    )  # fmt: skip
+    piece = gl.allocate_shared_memory(gl.float16, [PARTS, 1, WIDTH], rounded_layout())
+    piece.store(_as_pairs(numbers, False))
     scales = gl.allocate_shared_memory(gl.float32, [PARTS, 1, WIDTH // 128], rounded_layout())
     scales.store(scale)
     return piece, scales
 
 
 @gluon.jit
-def _round_groups(
-    x, kind: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr
-):
+def _round_groups(x, CHUNKS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr):
     """As _round_token with a scale per 128 columns, two chunks: (pieces, pieces of the scales)."""
     COPY: gl.constexpr = token_layout(WARPS, PARTS)
     PIECES: gl.constexpr = pieces_of(CHUNKS)
@@ -213,7 +227,7 @@ def _round_groups(
     scales = ()
     for i in gl.static_range(len(PIECES)):
         piece, factors = _round_piece(
-            own, kind, first_of(CHUNKS, i) * HALF, PIECES[i] * HALF, COPY
+            own, first_of(CHUNKS, i) * HALF, PIECES[i] * HALF, COPY
         )  # fmt: skip
         found += (piece,)  # type: ignore[assignment]
         scales += (factors,)  # type: ignore[assignment]
@@ -224,23 +238,27 @@ def _round_groups(
 
 
 @gluon.jit
-def _in_order(packed):
-    """A chunk's 64 bytes of each row in the order of mma's columns. No byte changes its thread."""
-    PARTS: gl.constexpr = packed.shape[0]
-    N: gl.constexpr = packed.shape[1]
-    pieces = gl.permute(gl.reshape(packed, [PARTS, N, 4, 2, 2, 4]), [0, 1, 3, 4, 2, 5])
-    return gl.reshape(pieces, [PARTS, N, HALF])
+def _in_fours(numbers):
+    """in_pairs for mma.m16n8k32, whose operands are four bytes."""
+    PARTS: gl.constexpr = numbers.shape[0]
+    N: gl.constexpr = numbers.shape[1]
+    fours = gl.permute(gl.reshape(numbers, [PARTS, N, 4, 2, 2, 4]), [0, 1, 3, 4, 2, 5])
+    return gl.reshape(fours, [PARTS, N, HALF])
 
 
 @gluon.jit
-def _product(left, piece, FIRST: gl.constexpr, SUMS: gl.constexpr):
-    """Of 64 columns: [parts, rows, 8], in int32 or fp32."""
-    TOTAL: gl.constexpr = gl.int32 if piece.dtype == gl.int8 else gl.float32
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+def _product(numbers, piece, FIRST: gl.constexpr, SUMS: gl.constexpr):
+    """Of 64 columns of weights, in the order of their bytes, and of the token: [parts, rows, 8], in
+    int32 or fp32."""
+    kind: gl.constexpr = piece.dtype
+    TOTAL: gl.constexpr = gl.int32 if kind == gl.int8 else gl.float32
+    EACH: gl.constexpr = 4 if kind == gl.int8 else 2
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, EACH)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, EACH)
     right = piece.slice(FIRST, HALF, 2).permute((0, 2, 1)).load(RIGHT)
-    right = right.broadcast_to([left.shape[0], HALF, 8])
-    none = gl.full([left.shape[0], left.shape[1], 8], 0, TOTAL, SUMS)
+    right = right.broadcast_to([numbers.shape[0], HALF, 8])
+    left = _in_fours(numbers) if kind == gl.int8 else in_pairs(numbers.to(kind))
+    none = gl.full([numbers.shape[0], numbers.shape[1], 8], 0, TOTAL, SUMS)
     return mma_v2(gl.convert_layout(left, LEFT, assert_trivial=True), right, none)
 
 
@@ -254,13 +272,12 @@ def _add_chunk(
     FIRST: gl.constexpr = (CHUNK_AT - first_of(CHUNKS, PIECE)) * columns_of(GROUP)
     piece = token[PIECE]
     kind: gl.constexpr = piece.dtype
-    ordered = _in_order(packed)
     if GROUP == 0:
-        return acc + _product(ordered, piece, FIRST, SUMS)
+        return acc + _product(packed, piece, FIRST, SUMS)
     else:
         UNIT: gl.constexpr = INT8_UNIT if kind == gl.int8 else FP8_UNIT
-        low = _product(_low_numbers(ordered, kind), piece, FIRST, SUMS)
-        high = _product(_high_numbers(ordered, kind), piece, FIRST + HALF, SUMS)
+        low = _product(_low_numbers(packed, kind), piece, FIRST, SUMS)
+        high = _product(_high_numbers(packed, kind), piece, FIRST + HALF, SUMS)
         if GROUP == HALF:
             acc += low.to(gl.float32) * (scales[2 * CHUNK_AT].to(gl.float32) * UNIT)[:, :, None]
             scale = scales[2 * CHUNK_AT + 1].to(gl.float32) * UNIT
@@ -271,18 +288,6 @@ def _add_chunk(
 
 
 @gluon.jit
-def _pair_product(packed, piece, FIRST: gl.constexpr, SUMS: gl.constexpr):
-    """Of 64 columns of e4m3 weights and the token in 16 bits: [parts, rows, 8] fp32."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    right = piece.slice(FIRST, HALF, 2).permute((0, 2, 1)).load(RIGHT)
-    right = right.broadcast_to([packed.shape[0], HALF, 8])
-    left = gl.convert_layout(in_pairs(packed.to(piece.dtype)), LEFT, assert_trivial=True)
-    none = gl.full([packed.shape[0], packed.shape[1], 8], 0, gl.float32, SUMS)
-    return mma_v2(left, right, none)
-
-
-@gluon.jit
 def _add_group(
     acc, first, second, scales, token, token_scales, GROUP_AT: gl.constexpr,
     CHUNKS: gl.constexpr, SUMS: gl.constexpr,
@@ -290,8 +295,8 @@ def _add_group(
     """acc + the products of two chunks, whose columns share the token's and each row's scale."""
     PIECE: gl.constexpr = piece_with(CHUNKS, 2 * GROUP_AT)
     GROUP_IN: gl.constexpr = GROUP_AT - first_of(CHUNKS, PIECE) // 2
-    below = _pair_product(first, token[PIECE], GROUP_IN * 128, SUMS)
-    above = _pair_product(second, token[PIECE], GROUP_IN * 128 + HALF, SUMS)
+    below = _product(first, token[PIECE], GROUP_IN * 128, SUMS)
+    above = _product(second, token[PIECE], GROUP_IN * 128 + HALF, SUMS)
     scale = token_scales[PIECE].slice(GROUP_IN, 1, 2).load(SUMS)
     return acc + (below + above) * (scales[GROUP_AT][:, :, None] * scale)
 
@@ -313,7 +318,6 @@ def _sums(
     """[16 WARPS TILES, 8] fp32, each column the same: w's rows (_row_of) times the token at x.
     first: int64. BLOCKS: one scale per 128x128 of w. WAITS: for the previous kernel, once the
     weights are on their way: no kernel of a step writes them."""
-    kind: gl.constexpr = gl.int8 if INT8 else gl.float8e4nv
     BYTES: gl.constexpr = bytes_layout(WARPS, PARTS, TILES)
     SUMS: gl.constexpr = sums_layout(WARPS, PARTS)
     CHUNKS: gl.constexpr = COLUMNS // columns_of(GROUP) // PARTS
@@ -336,7 +340,7 @@ def _sums(
     WHOLE: gl.constexpr = GROUP == 0 and INT8
     acc = gl.full([PARTS, N, 8], 0, gl.int32 if WHOLE else gl.float32, SUMS)
     if BLOCKS:
-        token, token_scales = _round_groups(x, gl.float16, CHUNKS, WARPS, PARTS)
+        token, token_scales = _round_groups(x, CHUNKS, WARPS, PARTS)
         thread_barrier()  # the whole token is in shared memory
         for group in gl.static_range(CHUNKS // 2):
             acc = _add_group(
@@ -348,7 +352,7 @@ def _sums(
                     given += (ask(w_tile, 2 * group + chunk + DEPTH),)
         return gl.convert_layout(gl.sum(acc, 0), OUT)
     else:
-        token, scale = _round_token(x, kind, CHUNKS, GROUP, WARPS, PARTS)
+        token, scale = _round_token(x, INT8, CHUNKS, GROUP, WARPS, PARTS)
         thread_barrier()
         for chunk in gl.static_range(CHUNKS):
             acc = _add_chunk(acc, given[chunk], scales, token, chunk, CHUNKS, GROUP, SUMS)
@@ -479,16 +483,18 @@ def fits(weight: Weight, columns: int, parts: int) -> bool:
     """Whether a warp's share of so many columns is whole chunks, and not too many."""
     if weight.fp8_blocks:
         return _fits_blocks(columns, parts)
+    long = weight.is_int4 and weight.activation == "int8_token"
+    most = MOST_OF_INT4_INT8 if long else MOST_COLUMNS
     chunks, rest = divmod(columns, CHUNK if weight.is_int4 else HALF.value)
     whole = not rest and chunks % parts == 0
-    return whole and chunks // parts <= MOST_CHUNKS and columns <= MOST_COLUMNS
+    return whole and chunks // parts <= MOST_CHUNKS and columns <= most
 
 
 def _fits_blocks(columns: int, parts: int) -> bool:
     """Chunks come in pairs, which share a scale."""
     pairs, rest = divmod(columns, CHUNK)
     whole = not rest and pairs % parts == 0
-    return whole and 2 * pairs // parts <= MOST_CHUNKS and columns <= MOST_OF_BLOCKS
+    return whole and 2 * pairs // parts <= MOST_CHUNKS and columns <= MOST_COLUMNS
 
 
 def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
