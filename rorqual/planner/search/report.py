@@ -369,6 +369,8 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
             console.print(f"stale: {', '.join(group.stale)}", highlight=False)
         if group.older:
             console.print(f"steps of older kernels: {', '.join(group.older)}", highlight=False)
+        if group.unrecorded:
+            console.print("their kernels are not recorded", highlight=False)
         made = table("case", "figure", "published", "predicted", "error", "")
         for point in group.points:
             shown = f"{point.predicted:,.2f}" + (

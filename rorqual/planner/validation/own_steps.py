@@ -73,9 +73,10 @@ def _group(
         "prediction",
         tuple(points),
         f"measured at commit {meta['commit']}, {meta['date'][:10]}, by `{meta['command']}`; not in "
-        f"the fit of the tables{'' if 'kernels' in meta else '; their kernels are not recorded'}",
+        "the fit of the tables",
         model.families(STALE),
         _older(model, meta),
+        unrecorded="kernels" not in meta,
     )
 
 

@@ -44,6 +44,7 @@ class ValidationGroup:
     origin: str = ""  # of our own figures: commit, day, command, and whether the tables know them
     stale: tuple[str, ...] = ()  # kernels that have changed since the times predicted with
     older: tuple[str, ...] = ()  # kernels that have changed since these steps were measured
+    unrecorded: bool = False  # our own figures, whose kernels were not recorded
 
     def judged(self, metric: str) -> list[float]:
         """Errors of the figures that nothing was fitted to."""

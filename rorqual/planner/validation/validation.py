@@ -173,8 +173,19 @@ def _origin(given: Mapping[str, Any] | None) -> str:
 
 def stale_groups(groups: list[ValidationGroup]) -> list[str]:
     """Notes on predictions that use times of kernels that have changed, and on steps that were
-    measured with other kernels than this commit's."""
-    return [*_stale_tables(groups), *_older_steps(groups)]
+    measured with other kernels than this commit's, or may have been."""
+    return [*_stale_tables(groups), *_older_steps(groups), *_unrecorded(groups)]
+
+
+def _unrecorded(groups: list[ValidationGroup]) -> list[str]:
+    names = ", ".join(group.name for group in groups if group.unrecorded)
+    if not names:
+        return []
+    return [
+        "unrecorded kernels: figures of these groups were measured at an earlier commit, and with "
+        f"which kernels was not kept: {names}",
+        "to measure them again, on the GPU: the command that each group names",
+    ]
 
 
 def _older_steps(groups: list[ValidationGroup]) -> list[str]:
@@ -240,6 +251,7 @@ def validate(
                 tuple(points),
                 _origin(group.get("origin")),
                 _stale(group),
+                unrecorded="origin" in group,
             )
         )
     return found

@@ -258,8 +258,11 @@ def test_steps_of_other_kernels_are_named_and_measured_again(tmp_path: Path, who
     del data["meta"]["kernels"]
     out.write_text(json.dumps(data))
     found = validation.validate(steps=str(out), kernels=str(whole))
-    assert all("their kernels are not recorded" in group.origin for group in found)
-    assert not validation.stale_groups(found)
+    assert all(group.unrecorded and not group.older for group in found)
+    (named, how) = validation.stale_groups(found)
+    assert all(group.name in named for group in found)
+    assert "measured at an earlier commit" in named
+    assert "the command" in how
 
 
 def test_predictions_are_those_of_the_plan(tmp_path: Path, whole: Path) -> None:

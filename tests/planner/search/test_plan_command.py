@@ -77,7 +77,7 @@ def test_stale_tables_fail_the_validation_and_label_the_plan(
     now = digests.present()
     changed = {name: "0" if name in ("experts", "gqa_decode") else now[name] for name in now}
     monkeypatch.setattr(digests, "present", lambda: changed)
-    found = CliRunner().invoke(app, ["plan", "--validate", "--group", "now-qwen3"])
+    found = CliRunner().invoke(app, ["plan", "--validate", "--group", "offline-qwen3"])
     assert found.exit_code == 1
     assert "mean absolute error" in found.output, "the figures are shown all the same"
     assert "rorqual bench calibrate --full" in found.output

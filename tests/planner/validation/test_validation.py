@@ -14,6 +14,7 @@ from rorqual.config.hardware import DATA
 from rorqual.planner.timing import digests
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.timed_steps import TimedStep, read, rows_of
+from rorqual.planner.validation import validation
 from rorqual.planner.validation.fitting import GROUPS, fitted_rows, loss
 from rorqual.planner.validation.validation import (
     ValidationGroup,
@@ -63,19 +64,29 @@ def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None
         assert loss(replace(shipped, queued_steps=queued), 1) > best
 
 
-# Figures that docs/planning.md tells of; what kernels do later, `stale` says.
-# targets: decode steps 5 %, 10 % at worst, of another kind of GPU 7 %; the rest 8 %
-LIMITS = {"decode": (0.05, 0.09), "prompts": (0.08, 0.12), "mixed": (0.05, 0.06)}
-# an H100, predicted from an H200's times, misses its target here
-BEYOND = {"steps-h100-qwen3-30b-a3b-fp8-prompts": (0.10, 0.16)}
+# Figures that docs/planning.md tells of: mean and worst. Steps of an H200, of the kernels
+# that the tables are of; what kernels do later, `stale` and `older` say.
+# targets: decode steps 5 %, 10 % at worst; the rest 8 %
+LIMITS = {"decode": (0.04, 0.085), "prompts": (0.08, 0.11), "mixed": (0.03, 0.035)}
+# figures of earlier kernels, which were slower for few requests; and of an H100, for which the
+# target of decode steps is 7 %
+EARLIER = {"decode": (0.06, 0.09), "prompts": (0.08, 0.12), "mixed": (0.055, 0.065)}
+EARLIER_OFFLINE = (0.04, 0.10)
+BEYOND = {
+    "steps-h100-qwen3-30b-a3b-fp8-prompts": (0.10, 0.16),
+    "steps-h100-qwen3-30b-a3b-mixed": (0.085, 0.085),  # one step, of the 16-bit experts before
+}
 
 
 def test_own_steps(groups: dict[str, ValidationGroup]) -> None:
     for name, group in groups.items():
+        kind = name.rpartition("-")[2]
         if name.startswith("steps-"):
-            mean, worst = BEYOND.get(name, LIMITS[name.rpartition("-")[2]])
-        elif name.startswith("now-"):
-            mean, worst = 0.03, 0.05
+            assert group.unrecorded == ("h100" in name)
+            usual = EARLIER if group.unrecorded else LIMITS
+            mean, worst = BEYOND.get(name, usual[kind])
+        elif name.startswith("offline-"):
+            mean, worst = EARLIER_OFFLINE
         else:
             continue
         assert group.mean_error("step") < mean, name
@@ -83,15 +94,17 @@ def test_own_steps(groups: dict[str, ValidationGroup]) -> None:
 
 
 def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
+    """Of earlier kernels: one stream had 2.50 ms a token, and would have 2.36."""
     served = groups["served-qwen3-30b"]
-    assert served.worst_error("output") < 0.05
-    assert served.worst_error("TPOT") < 0.05
+    assert served.unrecorded
+    assert served.worst_error("output") < 0.08
+    assert served.worst_error("TPOT") < 0.06
     assert served.mean_error("TTFT p50") < 0.10
     assert served.worst_error("TTFT p50") < 0.13  # a prompt alone
     assert served.mean_error("TTFT p99") < 0.10
 
 
-OWN = ("steps", "now", "served")
+OWN = ("steps", "offline", "served")
 
 
 def test_own_figures_say_where_they_come_from(groups: dict[str, ValidationGroup]) -> None:
@@ -114,7 +127,7 @@ def test_what_is_judged_was_not_learnt_from() -> None:
     assert {TimedStep(*row[:7]) for row in table["steps"]} <= learnt
 
 
-def test_todays_figures_are_those_of_the_document() -> None:
+def test_offline_figures_are_those_of_the_document() -> None:
     """So that a table of new figures there asks for new rows here."""
     text = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
     table = text[text.index("| shape | requests | floor ms | ours ms |") :].split("\n\n")[0]
@@ -124,7 +137,7 @@ def test_todays_figures_are_those_of_the_document() -> None:
         shape, requests, _, ours, *_ = (cell.strip() for cell in line.strip("|").split("|"))
         name = shape or name
         found.setdefault(name, []).append((int(requests), float(ours)))
-    groups = [group for key, group in published_rows().items() if key.startswith("now")]
+    groups = [group for key, group in published_rows().items() if key.startswith("offline")]
     rows = [[(row["clients"], row["step_ms"]) for row in group["rows"]] for group in groups]
     assert rows == list(found.values())
 
@@ -138,6 +151,18 @@ def test_stale_groups_are_named_with_what_renews_them(monkeypatch: pytest.Monkey
     assert "rorqual bench calibrate --full" in report
     assert all(name in report for name in stale)
     assert stale_groups([groups["inferencex-1k"], groups["a3-decode"]]) == []
+
+
+def test_figures_whose_kernels_are_not_recorded_are_named(
+    groups: dict[str, ValidationGroup],
+) -> None:
+    unrecorded = {name for name, group in groups.items() if group.unrecorded}
+    assert {"served-qwen3-30b", "offline-v2-lite"} < unrecorded
+    first, command = validation._unrecorded(list(groups.values()))
+    assert all(name in first for name in unrecorded)
+    assert "steps-h200" not in first
+    assert "the command that each group names" in command
+    assert validation._unrecorded([groups["steps-h200-qwen3-30b-a3b-decode"]]) == []
 
 
 def test_other_clusters(groups: dict[str, ValidationGroup]) -> None:

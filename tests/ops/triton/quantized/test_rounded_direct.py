@@ -60,6 +60,9 @@ def test_which_weights_are_taken() -> None:
     assert not rounded_direct.takes(eight(2048, 2048, block=(128, 128))), "scales of blocks"
     assert not rounded_direct.takes(eight(2048, 2000)), "columns of no whole chunks"
     assert not rounded_direct.takes(eight(7168, 16384)), "a token too long for registers"
+    assert not rounded_direct.takes(eight(2112, 7168)), "slower in whole steps"
+    assert not rounded_direct.takes(four(2112, 7168)), "likewise"
+    assert rounded_direct.takes(four(2112, 7168, activation="int8_token"))
     assert not rounded_direct.takes(four(2048, 2048, activation="wide")), "int4_direct.py's"
     assert not rounded_direct.takes(four(2048, 2048, group=32)), "other chunks"
     assert not rounded_direct.takes(four(2048, 128)), "a scale a row of int4"
