@@ -490,7 +490,21 @@ def test_an_engine_says_which_experts_it_misses_at_its_start(
     with pytest.raises(ConfigError, match=r"no server holds 8-15 of layer 1; .* is linked"):
         LLM(**options([server], secret_file, expert_wait=0.5, max_num_batched_tokens=64))
     with pytest.raises(ConfigError, match="takes 64 rows in a call"):
-        LLM(**options([server], secret_file, expert_wait=0.5))
+        LLM(**options([server], secret_file, expert_wait=3600))
+
+
+def test_a_start_does_not_wait_for_a_server_that_refuses_it(
+    start: Start, secret_file: str, tmp_path: Path, greedy: Any
+) -> None:
+    """Another secret is a mistake, which an hour would not mend. Unless others hold all experts."""
+    other = tmp_path / "other"
+    other.write_text("a secret that no server of these tests has")
+    whole = start()
+    with pytest.raises(ConfigError, match=r"no server holds 0-15 of layer 1; .*secrets differ"):
+        LLM(**options([whole], str(other), expert_wait=3600))
+    narrow = start("0-7", max_rows=64)
+    with engine([narrow, whole], secret_file, expert_wait=3600) as llm:
+        assert tokens(llm) == greedy
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,10 @@ class Worker:
         platform = self.platform
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
-            self._phase("expert servers", partial(self.experts.wait_for_all, config.expert_wait))
+            self._phase(
+                "expert servers",
+                partial(self.experts.wait_for_all, config.expert_wait, starts=True),
+            )
         self.allreduce_backend = self.all2all_backend = (
             "nowhere (one rank alone)" if config.single_rank_bench else "local"
         )

@@ -44,6 +44,10 @@ class LinkError(RorqualError):
     """The other side is not who it should be, or does not keep to the protocol."""
 
 
+class LinkRefused(LinkError):
+    """The sides' secrets or fingerprints differ, which waiting does not change."""
+
+
 Fingerprint = dict[str, str]
 
 
@@ -125,11 +129,11 @@ def introduce(sock: socket.socket, secret: bytes, mine: Fingerprint, purpose: st
     send(sock, LinkMessage.HELLO, _seal(secret, purpose, b"caller", nonce, rest) + rest)
     kind, data = receive(sock, GREETING)
     if kind == LinkMessage.REFUSED:
-        raise LinkError(data.decode(errors="replace"))
+        raise LinkRefused(data.decode(errors="replace"))
     if kind != LinkMessage.WELCOME or not hmac.compare_digest(
         data, _seal(secret, purpose, b"keeper", nonce, own)
     ):
-        raise LinkError("what answers does not know the secret")
+        raise LinkRefused("what answers does not know the secret")
 
 
 def differences(keeper: Fingerprint, caller: Fingerprint) -> str:

@@ -29,6 +29,7 @@ from rorqual.parallel.remote.link import (
     GREETING_SECONDS,
     Fingerprint,
     LinkError,
+    LinkRefused,
     introduce,
     receive,
     send,
@@ -91,13 +92,14 @@ class Holders:
 
 @dataclass
 class KnownServer:
-    """failure: why there is no link; logged: the last one in the log. gone: it is not to be linked
-    again."""
+    """failure: why there is no link; logged: the last one in the log. refused: that is a matter of
+    settings. gone: it is not to be linked again."""
 
     address: Address
     link: ServerLink | None = None
     failure: str = "has not answered yet"
     logged: str = ""
+    refused: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
 
 
@@ -186,13 +188,16 @@ class ExpertServers:
                 return True
         return False
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Until every expert that is needed has a holder. Raises ConfigError."""
+    def wait_for_all(self, seconds: float, starts: bool = False) -> None:
+        """Until every expert that is needed has a holder. starts: where every server is linked or
+        refuses to be, waiting would not help. Raises ConfigError."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while missing := self.without_holder():
                 left = deadline - time.monotonic()
-                if left <= 0:
+                refused = any(server.refused for server in self.known)
+                told = all(server.link or server.refused for server in self.known)
+                if left <= 0 or (starts and refused and told):
                     raise ConfigError(f"experts: {missing}; {self.describe()}")
                 self.changed.wait(left)
 
@@ -203,7 +208,7 @@ class ExpertServers:
         with self.changed:
             while not all(server.link for server in self.known):
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or any(server.refused for server in self.known):
                     raise ConfigError(f"experts: not all servers answer; {self.describe()}")
                 self.changed.wait(left)
 
@@ -377,6 +382,8 @@ class ExpertServers:
         text = "does not answer" if isinstance(error, TimeoutError) else said(error)
         with self.changed:
             server.failure = text
+            server.refused = isinstance(error, LinkRefused)
+            self.changed.notify_all()
         if text != server.logged and not server.gone.is_set():
             server.logged = text
             log.warning("experts of %s:%d: %s", *server.address, text)
@@ -388,6 +395,7 @@ class ExpertServers:
                 return
             server.link = link
             server.logged = ""
+            server.refused = False
             found = [known.link for known in self.known]
             self.links = tuple(other for other in found if other is not None)
             self.changed.notify_all()
@@ -410,7 +418,7 @@ class ExpertServers:
                 raise LinkError(f"a message of kind {kind} came where holdings were to")
             holdings = Holdings.unpack(found, self.num_experts)
             if holdings.max_rows < self.max_rows:
-                raise LinkError(
+                raise LinkRefused(
                     f"takes {holdings.max_rows} rows in a call, steps here have up to "
                     f"{self.max_rows}; start it with --max-rows {self.max_rows}"
                 )
