@@ -77,6 +77,13 @@ class Call:
         """Requests to send to an engine."""
         return [request for i, request in enumerate(self.requests) if i not in self.over]
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts, what the prefix cache had when the first choice of each began: the others
+        find what that one computes."""
+        each = max(1, len(self.replies) // self.prompts)
+        return sum(reply.cached for reply in self.replies[::each])
+
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
         """On a thread: a prompt may have a hundred thousand tokens."""
         for choice, output in items:
@@ -152,13 +159,19 @@ class Call:
             self.new_ids = None
         return self.head.event(
             choice,
-            encode(usage(self.prompt_tokens, self.replies)) if self.continuous_usage else b"",
+            encode(usage(self.prompt_tokens, self.cached_tokens, self.replies))
+            if self.continuous_usage
+            else b"",
         )
 
     def last_events(self) -> list[bytes]:
         if not self.include_usage:
             return []
-        return [self.head.event(b"", encode(usage(self.prompt_tokens, self.replies)))]
+        return [
+            self.head.event(
+                b"", encode(usage(self.prompt_tokens, self.cached_tokens, self.replies))
+            )
+        ]
 
     def whole(self) -> bytes:
         raise NotImplementedError
@@ -275,7 +288,7 @@ class ChatCall(Call):
                 self.requests[0].prompt, self.prompt_entries[0], self.prompt_top
             )
             more["prompt_logprobs"] = found
-        counts = usage(self.prompt_tokens, self.replies)
+        counts = usage(self.prompt_tokens, self.cached_tokens, self.replies)
         return self.head.whole("chat.completion", choices, counts, **more)
 
     def _choice(self, i: int) -> dict[str, Any]:
@@ -387,7 +400,7 @@ class TextCall(Call):
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
-        counts = usage(self.prompt_tokens, self.replies)
+        counts = usage(self.prompt_tokens, self.cached_tokens, self.replies)
         return self.head.whole("text_completion", choices, counts, **self.more)
 
     def _choice(self, i: int) -> dict[str, Any]:

@@ -97,11 +97,10 @@ class TextChoice:
         return self.start + encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + end
 
 
-def usage(prompt: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
-    """Token counts; a prompt counts once for all its choices. Cached: the first choice's prefix
-    cache hits."""
+def usage(prompt: int, cached: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
+    """Token counts; a prompt counts once for all its choices. cached: of prompt tokens, those that
+    the prefix cache had."""
     output = sum(reply.tokens for reply in replies)
-    cached = max((reply.cached for reply in replies), default=0)
     details = {"cached_tokens": cached}
     return {
         "prompt_tokens": prompt,

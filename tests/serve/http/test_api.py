@@ -301,6 +301,13 @@ def test_cached_tokens_and_salts(client: Client, server: Running):
     ]
     assert cached[0] == cached[2] == 0
     assert cached[1] == cached[3] >= 16
+    server.request("POST", "/reset_prefix_cache")
+    both = [
+        text(client, prompt=[prompt, "A" + prompt], max_tokens=2, n=2).usage.prompt_tokens_details
+        for _ in range(2)
+    ]
+    assert both[0].cached_tokens == 0, "a prompt's second choice finds what its first one computed"
+    assert both[1].cached_tokens >= 2 * cached[1] - 16, "of both prompts"
 
 
 # ---- chat

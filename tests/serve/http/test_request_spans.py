@@ -126,6 +126,7 @@ def test_phases_are_its_children(recorded: Recorded) -> None:
 )
 def test_pages_of_all_prompts_are_counted(offered: Any, pages: int) -> None:
     noted: dict[str, Any] = {}
-    call: Any = SimpleNamespace(replies=[], more={"kv_transfer_params": offered})
+    more = {"kv_transfer_params": offered}
+    call: Any = SimpleNamespace(replies=[], cached_tokens=0, more=more)
     note_answer(cast(Any, SimpleNamespace(recording=True, set=noted.update)), call)
     assert noted["rorqual.kv.pages_offered"] == pages

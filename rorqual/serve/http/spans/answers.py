@@ -48,9 +48,7 @@ def note_answer(span: RequestSpan, call: Call) -> None:
     found: dict[str, Value] = {
         "gen_ai.usage.output_tokens": tokens,
         "gen_ai.usage.completion_tokens": tokens,
-        "gen_ai.usage.cache_read.input_tokens": max(
-            (reply.cached for reply in call.replies), default=0
-        ),
+        "gen_ai.usage.cache_read.input_tokens": call.cached_tokens,
     }
     reasons = [str(reply.finish) for reply in call.replies if reply.finish is not None]
     if reasons:
