@@ -99,8 +99,8 @@ class Offers:
         kv_transfer_params of their responses."""
         answers = []
         for part in step.parts:
-            for sequence, stop in part.computed if part is not None else ():
-                name = sequence.request.id
+            for done in part.computed if part is not None else ():
+                name = done.sequence.request.id
                 begun = self.begun.get(name)
                 if begun is None:
                     continue
@@ -109,7 +109,7 @@ class Offers:
                     if params is not None:
                         answers.append((name, params))
                 if begun.lease in self.leases.open:
-                    self._announce(begun, stop)
+                    self._announce(begun, done.stop)
         return answers
 
     def _announce(self, begun: BegunPrompt, stop: int) -> None:

@@ -205,6 +205,7 @@ NO_LIMITS = {
     "BODY_GRACE",  # told in the row of the time to send
     "GUESS_SECONDS",  # told in the row of the wrong keys
     "IDLE_POLL_MS",
+    "BLOCKED_POLL_MS",
     "KEPT_BATCHES",  # told where routers are
     "LARGE_BODIES",  # told below the table
     "LATENCY_EVERY",

@@ -37,7 +37,14 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepResult,
     TokenLogprobs,
 )
-from rorqual.engine.scheduling.sequence import InFlight, PendingLoad, Sequence, TokenOut, Usage
+from rorqual.engine.scheduling.sequence import (
+    ComputedChunk,
+    InFlight,
+    PendingLoad,
+    Sequence,
+    TokenOut,
+    Usage,
+)
 from rorqual.engine.scheduling.waiting_queue import WaitingQueue, charge, charge_output, reserve
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
@@ -102,6 +109,11 @@ class Blocked(NamedTuple):
     running: int
     matched: int
     wanted: bytes | None
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    """The larger, the sooner it is preempted."""
+    return sequence.request.priority, sequence.order
 
 
 class CachedPrefix(NamedTuple):
@@ -294,7 +306,7 @@ class Scheduler:
             self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
-        computed: list[tuple[Sequence, int]] = []
+        computed: list[ComputedChunk] = []
         self._queue_again(self.loads.advance(self.num_running > 0))
         most = self.config.max_num_batched_tokens - output.num_tokens
         budget = min(most, self.prompt_budget)
@@ -315,7 +327,7 @@ class Scheduler:
             return None
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
-        step.scored = [sequence for (sequence, _), chunk in chunks if chunk.num_scored]
+        step.scored = [done.sequence for done, chunk in chunks if chunk.num_scored]
         if self.config.pipeline_turns > 1:
             self.in_flight.append(step)
         return step
@@ -455,7 +467,7 @@ class Scheduler:
 
     def _youngest(self) -> Sequence:
         """The youngest running request of the lowest priority."""
-        return max(self._running(), key=lambda found: (found.request.priority, found.order))
+        return max(self._running(), key=_age)
 
     def _preempt(self, victim: Sequence) -> None:
         """A running request gives up its pages; its output so far is later recomputed with its
@@ -477,7 +489,8 @@ class Scheduler:
     def victim(self, head: Sequence) -> Sequence | None:
         """The request to preempt for `head`: the youngest of a lower priority; else, if the client
         with the most rows has more than twice as many as head's client would have, its request with
-        the fewest tokens to recompute. Twice, so that rows do not move back and forth."""
+        the fewest tokens to recompute. Twice, so that rows do not move back and forth; and only one
+        that would wait behind `head`, since its client gets back what was charged in advance."""
         if len(self.waiting.levels) == 1 and self.rows.keys() == {head.request.client}:
             return None  # the usual case: a single client
         running = self._running()
@@ -487,8 +500,8 @@ class Scheduler:
         priority = head.request.priority
         later = [found for found in running if found.request.priority > priority]
         if later:
-            victim = self._youngest()
-            return None if victim is oldest else victim
+            others = (found for found in later if found is not oldest)
+            return max(others, key=_age, default=None)
         client = max(self.rows, key=lambda name: self.rows[name])
         if self.rows[client] <= 2 * (self.rows.get(head.request.client, 0) + 1):
             return None
@@ -498,6 +511,7 @@ class Scheduler:
             if found.request.client == client
             and found.request.priority == priority
             and found is not oldest
+            and self.waiting.served_without_row(found) >= head.client_account.served
         )
         return min(others, key=lambda found: len(found.tokens), default=None)
 
@@ -521,7 +535,7 @@ class Scheduler:
         known = len(sequence.tokens)
         drafts = self.config.num_speculative_tokens
         # a step's micro-batches begin with its decoding requests, which would read too early
-        filled = bool(pages) and pages[-1] in self._filled
+        filled = not self._filled.isdisjoint(pages)
         slow = self.prefix.host is not None and self.prefix.host.many
         decodes = drafts < budget and not (filled or slow)
         decodes = decodes and self._decodes_at_once(sequence, len(pages), tail)
@@ -529,13 +543,12 @@ class Scheduler:
         written = known + (2 * drafts if decodes else drafts)
         need = self._pages_for(max(known, min(written, sequence.max_total_len - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
-        if need + spare > self.prefix.available and (self.num_running or self.loads):
+        if need + spare > self.prefix.available:  # where nothing runs, other engines hold pages
             self.prefix.release(pages)
             wanted = self.prefix.following(reusable, len(pages), key)
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
-        assert need <= self.prefix.available, "nothing runs, yet pages are missing"
         others = self.num_running > 0 or len(self.loads) > 0
         if self.loads.start(sequence, pages, key, others):
             if sequence not in self.loads:
@@ -629,7 +642,7 @@ class Scheduler:
         sequence: Sequence,
         budget: int,
         sampled: list[Sequence],
-        computed: list[tuple[Sequence, int]],
+        computed: list[ComputedChunk],
     ) -> int:
         start = sequence.num_computed_tokens
         known = len(sequence.tokens)
@@ -649,7 +662,7 @@ class Scheduler:
         sequence.num_computed_tokens = stop
         self._share_filled(sequence)
         charge(sequence, stop - start)
-        computed.append((sequence, stop))
+        computed.append(ComputedChunk(sequence, stop, sequence.preemptions))
         if last:
             del self.prefilling[sequence.request.id]
             self.decoding[sequence.request.id] = sequence
@@ -669,10 +682,11 @@ class Scheduler:
         if self.in_flight:
             self.in_flight.popleft()
         step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
-        for sequence, stop in step.computed:
-            if sequence.slot >= 0 and sequence.finish is None:
+        for done in step.computed:
+            if done.current:
+                sequence = done.sequence
                 sequence.collected = max(
-                    sequence.collected, min(stop, sequence.num_computed_tokens)
+                    sequence.collected, min(done.stop, sequence.num_computed_tokens)
                 )
                 if sequence.collected >= sequence.next_hash:
                     self._cache_full_pages(sequence, sequence.collected)

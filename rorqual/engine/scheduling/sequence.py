@@ -127,6 +127,22 @@ class Sequence:
         return len(self.tokens) + self.pending
 
 
+class ComputedChunk(NamedTuple):
+    """A prompt chunk of a step: entries cached once it is done, unless the request has given up its
+    pages since. preemptions: how often it had done so before."""
+
+    sequence: Sequence
+    stop: int
+    preemptions: int
+
+    @property
+    def current(self) -> bool:
+        """Whether the request still has the pages that the chunk was written to."""
+        sequence = self.sequence
+        same = sequence.preemptions == self.preemptions
+        return same and sequence.slot >= 0 and sequence.finish is None
+
+
 @dataclass
 class InFlight:
     """A scheduled step. sampled: the sequences whose tokens it samples, in order; before: how many
@@ -136,7 +152,7 @@ class InFlight:
 
     output: SchedulerOutput
     sampled: list[Sequence]
-    computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
+    computed: list[ComputedChunk]
     before: list[int] = field(default_factory=list)
     scored: list[Sequence] = field(default_factory=list)
     scored_before: list[int] = field(default_factory=list)

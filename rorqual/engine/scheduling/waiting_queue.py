@@ -183,6 +183,11 @@ class WaitingQueue:
         self._level(sequence).remove(sequence)
         self.count -= 1
 
+    def served_without_row(self, sequence: Sequence) -> int:
+        """Its client's account if it gave up its row and waited."""
+        account = sequence.client_account
+        return max(account.served - sequence.reserved, self._level(sequence).clients.floor)
+
     def refund(self, sequence: Sequence) -> None:
         """It gives up its row: return what was charged in advance and not used."""
         tokens = sequence.reserved

@@ -243,9 +243,8 @@ class SimulatedRank:
             self._note_admitted(sequence, row.length, now)
             self.records[sequence.request.id].computed += 1
         fresh = len(output.chunks) - len(output.new_requests) + len(at_once)
-        for index, (chunk, (sequence, stop)) in enumerate(
-            zip(output.chunks, step.computed, strict=True)
-        ):
+        for index, (chunk, done) in enumerate(zip(output.chunks, step.computed, strict=True)):
+            sequence = done.sequence
             record = self.records[sequence.request.id]
             new = len(chunk.tokens)
             if index >= fresh:
@@ -253,7 +252,7 @@ class SimulatedRank:
             if self.remote and not sequence.preemptions:
                 record.received += new
                 rows = rows + 1
-                entries = entries + stop
+                entries = entries + done.stop
                 continue
             record.computed += new
             prompts = prompts + 1

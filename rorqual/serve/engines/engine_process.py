@@ -53,6 +53,7 @@ log = logging.getLogger("rorqual.engine")
 
 SNAPSHOT_SECONDS = 0.25
 IDLE_POLL_MS = 1000
+BLOCKED_POLL_MS = 20  # while other engines hold the pages that every request here waits for
 STARTUP_FAILED = 3  # exit status: the engine could not start as configured
 STEP_FAILED = 4  # exit status: a step raised
 
@@ -288,6 +289,7 @@ class EngineProcess:
 
     def _step(self) -> None:
         before = time.monotonic()
+        steps = self.engine.stats.steps
         try:
             outs = self.engine.step()
         except ExpertsMissing as error:
@@ -307,6 +309,8 @@ class EngineProcess:
             self.link.send(messages.StepOutputs(outputs))
         if now >= self.next_snapshot:
             self._snapshot(now)
+        if self.engine.stats.steps == steps and not (self.engine.in_flight or outs):
+            self.link.wait(BLOCKED_POLL_MS)
 
     def _end_all(self, reason: str) -> None:
         """End all requests: an expert has had no holder for too long."""

@@ -23,7 +23,8 @@ class EngineSockets:
             socket.linger = 1000
             socket.connect(address)
         self.wake_read, self.wake_write = os.pipe()
-        os.set_blocking(self.wake_read, False)
+        for end in (self.wake_read, self.wake_write):
+            os.set_blocking(end, False)
         self.poller = zmq.Poller()
         self.poller.register(self.inbox, zmq.POLLIN)
         self.poller.register(self.wake_read, zmq.POLLIN)
@@ -39,7 +40,10 @@ class EngineSockets:
             os.read(self.wake_read, 4096)
 
     def wake(self) -> None:
-        os.write(self.wake_write, b"\0")
+        """From any thread. Never blocks: a loop that always has work does not read the pipe, and a
+        full one wakes it as well."""
+        with suppress(BlockingIOError):
+            os.write(self.wake_write, b"\0")
 
     def receive(self) -> messages.ToEngine | None:
         try:

@@ -248,3 +248,51 @@ def test_outputs_do_not_depend_on_who_else_waits(seed: int) -> None:
         for i in range(40)
     ]
     run(scheduler_of(num_pages=60, max_num_seqs=5), work, depth=draw.randint(1, 3))
+
+
+@pytest.mark.parametrize("expected_len", [256.0, 4000.0])
+def test_whoever_gives_way_does_not_come_back_before_whom_it_gave_way_to(
+    expected_len: float,
+) -> None:
+    """A client gets back what was charged in advance. If it were the least served then, its request
+    would take the row again, and give way again."""
+    scheduler = scheduler_of(max_num_seqs=4, max_model_len=12_000, num_pages=4_001)
+    scheduler.mean_output_len = expected_len
+    loop = Loop(scheduler, FakeRunner.of(scheduler, VOCAB), depth=2)
+    scheduler.add(request("earlier", 20, int(expected_len), client="single"))
+    loop.step()
+    for i in range(4):
+        scheduler.add(request(f"crowd {i}", 20, 10_000, client="crowd"))
+    while "earlier" in scheduler.sequences:
+        loop.step()
+    for _ in range(5):
+        loop.step()
+    scheduler.add(request("again", int(expected_len * 0.75), 5, client="single"))
+    while "again" in scheduler.sequences:
+        loop.step()
+    for _ in range(3):
+        loop.step()
+    before = scheduler.num_preemptions
+    scheduler.add(request("last", 20, 5, client="single"))
+    steps = 0
+    while "last" not in loop.outputs:
+        loop.step()
+        steps += 1
+    assert steps <= 4
+    assert scheduler.num_preemptions - before <= 1
+
+
+def test_a_high_priority_finds_the_one_that_may_give_way() -> None:
+    """The only request of the lowest priority is the oldest, which keeps its row; another one,
+    still below the new one, gives way."""
+    scheduler = scheduler_of(max_num_seqs=2)
+    loop = Loop(scheduler, FakeRunner.of(scheduler, VOCAB))
+    scheduler.add(request("oldest", 8, 100, priority=9))
+    scheduler.add(request("between", 8, 100, priority=5))
+    loop.step()
+    scheduler.add(request("first", 8, 5, priority=0))
+    for _ in range(3):
+        loop.step()
+    assert "first" in loop.outputs
+    assert scheduler.sequences["between"].preemptions == 1
+    assert scheduler.sequences["oldest"].preemptions == 0

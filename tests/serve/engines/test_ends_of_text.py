@@ -67,6 +67,7 @@ class SteppedEngine:
         self.at_once = 1
         self.ended: list[tuple[str, str]] = []
         self.stats = Stats()
+        self.in_flight: list[Any] = []
         self.balance = None
         self.worker = SimpleNamespace(experts=None)
 
@@ -90,6 +91,7 @@ class SteppedEngine:
         self.ended.append((name, "abort"))
 
     def step(self) -> list[TokenOut]:
+        self.stats.steps += 1
         outs: list[TokenOut] = []
         for name, sequence in list(self.sequences.items()):
             sequence.num_cached_prompt = 0
