@@ -314,6 +314,10 @@ class Ops:
         if the backend has one."""
         return nullcontext()
 
+    def computing(self, decodes: bool) -> AbstractContextManager[Any]:
+        """Context of a step, in the thread that launches it. decodes: it has no prompts."""
+        return nullcontext()
+
     def beside_messages(self) -> AbstractContextManager[Any]:
         """Context in which micro-batches are computed while messages of a process group are in
         flight, whose kernels need a part of the device."""

@@ -239,11 +239,10 @@ class ModelRunner:
             coming = self._start_copies(output, metadata)  # first, as they take longest
             self.rows.apply(output)
             # a step of copies alone; all ranks know that it has no tokens
-            pending = (
-                self._launch(output, metadata, watch, coming)
-                if any(metadata.tokens)
-                else PendingStep()
-            )
+            pending = PendingStep()
+            if any(metadata.tokens):
+                with self.model.ops.computing(not output.chunks):
+                    pending = self._launch(output, metadata, watch, coming)
             if watch is not None:
                 watch.whole()
             self.shared.start(output.sampled_slots)

@@ -5,7 +5,8 @@ attention goes through torch's fused CPU kernel."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -55,6 +56,20 @@ log = logging.getLogger("rorqual")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
 
 
+@contextmanager
+def threads(most: int) -> Iterator[None]:
+    """torch's operations of this thread use at most so many threads."""
+    before = torch.get_num_threads()
+    if most >= before:
+        yield
+        return
+    torch.set_num_threads(most)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def bf16_rows() -> int:
     """Rows of bf16 up to which compiled products are faster than torch's."""
     return NATIVE_ROWS if torch.cpu._is_amx_tile_supported() else MANY_ROWS
@@ -70,6 +85,13 @@ class CpuOps(Ops):
         self.native = Native(kernels) if kernels else None
         self.many_rows = {torch.float32: NATIVE_ROWS, torch.bfloat16: bf16_rows()}
         self.told: set[str] = set()  # reasons that the log has
+
+    def computing(self, decodes: bool) -> AbstractContextManager[None]:
+        """Where other programs need a processor, torch's operations in steps that decode have fewer
+        threads as well. Not in prompts: their products in fp32 may depend on the number."""
+        if self.native is None or not decodes:
+            return nullcontext()
+        return threads(self.native.threads_used())
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Where the compiled kernels fit they fuse more than inductor would."""

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -196,7 +197,10 @@ float *scratch(int which, int64_t size) {
     return buffers[which].data()->data;
 }
 
+#include "crew.h"
+
 int max_threads = 1;
+Crew crew;
 
 // Below this many multiply-adds a thread more costs more than it brings.
 constexpr int64_t THREAD_WORK = 150000;
@@ -207,13 +211,16 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
 #ifdef _OPENMP
     int64_t units = (count + grain - 1) / grain;
     int parts = int(std::min<int64_t>({max_threads, units, operations / THREAD_WORK}));
-    if (parts > 1) {
+    if (parts > 1 && (parts = std::min(parts, crew.size(max_threads))) > 1) {
+        int64_t start = Crew::now(), done = start;
 #pragma omp parallel num_threads(parts)
         {
             int64_t part = omp_get_thread_num(), all = omp_get_num_threads();
             int64_t first = units * part / all * grain, last = std::min(count, units * (part + 1) / all * grain);
             if (first < last) body(first, last);
+            if (part == 0) done = Crew::now();
         }
+        crew.note(max_threads, start, done);
         return;
     }
 #endif
@@ -623,7 +630,13 @@ extern "C" {
 const char *rq_lacking() { return lacking(); }
 
 // How many threads a call may use, the caller's included.
-void rq_threads(int threads) { max_threads = threads; }
+void rq_threads(int threads) {
+    max_threads = threads;
+    crew.all();
+}
+
+// How many of them calls use at present.
+int rq_threads_used() { return crew.size(max_threads); }
 
 void rq_add_norm(int wide, const void *x, const void *residual, const void *weight, void *normed, void *sum, int64_t n, int64_t d, double eps) {
     PICK(add_norm(F(x), F(residual), F(weight), FW(normed), FW(sum), n, d, float(eps)),

@@ -24,6 +24,7 @@ from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = (
+    "crew.h",
     "vectors.h",
     "vectors/avx512.h",
     "vectors/avx2.h",
@@ -93,6 +94,7 @@ _N = ctypes.c_int64
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_lacking": (),
     "rq_threads": (_I,),
+    "rq_threads_used": (),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
     "rq_embed": (_P, _P, _P, _N, _N, _N),
     "rq_concat_columns": (_P, _P, _P, _N, _N, _N),
@@ -122,6 +124,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 # the others return nothing
 _RESULTS: dict[str, Any] = {
     "rq_lacking": ctypes.c_char_p,
+    "rq_threads_used": _I,
     "rq_embed": _N,
     "rq_capturable": _N,
     "rq_replay": _N,
@@ -230,6 +233,10 @@ class Native:
         self.kept: list[Any] | None = (
             None  # while calls are captured: what they read by its address
         )
+
+    def threads_used(self) -> int:
+        """How many threads calls use at present (crew.h)."""
+        return self.lib.rq_threads_used()
 
     def keep(self, what: Any) -> None:
         """To be called with what compiled calls read and nothing else may hold."""

@@ -350,7 +350,7 @@ template <class F>
 void share(int64_t count, int64_t operations, F body) {
 #ifdef _OPENMP
     int64_t parts = std::min<int64_t>({max_threads, count, operations / THREAD_WORK});
-    if (parts > 1) {
+    if (parts > 1 && (parts = std::min<int64_t>(parts, crew.size(max_threads))) > 1) {
         static thread_local std::vector<Range> kept;
         if (int64_t(kept.size()) < parts) kept = std::vector<Range>(parts);
         Range *ranges = kept.data();
@@ -358,6 +358,7 @@ void share(int64_t count, int64_t operations, F body) {
             ranges[p].next.store(count * p / parts, std::memory_order_relaxed);
             ranges[p].last = count * (p + 1) / parts;
         }
+        int64_t start = Crew::now(), done = start;
 #pragma omp parallel num_threads(int(parts))
         {
             int64_t me = omp_get_thread_num();
@@ -365,7 +366,9 @@ void share(int64_t count, int64_t operations, F body) {
                 Range &mine = ranges[(me + p) % parts];
                 for (int64_t i; (i = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.last;) body(i);
             }
+            if (me == 0) done = Crew::now();
         }
+        crew.note(max_threads, start, done);
         return;
     }
 #endif
