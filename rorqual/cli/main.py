@@ -281,7 +281,12 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Folder or id of a bf16 checkpoint.")],
     out: Annotated[str, typer.Argument(help="A new folder.")],
     form: Annotated[
-        str, typer.Option("--format", help="w4a16, w8a8, fp8 (blocks of 128x128) or w4afp8.")
+        str,
+        typer.Option(
+            "--format",
+            help="w4a16, w8a8, fp8 (blocks of 128x128) or w4afp8 (w4a16's weights, activations in "
+            "fp8).",
+        ),
     ],
     group: Annotated[
         int | None,

@@ -86,6 +86,8 @@ def plan(
     if validate or steps:
         _validate(console, group, asked.get("kernels"), steps)
         return
+    if group:
+        raise ConfigError("group goes with --validate")
     if question or questions or gpus:
         _instead(console, question, questions, expert_load)
         return
@@ -119,7 +121,7 @@ def _validate(console: Any, group: str | None, kernels: str | None, steps: Path 
     from rorqual.planner.search import report
     from rorqual.planner.validation import validation
 
-    names = group.split(",") if group else None
+    names = [name for each in (group or "").split(",") if (name := each.strip())]
     groups = validation.validate(names, kernels, str(steps) if steps else None)
     report.show_validation(groups, console)
     stale = validation.stale_groups(groups)

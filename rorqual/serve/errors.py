@@ -76,8 +76,7 @@ def not_ready(state: str) -> ApiError:
     )
 
 
-def queue_full(waiting: int, seconds: int) -> ApiError:
-    message = f"{waiting} sequences wait, which is as many as this server queues; try again later"
+def queue_full(message: str, seconds: int) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=seconds)
 
 

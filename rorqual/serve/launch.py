@@ -274,7 +274,7 @@ async def _sample(api: Api) -> None:
 
 async def _announce(api: Api, sock: socket.socket, known: Registration | None) -> None:
     """Log once the server is ready; then register with routers while it serves."""
-    while not api.pool.healthy:
+    while not api.pool.complete:
         await asyncio.sleep(0.05)
     freeze_loaded()
     check_open_files(api.pool.room)

@@ -151,7 +151,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     traffic: KVTransfers.figures and traffic; empty without KV transfers. host_cache: pages that
     host memory can hold and does, tokens queried and hit there, bytes copied out and in by one rank
     of each data-parallel rank; empty without a host tier. expert_servers: of each its name, whether
-    it is connected, seconds of a call, and its share of rows that other servers could take too."""
+    it is connected, seconds of a call, and its share of rows that other servers could take too.
+    experts_missing: which experts of a layer no server holds; empty where each has one."""
 
     at: float
     running: int = 0
@@ -179,6 +180,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     traffic: dict[str, list[float]] = {}
     host_cache: list[int] = []
     expert_servers: list[tuple[str, bool, float, float]] = []
+    experts_missing: str = ""
 
 
 class HistogramState(msgspec.Struct, array_like=True):

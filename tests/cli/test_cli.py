@@ -228,6 +228,8 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
             "max_model_len=8",
         ),
         (["generate", "--dtype", "int3"], "int3"),
+        (["plan", "--validate", "--group", "a3-d, nope"], "no group begins with 'nope'; known: "),
+        (["plan", "--group", "a3"], "group goes with --validate"),
         (["generate", "--mla-decode", "XX"], "XX"),
         (
             ["generate", "--kv-cache-dtype", "fp8", "--mla-prefill", "CD", "--mla-decode", "CD"],

@@ -23,6 +23,7 @@ ASKED = {
     "temperature": 0,
     "ignore_eos": True,
 }
+HEALTH_SECONDS = 5  # within which /health knows of experts that came or went
 ENGINE = ("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512", "--threads", "1")
 
 
@@ -98,6 +99,27 @@ def test_several_ranks_live_on_without_their_experts(
         running.wait_until(lambda: metric(running, "expert_server_up") == [1.0, 1.0])
         assert text(running) == expected
         assert metric(running, "engine_restarts") in ([], [0.0])
+
+
+def test_health_follows_the_experts(server: Running, experts: list[ExpertProcess]) -> None:
+    """Without a request, which would notice as well."""
+    assert server.healthy()
+    experts[0].kill()
+    server.wait_until(lambda: sorted(metric(server, "expert_server_up")) == [0.0, 1.0])
+    assert server.healthy(), "the second holds all"
+    experts[1].kill()
+    server.wait_until(lambda: not server.healthy(), HEALTH_SECONDS)
+    status, answer = server.request("GET", "/health")
+    assert status == 503
+    assert "no server holds" in answer["error"]["message"]
+    status, answer = server.request("POST", "/v1/completions", ASKED)
+    assert (status, answer["error"]["code"]) == (503, "experts_missing")
+    assert not server.healthy()
+    for one in experts:
+        one.start()
+        one.wait()
+    server.wait_until(server.healthy, HEALTH_SECONDS)
+    assert text(server)
 
 
 @pytest.mark.longest

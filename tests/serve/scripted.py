@@ -19,7 +19,7 @@ from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
-from rorqual.serve.messages import Output
+from rorqual.serve.messages import Output, Snapshot
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import GenerationDefaults
 from rorqual.text.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class ScriptedEngine:
 
     index = load = 0
     info = SimpleNamespace(max_model_len=4096, max_num_seqs=4)
+    snapshot = Snapshot(0.0)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

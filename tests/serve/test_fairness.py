@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,15 +135,14 @@ def test_limits_of_one_client() -> None:
     options = ("--dtype", "float32", "--max-model-len", "512", "--api-key", "a,b")
     with start_server(*options, "--client-sequences", "4", "--client-tokens", "900") as running:
         for changes, named in (
-            ({"n": 5}, "0 of your sequences are open and 5 more were asked for; accepted: 4"),
-            ({"n": 4, "max_tokens": 400}, "hold 0 tokens and 16"),
+            ({"n": 5}, "5 sequences were asked for; accepted of one client: 4"),
+            ({"n": 4, "max_tokens": 400}, "accepted of one client: 900 (--client-tokens)"),
         ):
             status, found = running.request(
                 "POST", "/v1/completions", {**body, **changes}, authorization="Bearer a"
             )
-            assert status == 429
+            assert status == 400, "it would never fit"
             assert named in found["error"]["message"]
-            assert found["error"]["code"] == "client_limit"
 
         async def scene() -> list[int | str]:
             async with client(running, "a") as first, client(running, "b") as second:
@@ -185,6 +185,26 @@ def test_limits_of_one_client() -> None:
             return status == 200
 
         running.wait_until(free)
+
+
+@pytest.mark.exhaustive
+def test_one_client_alone_has_every_row() -> None:
+    """Without a queue: as many as run at once, in one request or in several."""
+    body = {"prompt": "Once", "max_tokens": 100, "temperature": 1, "ignore_eos": True}
+    options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", str(ROWS))
+    with start_server(*options, "--max-waiting", "0") as running:
+
+        def ask(n: int) -> tuple[int, Any]:
+            return running.request("POST", "/v1/completions", body | {"n": n})
+
+        status, found = ask(ROWS)
+        assert status == 200
+        assert len(found["choices"]) == ROWS
+        with ThreadPoolExecutor(ROWS) as threads:
+            assert [status for status, _ in threads.map(ask, [1] * ROWS)] == [200] * ROWS
+        status, found = ask(ROWS + 1)
+        assert status == 400
+        assert f"this server runs {ROWS} and queues 0" in found["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rorqual.errors import ConfigError
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.simulator.pools import PoolSettings, together
 from rorqual.planner.simulator.results import outcome
@@ -229,10 +230,14 @@ def validate(
     names: list[str] | None = None, kernels: str | None = None, steps: str | None = None
 ) -> list[ValidationGroup]:
     """All groups, or those whose name starts with one of `names`. kernels: a file of times that
-    replaces the shipped ones. steps: a file of `rorqual bench steps`; then only its groups."""
+    replaces the shipped ones. steps: a file of `rorqual bench steps`; then only its groups. Raises
+    ConfigError where one of `names` begins no group."""
     if steps is not None:
-        return own_groups(Path(steps), kernels)
-    own = shipped_groups() if kernels is None and _wanted("steps", names, part=True) else []
+        timed = own_groups(Path(steps), kernels)
+        _check_names(names, [group.name for group in timed])
+        return [group for group in timed if _wanted(group.name, names)]
+    own = shipped_groups() if kernels is None and _may_want_steps(names) else []
+    _check_names(names, [*published_rows(), *(group.name for group in own)])
     found = [group for group in own if _wanted(group.name, names)]
     for name, given in published_rows().items():
         if not _wanted(name, names):
@@ -257,8 +262,22 @@ def validate(
     return found
 
 
-def _wanted(name: str, asked: list[str] | None, part: bool = False) -> bool:
-    """part: a name that goes on may be asked for."""
-    return not asked or any(
-        name.startswith(each) or (part and each.startswith(name)) for each in asked
+def _wanted(name: str, asked: list[str] | None) -> bool:
+    return not asked or any(name.startswith(each) for each in asked)
+
+
+def _may_want_steps(asked: list[str] | None) -> bool:
+    """Whether groups of steps are needed, which take a second to make: also to tell them where a
+    name begins no other group."""
+    if not asked:
+        return True
+    return any(
+        "steps".startswith(each) or not any(name.startswith(each) for name in published_rows())
+        for each in asked
     )
+
+
+def _check_names(asked: list[str] | None, known: list[str]) -> None:
+    for each in asked or ():
+        if not any(name.startswith(each) for name in known):
+            raise ConfigError(f"no group begins with {each!r}; known: {', '.join(known)}")

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence, Usage
+from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
@@ -38,6 +39,8 @@ class EngineMetrics:
         self.tokens = 0
         self.prompts = 0
         self.cached_prompts = 0
+        self.expert_links: object = None  # of the servers, when `experts_missing` was found
+        self.experts_missing = ""
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         self.prompts += sequence.prompt_len
@@ -79,6 +82,15 @@ class EngineMetrics:
         copied = (usage.host_pages_out * size, usage.host_pages_in * size)
         held = (usage.host_pages, usage.host_pages_held)
         return [*held, usage.host_queries, usage.host_hits, *copied]
+
+    def _experts_missing(self, servers: ExpertServers) -> str:
+        """Looked for only after a link has come, gone or changed: of many experts it takes
+        milliseconds."""
+        links = servers.links
+        if links is not self.expert_links:
+            self.experts_missing = servers.without_holder()
+            self.expert_links = links
+        return self.experts_missing
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].add(value)
@@ -122,4 +134,5 @@ class EngineMetrics:
             traffic=traffic,
             host_cache=self._host_cache(usage),
             expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
+            experts_missing=self._experts_missing(servers) if servers else "",
         )

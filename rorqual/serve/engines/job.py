@@ -136,6 +136,8 @@ class EngineJob:
 
 def parameter_of(message: str) -> str | None:
     """The parameter a message is about: such messages begin with its name, `top_p=3 is out of
-    range` or `kv_transfer_params: ...`."""
+    range`, `kv_transfer_params: ...` or `tools.0.function.parameters: ...`."""
     name = re.split("=|: ", message, maxsplit=1)[0]
-    return name if name.isidentifier() and name != message else None
+    first, *parts = name.split(".")
+    named = first.isidentifier() and all(part.isidentifier() or part.isdigit() for part in parts)
+    return name if named and name != message else None

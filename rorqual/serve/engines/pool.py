@@ -239,20 +239,47 @@ class EnginePool:
         return [engine.serving for engine in self.engines if engine.serving is not None]
 
     @property
-    def healthy(self) -> bool:
+    def complete(self) -> bool:
         """Whether every engine serves."""
         return len(self.clients) == len(self.engines)
+
+    @property
+    def fault(self) -> str:
+        """Why requests are refused or would fail; empty where every engine serves, and reaches
+        every expert that it needs."""
+        if not self.complete:
+            return "an engine is not ready"
+        return next(filter(None, (one.snapshot.experts_missing for one in self.clients)), "")
+
+    @property
+    def healthy(self) -> bool:
+        return not self.fault
 
     @property
     def live(self) -> int:
         return sum(len(client.live) for client in self.clients)
 
     @property
+    def rows(self) -> int:
+        """Most sequences that the engines that serve run at once."""
+        return sum(map(self._rows, self.clients))
+
+    @property
+    def most_rows(self) -> int:
+        """The same of all engines, also while some of them start again."""
+        return max(map(self._rows, self.clients), default=0) * len(self.engines)
+
+    def _rows(self, client: EngineClient) -> int:
+        """An engine's max_num_seqs is that of each of its data-parallel ranks."""
+        if client.info is None:
+            return 0
+        ranks: int = self.options[client.index].get("dp", 1)
+        return client.info.max_num_seqs * ranks
+
+    @property
     def room(self) -> int:
         """Most open sequences: those that can run and those that may wait."""
-        return self.limits.waiting + sum(
-            client.info.max_num_seqs for client in self.clients if client.info is not None
-        )
+        return self.limits.waiting + self.rows
 
     # ---- requests
 

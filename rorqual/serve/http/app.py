@@ -62,11 +62,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     413: {"description": "The body is too large."},
     415: {"description": "The body is compressed, or not said to be JSON."},
     429: {
-        "description": "As many sequences wait as the server queues, or an address tried too many "
-        "wrong keys; see Retry-After."
+        "description": "As many sequences are open as the server or one client may have, or an "
+        "address tried too many wrong keys; see Retry-After."
     },
     500: {"description": "The engine process ended while it worked on this request."},
-    503: {"description": "No engine is ready, or the server is shutting down."},
+    503: {
+        "description": "No engine is ready, an expert has no server, or the server is shutting "
+        "down."
+    },
     504: {"description": "The request took longer than the server allows."},
 }
 
@@ -262,11 +265,10 @@ def _state(app: FastAPI, api: Api) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: ERRORS[503]}, tags=["state"])
     async def health() -> Response:
-        """Every engine serves and new requests are taken."""
-        if api.draining or not api.pool.healthy:
-            return error_response(
-                not_ready("it is shutting down" if api.draining else "an engine is not ready")
-            )
+        """Every engine serves, each expert has a server, and new requests are taken."""
+        fault = "it is shutting down" if api.draining else api.pool.fault
+        if fault:
+            return error_response(not_ready(fault))
         answer = _json({"status": "ok"})
         if api.hands_over:
             answer.headers[FIRST_TOKEN] = "1"

@@ -9,11 +9,11 @@ import ipaddress
 from starlette.types import Scope
 
 from rorqual.request import Request
-from rorqual.serve.engines.pool import EnginePool, expected_tokens
-from rorqual.serve.errors import over_share, queue_full
+from rorqual.serve.engines.pool import EXPECTED, EnginePool, expected_tokens
+from rorqual.serve.errors import bad_request, not_ready, over_share, queue_full
 
 CLIENT = "rorqual.client"  # scope entry: the client of a request
-RESERVE = 8  # 1 / RESERVE of the capacity is reserved for clients with less than that open
+RESERVE = 8  # 1 / RESERVE of the queue is reserved for clients with no more than that open
 SCHEME = b"bearer "
 MAX_USER_LENGTH = 64  # characters; longer names are replaced by a digest
 
@@ -64,10 +64,14 @@ def user_name(user: str | None) -> str:
 
 
 def check_room(pool: EnginePool, requests: list[Request], seconds: int) -> None:
-    """Raises ApiError where the queue, or the client's share of it, is full. seconds: for
-    Retry-After."""
+    """Raises ApiError where the queue, or the client's share of it, is full: one that may be tried
+    again after `seconds`, unless an idle server would not have room either."""
+    if not pool.clients:
+        raise not_ready("no engine is ready")
     limits = pool.limits
     wanted = len(requests)
+    more = sum(map(expected_tokens, requests))
+    _check_alone(pool, wanted, more)
     client = requests[0].client
     sequences, tokens = pool.usage.of(client)
     if 0 < limits.client_sequences < sequences + wanted:
@@ -76,14 +80,52 @@ def check_room(pool: EnginePool, requests: list[Request], seconds: int) -> None:
             f"{limits.client_sequences}",
             seconds,
         )
-    more = sum(map(expected_tokens, requests))
     if 0 < limits.client_tokens < tokens + more:
         raise over_share(
             f"your open sequences hold {tokens} tokens and {more} more were asked for; accepted: "
             f"{limits.client_tokens}",
             seconds,
         )
-    reserve = pool.room // RESERVE
-    room = pool.room - (reserve if sequences + wanted > reserve else 0)
-    if pool.live + wanted > room:
-        raise queue_full(pool.live, seconds)
+    kept = _kept(pool, sequences + wanted)
+    if pool.live + wanted > pool.room - kept:
+        raise queue_full(
+            f"{pool.live} sequences are open and {wanted} more were asked for; "
+            f"{_room(pool.rows, limits.waiting, kept)}; try again later",
+            seconds,
+        )
+
+
+def _check_alone(pool: EnginePool, wanted: int, tokens: int) -> None:
+    """Raises ApiError where the request alone has more than a client, or the server, may ever have
+    open: trying again would not help."""
+    limits = pool.limits
+    if 0 < limits.client_sequences < wanted:
+        raise bad_request(
+            f"{wanted} sequences were asked for; accepted of one client: "
+            f"{limits.client_sequences} (--client-sequences)",
+            "n",
+        )
+    if 0 < limits.client_tokens < tokens:
+        raise bad_request(
+            f"this request counts as {tokens} tokens, prompts and up to {EXPECTED} of each answer; "
+            f"accepted of one client: {limits.client_tokens} (--client-tokens)"
+        )
+    kept = _kept(pool, wanted)
+    rows = pool.most_rows
+    if wanted > rows + limits.waiting - kept:
+        raise bad_request(
+            f"{wanted} sequences were asked for; {_room(rows, limits.waiting, kept)} "
+            "(--max-num-seqs, --max-waiting)",
+            "n",
+        )
+
+
+def _kept(pool: EnginePool, of_client: int) -> int:
+    """The part of the queue that a client with so many open sequences may not take."""
+    reserve = pool.limits.waiting // RESERVE
+    return reserve if of_client > reserve else 0
+
+
+def _room(rows: int, waiting: int, kept: int) -> str:
+    others = f", {kept} of these for clients with at most {kept} open" if kept else ""
+    return f"this server runs {rows} and queues {waiting}{others}"

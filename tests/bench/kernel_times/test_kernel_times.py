@@ -228,6 +228,10 @@ def test_steps_go_on_and_are_judged(tmp_path: Path, whole: Path) -> None:
     }
     assert sum(len(group.points) for group in found) == len(asked)
     assert not validation.stale_groups(found)
+    some = validation.validate(["steps-h200-deepseek-v3"], str(whole), str(out))
+    assert {group.name.rsplit("-", 1)[0] for group in some} == {"steps-h200-deepseek-v3-8"}
+    with pytest.raises(ConfigError, match="no group begins with 'offline'; known: steps-h200-"):
+        validation.validate(["offline"], str(whole), str(out))
 
 
 def test_steps_of_other_kernels_are_named_and_measured_again(tmp_path: Path, whole: Path) -> None:
@@ -366,8 +370,9 @@ def test_the_shipped_tables_follow_from_their_rows() -> None:
 def test_a_plan_on_a_fresh_file_is_not_stale(whole: Path) -> None:
     asked = ("qwen3-30b-a3b", "--count", "1", "--no-splits", "--top", "1")
     assert "stale" not in plan(*asked, "--kernels", str(whole))
-    fresh = validation.validate(["now"], str(whole))
-    assert validation.stale_groups(fresh) == []
+    fresh = validation.validate(["offline"], str(whole))
+    assert len(fresh) == 3
+    assert not any(group.stale for group in fresh)
 
 
 def test_four_bits_need_times_of_their_own(whole: Path) -> None:

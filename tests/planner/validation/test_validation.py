@@ -11,6 +11,7 @@ import pytest
 
 from rorqual.bench.step_times.rows import steps
 from rorqual.config.hardware import DATA
+from rorqual.errors import ConfigError
 from rorqual.planner.timing import digests
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.timed_steps import TimedStep, read, rows_of
@@ -183,3 +184,21 @@ def test_errors_of_ranges() -> None:
 
 def test_some_groups_alone() -> None:
     assert [group.name for group in validate(["a3-d"])] == ["a3-decode"]
+    assert {group.name for group in validate(["steps-h200-deepseek-v3", "a3-d"])} == {
+        "a3-decode",
+        *(f"steps-h200-deepseek-v3-8-{kind}" for kind in ("decode", "prompts", "mixed")),
+    }
+
+
+@pytest.mark.parametrize("names", [["nope"], ["a3", "nope"], ["nope", "a3"]])
+def test_a_name_of_no_group_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"'nope'; known: .*a3-decode.*steps-h200-") as error:
+        validate(names)
+    assert "h800-production" in str(error.value)
+
+
+def test_steps_are_no_groups_beside_other_kernels() -> None:
+    """The shipped steps are compared with the shipped times alone."""
+    with pytest.raises(ConfigError, match="'steps'; known: ") as error:
+        validate(["steps"], kernels="h200.json")
+    assert "steps-h200" not in str(error.value)

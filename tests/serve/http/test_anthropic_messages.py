@@ -508,7 +508,7 @@ def test_odd_values_anywhere(plain: Scripted, where: tuple[Any, ...]) -> None:
         (ApiError(404, "a"), "not_found_error"),
         (ApiError(408, "a"), "invalid_request_error"),
         (ApiError(413, "a"), "request_too_large"),
-        (queue_full(1, 1), "rate_limit_error"),
+        (queue_full("full", 1), "rate_limit_error"),
         (engine_died(), "api_error"),
         (not_ready("a"), "overloaded_error"),
         (timed_out(1.0), "timeout_error"),

@@ -14,6 +14,7 @@ from rorqual.serve.engines.pool import EnginePool, EngineSlot
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
+from rorqual.serve.messages import Snapshot
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import GenerationDefaults
 from rorqual.text.tokenizer import Tokenizer
@@ -149,7 +150,8 @@ def test_another_model_is_404(client: TestClient):
 def test_ping_is_health(api: Api, client: TestClient, monkeypatch: pytest.MonkeyPatch):
     asked = (client.get, client.head, client.post)
     assert {ask("/ping").status_code for ask in asked} == {503}
-    monkeypatch.setattr(EngineSlot, "serving", property(lambda self: SimpleNamespace(info=None)))
+    engine = SimpleNamespace(info=None, snapshot=Snapshot(0.0))
+    monkeypatch.setattr(EngineSlot, "serving", property(lambda self: engine))
     assert {ask("/ping").status_code for ask in asked} == {200}
 
 

@@ -209,7 +209,9 @@ class OwnCollector(Collector):
                 startup.add_metric([str(client.index), phase], seconds)
         yield startup
         yield GaugeMetricFamily(
-            "rorqual:healthy", "1 while every engine serves.", int(self.pool.healthy)
+            "rorqual:healthy",
+            "1 while every engine serves and each expert has a server.",
+            int(self.pool.healthy),
         )
 
     def _transfers(self) -> Iterator[Metric]:

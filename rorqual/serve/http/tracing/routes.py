@@ -62,7 +62,7 @@ class Profiles:
         """Start a profile; returns its files' prefix. Raises ApiError."""
         if self.under_way is not None and not self.under_way.done():
             raise conflict("a profile is under way; /stop_profile ends it")
-        if not self.pool.healthy:
+        if not self.pool.complete:
             raise not_ready("an engine is not ready")
         name = wanted.output or time.strftime("%Y%m%d-%H%M%S")
         if not NAME.fullmatch(name):
