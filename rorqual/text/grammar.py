@@ -28,7 +28,7 @@ from rorqual.errors import BusyError, RequestError
 from rorqual.request import StructuredOutput
 from rorqual.text.grammar_lanes import Framed, GrammarJob, GrammarQueue, Lane
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schema_refs import check_enforced
+from rorqual.text.schemas.enforced import WHERE, enforced
 
 
 def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
@@ -216,7 +216,7 @@ class XGrammars:
         import xgrammar
 
         check_size(structure, self.limits)
-        check_enforced(structure)
+        structure = enforced(structure)
         if not any(0 <= token < self.vocab_size for token in self.eos):
             # Without stop tokens a grammar would allow no token after its text, but the sampler
             # needs one.
@@ -241,7 +241,9 @@ class XGrammars:
             ) from None
         if "error" in answer:
             error = GrammarLimitError if answer.get("limit") else RequestError
-            raise error(f"the {kind} cannot be compiled: {answer['error']}")
+            where = answer.get(WHERE)
+            subject = f"{where}: the schema" if where else f"the {kind}"
+            raise error(f"{subject} cannot be compiled: {answer['error']}")
         return answer["compiled"]
 
     def _start_helper(self) -> Framed:

@@ -8,6 +8,7 @@ each further one is (kind, text, processor seconds), and the response is {"compi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -28,6 +29,7 @@ from rorqual.config.process import die_with_parent
 from rorqual.errors import escaped
 from rorqual.text.grammar import tokenizer_info
 from rorqual.text.grammar_limits import GrammarLimits
+from rorqual.text.schemas.enforced import WHERE, schemas_within
 
 log = logging.getLogger("rorqual.grammar")
 
@@ -132,15 +134,27 @@ def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimit
         most = pages * resource.getpagesize() + (limits.memory_mib << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         try:
-            answer = {"compiled": compile_text(info, kind, text)}
+            answer: dict[str, Any] = {"compiled": compile_text(info, kind, text)}
         except MemoryError:
             os._exit(1)
         except Exception as error:
-            answer = {"error": _first_line(error)}
+            answer = {"error": _first_line(error), WHERE: _where(info, kind, text)}
         with os.fdopen(target, "wb") as stream:
             stream.write(msgspec.msgpack.encode(answer))
     finally:
         os._exit(0)
+
+
+def _where(info: Any, kind: str, text: str) -> str | None:
+    """The parameter whose schema cannot be compiled, if several are in the text."""
+    if kind != "structural_tag":
+        return None
+    for form in schemas_within(json.loads(text)):
+        try:
+            compile_text(info, "json_schema", json.dumps(form["json_schema"]))
+        except Exception:
+            return form.get(WHERE)
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rorqual.text.json_scan import CallObject
+from rorqual.text.schemas.enforced import WHERE
 from rorqual.text.stop import overlap
 
+PARAMETERS = "tools.{}.function.parameters"  # of a chat
 OBJECT = re.compile(r'\\?"arguments\\?"\s*:')  # also inside a string of the template
 
 
@@ -347,9 +350,14 @@ class ToolFormat:
         assert issubclass(found, MarkedParser)
         return (found.CALLS, found.CALLS_END, found.CALL, found.SEP, found.CALL_END)
 
-    def forced(self, tools: list[dict[str, Any]], several: bool) -> dict[str, Any]:
-        """xgrammar's format for at least one call of these functions and nothing else."""
-        tags = [self._tag(tool["function"]) for tool in tools]
+    def forced(
+        self, tools: list[dict[str, Any]], several: bool, numbers: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """xgrammar's format for at least one call of these functions and nothing else. numbers: of
+        these among the caller's, for errors to name them."""
+        if numbers is None:
+            numbers = range(len(tools))
+        tags = [self._tag(tool["function"], i) for tool, i in zip(tools, numbers, strict=True)]
         calls = {
             "type": "tags_with_separator",
             "tags": tags,
@@ -364,14 +372,16 @@ class ToolFormat:
             else calls
         )
 
-    def _tag(self, function: dict[str, Any]) -> dict[str, Any]:
+    def _tag(self, function: dict[str, Any], number: int) -> dict[str, Any]:
         schema = function.get("parameters") or {"type": "object"}
+        where = PARAMETERS.format(number)
         name = json.dumps(function["name"])[1:-1]
         content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        content[WHERE] = where
         if self.index:
-            number = {"type": "regex", "pattern": "0|[1-9][0-9]{0,3}"}
+            digits = {"type": "regex", "pattern": "0|[1-9][0-9]{0,3}"}
             mark = {"type": "const_string", "value": self.index}
-            content = {"type": "sequence", "elements": [number, mark, content]}
+            content = {"type": "sequence", "elements": [digits, mark, content]}
         return {
             "type": "tag",
             "begin": self.begin.format(name=name),

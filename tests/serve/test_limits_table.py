@@ -49,6 +49,7 @@ from rorqual.serve.limits import ServerLimits
 from rorqual.telemetry import limits as span_limits
 from rorqual.text import chat_template, grammar_process
 from rorqual.text.grammar_limits import GrammarLimits
+from rorqual.text.schemas import enforced, forms, keywords, patterns
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SERVER = ServerLimits()
@@ -123,6 +124,11 @@ ROWS: dict[str, list[Any]] = {
     "tools": [SERVER.tools],
     "characters of a schema": [GRAMMAR.size],
     "nesting of a schema": [2 * structured_output.SCHEMA_DEPTH],
+    "steps of rewriting a schema": [enforced.MOST_STEPS],
+    "options of a `oneOf`": [enforced.MOST_OPTIONS],
+    "`multipleOf`": [forms.MOST_VALUES, forms.LARGEST_MULTIPLE],
+    "lengths and counts in a schema": [keywords.LONGEST],
+    "groups of a schema's pattern": [patterns.DEEPEST],
     "choices of a list": most(COMPLETION, "guided_choice", "maxItems"),
     "characters of a regular": [GRAMMAR.regex],
     "compiling one": [GRAMMAR.seconds, GRAMMAR.memory_mib << 20, GRAMMAR.compiled],
@@ -202,6 +208,9 @@ ROWS: dict[str, list[Any]] = {
 # numbers that bound nobody: codes, rhythms, sizes of what is drawn, and what the text tells
 NO_LIMITS = {
     "BACKOFF",
+    "EXACT",  # of floating point
+    "LARGEST",  # of integers
+    "SCHEME_AND_HOST",  # of a URL
     "BODY_GRACE",  # told in the row of the time to send
     "GUESS_SECONDS",  # told in the row of the wrong keys
     "IDLE_POLL_MS",

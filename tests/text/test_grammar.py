@@ -24,7 +24,7 @@ from rorqual.request import StructuredOutput
 from rorqual.serve.http.structured_output import after_thinking, tag
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schema_refs import check_enforced
+from rorqual.text.schemas.enforced import check_enforced
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
@@ -326,6 +326,40 @@ def test_a_reference_that_is_not_followed_is_refused(grammars: XGrammars, ref: s
 )
 def test_other_references_and_what_only_looks_like_one(grammars: XGrammars, schema: Any):
     assert grammars.matcher(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+def test_the_schema_that_cannot_be_compiled_is_named(grammars: XGrammars):
+    """One of several in a structure."""
+    schemas = [{"type": "object"}, {"type": "integer", "minimum": 10**30}]
+    tools = [{"function": {"name": "f", "parameters": schema}} for schema in schemas]
+    form = FORMATS["hermes"].forced(tools, several=True, numbers=[2, 5])
+    with pytest.raises(RequestError) as found:
+        grammars.matcher(tag(form))
+    start = "tools.5.function.parameters: the schema cannot be compiled: "
+    assert str(found.value).startswith(start)
+
+
+@pytest.mark.parametrize("name", ["f", "title"])
+def test_what_is_compiled_is_what_can_be_enforced(
+    grammars: XGrammars, tokenizer: Tokenizer, name: str
+):
+    """Also in forced calls, and with an anyOf beside other keywords."""
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"}},
+        "anyOf": [{"required": [name]}],
+        "additionalProperties": False,
+    }
+    found = FORMATS["hermes"]
+    form = found.forced([{"function": {"name": "f", "parameters": schema}}], several=False)
+    begin = found.begin.format(name="f")
+    calls = tag(form)
+    plain = StructuredOutput("json_schema", json.dumps(schema))
+    for structure, before, after in ((calls, begin, found.end), (plain, "", "")):
+        for text, fits in ((f'{{"{name}": true}}', True), ("1", False), ("{}", False)):
+            matcher = grammars.matcher(structure)
+            tokens = (*ids(tokenizer, before + text + after), EOS)
+            assert all(matcher.accept(token) for token in tokens) is fits
 
 
 @pytest.mark.longest

@@ -265,6 +265,18 @@ class NamedTool(Model):
     function: NamedFunction
 
 
+class AllowedChatSet(Model):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], SEVERAL]
+
+
+class AllowedChatTools(Model):
+    """Only these functions are described to the model."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedChatSet
+
+
 class JsonSchema(Model):
     name: str | None = None
     description: str | None = None
@@ -306,7 +318,7 @@ class ChatRequest(Resumable):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], FAST] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChatTools | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     include_reasoning: bool | None = Field(

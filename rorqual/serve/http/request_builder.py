@@ -26,6 +26,8 @@ from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, ZeroTokenChoiceBuilder
 from rorqual.serve.http.clients import user_name
 from rorqual.serve.http.protocol import (
+    AllowedChatSet,
+    AllowedChatTools,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -186,7 +188,10 @@ class RequestBuilder:
         """The functions to describe to the model, and those one of which must be called."""
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
-        choice = body.tool_choice
+        choice: Any = body.tool_choice
+        if isinstance(choice, AllowedChatTools):
+            tools = _allowed(choice.allowed_tools, tools)
+            choice = choice.allowed_tools.mode
         if choice is None or choice in ("none", "auto"):
             return ([] if choice == "none" else tools), []
         if not tools:
@@ -228,7 +233,9 @@ class RequestBuilder:
             several = body.parallel_tool_calls is not False and not isinstance(
                 body.tool_choice, NamedTool
             )
-            form = FORMATS[self.served.tool_format].forced(forced, several)
+            names = [tool.function.name for tool in body.tools or ()]
+            numbers = [names.index(tool["function"]["name"]) for tool in forced]
+            form = FORMATS[self.served.tool_format].forced(forced, several, numbers)
         elif structure is None or not inside:
             return structure
         else:
@@ -503,6 +510,17 @@ class RequestBuilder:
                 )
             _hand_over(call, given is not None)
         return call
+
+
+def _allowed(allowed: AllowedChatSet, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {tool["function"]["name"] for tool in tools}
+    for i, one in enumerate(allowed.tools):
+        if one.function.name not in names:
+            where = f"tool_choice.allowed_tools.tools.{i}"
+            name = quoted(one.function.name)
+            raise bad_request(f"{where}: {name} is not among the tools", where)
+    kept = {one.function.name for one in allowed.tools}
+    return [tool for tool in tools if tool["function"]["name"] in kept]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ StructuredOutput."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from rorqual.errors import RequestError
@@ -18,9 +19,10 @@ from rorqual.serve.http.protocol import (
 )
 from rorqual.text.grammar import check_size
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schema_refs import check_enforced
+from rorqual.text.schemas.enforced import check_enforced
 
 SCHEMA_DEPTH = 64
+OF_TOOL = re.compile(r"tools\.\d+\.function\.parameters")  # as an error begins; see PARAMETERS
 
 
 def structure_of(
@@ -49,11 +51,13 @@ def structure_of(
 
 
 def check_schema(name: str, structure: StructuredOutput) -> None:
-    """Check a schema's references; `name` is its parameter."""
+    """Check that it can be enforced; `name` is its parameter, unless the error begins with a
+    tool's."""
     try:
         check_enforced(structure)
     except RequestError as error:
-        raise bad_request(str(error), name) from None
+        tool = OF_TOOL.match(str(error))
+        raise bad_request(str(error), tool[0] if tool else name) from None
 
 
 def _from_format(given: ResponseFormat | None) -> list[tuple[str, StructuredOutput]]:

@@ -18,7 +18,7 @@ FORMS = {
     "structured_outputs.json": "an object or a string",
     "kv_transfer_params": "an object or an array of objects, one for each prompt",
     "messages.content": "a string or an array of text parts",
-    "tool_choice": "'none', 'auto', 'required' or an object that names a function",
+    "tool_choice": "'none', 'auto', 'required', a function or a set of allowed ones",
 }
 WORDS = {
     "missing": "is required",
@@ -85,7 +85,8 @@ def _message(error: Error) -> str:
 
 def _meant(errors: list[Error]) -> Error | None:
     """Among the errors of a field's types: the first of the type that matches the given value's
-    kind; of several such types, the one whose error is deepest."""
+    kind; of several such types, one of the value's own `type`, and the one whose error is
+    deepest."""
     forms: dict[Any, list[Error]] = {}
     for error in errors:
         loc = tuple(error["loc"][1:])
@@ -93,7 +94,7 @@ def _meant(errors: list[Error]) -> Error | None:
         assert position is not None
         forms.setdefault(loc[position], []).append(error)
     meant = None
-    furthest = -1
+    furthest = -2
     for found in forms.values():
         first = found[0]
         loc = tuple(first["loc"][1:])
@@ -101,6 +102,8 @@ def _meant(errors: list[Error]) -> Error | None:
         if not inner and first["type"] in MISMATCHES:
             continue
         depth = inner[0] if inner and isinstance(inner[0], int) else 0
+        if inner == ("type",) and first["type"] == "literal_error":
+            depth = -1
         if depth > furthest:
             meant = first
             furthest = depth

@@ -74,7 +74,7 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"guided_regex": "a" * 513}, None, "at most 512"),
         (COMPLETE, {"guided_json": "no json"}, None, "json_schema cannot be compiled"),
         (COMPLETE, {"guided_json": {"$ref": "#"}}, None, "no text"),
-        (COMPLETE, {"guided_json": {"type": "nonsense"}}, None, "json_schema cannot be compiled"),
+        (COMPLETE, {"guided_json": {"type": "nonsense"}}, "guided_json", "'type' should be one"),
         (COMPLETE, {"guided_json": "x" * 70000}, None, "at most 65536"),
         (COMPLETE, {"guided_grammar": "root ::= ("}, None, "grammar cannot be compiled"),
         (COMPLETE, {"guided_choice": []}, "guided_choice", ""),

@@ -104,6 +104,16 @@ def test_a_completion(client: TestClient, fields: dict[str, Any], param: str, me
         ({"tool_choice": 5}, "tool_choice", f"tool_choice: should be {FORMS['tool_choice']}"),
         ({"tool_choice": "any"}, "tool_choice", f"tool_choice: should be {FORMS['tool_choice']}"),
         ({"tool_choice": {}}, "tool_choice.type", "tool_choice.type: is required (tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any"}}},
+            "tool_choice.allowed_tools.mode",
+            "tool_choice.allowed_tools.mode: should be 'auto' or 'required' (tool_choice takes",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools",
+            "tool_choice.allowed_tools: is required",
+        ),
     ],
 )
 def test_a_chat(client: TestClient, fields: dict[str, Any], param: str, message: str):
@@ -229,7 +239,7 @@ FOREIGN = {"type": "object", "properties": {"a": {"$ref": "http://example.org/a.
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": FOREIGN}}],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools.0.function.parameters",
         ),
     ],
     ids=["object", "string", "structured_outputs", "response_format", "tools"],

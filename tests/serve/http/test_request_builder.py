@@ -185,6 +185,70 @@ def test_marks_of_calls_that_are_special_tokens_are_not_hidden(builder: RequestB
         assert chat(builder, **other).requests[0].params.skip_special_tokens
 
 
+def named(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named(*names)}}
+
+
+def test_allowed_tools_are_the_only_ones_of_the_request(builder: RequestBuilder):
+    given = named("unlisted", "second", "third")
+    for mode in ("auto", "required"):
+        body = ChatRequest.model_validate(
+            {"messages": TURN, "tools": given, "tool_choice": allowed(mode, "third", "second")}
+        )
+        tools, forced = builder._tools(body)
+        assert tools == given[1:]
+        assert forced == (given[1:] if mode == "required" else [])
+        structured = asyncio.run(builder.chat(body, "client")).requests[0].params.structured
+        if mode == "auto":
+            assert structured is None
+        else:
+            assert structured is not None
+            assert "second" in structured.value
+            assert "unlisted" not in structured.value
+
+
+def chat_refusal(builder: RequestBuilder, **given: Any) -> tuple[str, str | None]:
+    with pytest.raises(ApiError) as caught:
+        chat(builder, **given)
+    return caught.value.message, caught.value.param
+
+
+def test_allowed_tools_that_are_not_there(builder: RequestBuilder):
+    message, param = chat_refusal(builder, tools=TOOLS, tool_choice=allowed("auto", "f", "other\n"))
+    assert param == "tool_choice.allowed_tools.tools.1"
+    assert message == f"{param}: 'other\\n' is not among the tools"
+    for wrong in ({"type": "allowed_tools"}, allowed("none", "f"), allowed("auto")):
+        with pytest.raises(ValidationError, match="allowed_tools"):
+            chat(builder, tools=TOOLS, tool_choice=wrong)
+
+
+def test_parameters_that_cannot_be_enforced(builder: RequestBuilder):
+    """Only where the tool is forced: an answer that may call it is not held to its schema."""
+    tools = named("f", "g")
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tools[1]["function"]["parameters"] = schema
+    place = "tools.1.function.parameters"
+    for choice in ("required", tools[1], allowed("required", "g")):
+        if isinstance(choice, dict) and choice["type"] == "function":
+            choice = named("g")[0]
+        message, param = chat_refusal(builder, tools=tools, tool_choice=choice)
+        assert param == place
+        assert message == f"{place}.properties.a: 'not' cannot be enforced"
+    for choice in (None, "auto", "none", named("f")[0], allowed("auto", "g")):
+        assert chat(builder, tools=tools, tool_choice=choice)
+
+
+def test_a_format_that_cannot_be_enforced(builder: RequestBuilder):
+    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    message, param = chat_refusal(builder, response_format=form)
+    assert (message, param) == ("schema: 'uniqueItems' cannot be enforced", "response_format")
+
+
 # ---- answers
 
 

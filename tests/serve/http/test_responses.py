@@ -18,6 +18,7 @@ from tests.serve.scripted import CALL, JSON, NAME, THOUGHT, Scripted, scripted
 
 PATH = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+NAMED = {"type": "function"}
 TOOL = {
     "type": "function",
     "name": "look_up",
@@ -296,6 +297,17 @@ def test_an_answer_may_be_sent_back(thinks: Scripted) -> None:
     for output in (found["output"], dumped):
         whole(thinks, input=[items[0], *output, items[-1]])
         assert thinks.engine.prompt.endswith("assistant: I look.\ntool: letter\nassistant:")
+
+
+def test_parameters_that_cannot_be_enforced(plain: Scripted) -> None:
+    wrong = {**TOOL, "name": "wrong", "parameters": {"type": "object", "not": {}}}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{**NAMED, "name": "wrong"}]}
+    for choice in ("required", {**NAMED, "name": "wrong"}, allowed):
+        body = {"input": "Hi", "tools": [TOOL, wrong], "tool_choice": choice}
+        answer = plain.client.post(PATH, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tools.1.parameters")
+        assert error["message"] == "tools.1.parameters: 'not' cannot be enforced"
 
 
 def test_allowed_tools(plain: Scripted) -> None:

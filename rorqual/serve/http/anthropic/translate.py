@@ -51,6 +51,7 @@ from rorqual.serve.http.request_builder import RequestBuilder
 
 NAMES = {
     "response_format": "output_config.format",
+    "tools.*.function.parameters": "tools.*.input_schema",
     "stop": "stop_sequences",
     "continue_final_message": "messages",
 }

@@ -4,6 +4,7 @@ errors name the place in the caller's own body."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -95,7 +96,7 @@ def refuse(data: Any, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Non
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, errors that name a chat's parameters are renamed to the body's. names: chat
-    parameter to body parameter."""
+    parameter to body parameter, with * for a number."""
     try:
         yield
     except RequestError as error:
@@ -106,10 +107,13 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     for old, new in names.items():
-        if error.param == old or (error.param or "").startswith(f"{old}."):
-            error.param = new + (error.param or "")[len(old) :]
-            if error.message.startswith(old):
-                error.message = new + error.message[len(old) :]
+        pattern = old.replace(".", r"\.").replace("*", r"(\d+)")
+        found = re.match(rf"{pattern}(?=\.|$)", error.param or "")
+        if found:
+            start = new.replace("*", found[1]) if found.groups() else new
+            error.param = start + (error.param or "")[found.end() :]
+            if error.message.startswith(found[0]):
+                error.message = start + error.message[found.end() :]
             break
     return error
 

@@ -18,6 +18,8 @@ from rorqual.serve.http.blocks.tagged import (
 )
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.protocol import (
+    AllowedChatSet,
+    AllowedChatTools,
     ChatMessage,
     ChatRequest,
     Function,
@@ -52,6 +54,7 @@ from rorqual.serve.http.responses.protocol import (
 
 NAMES = {
     "response_format": "text.format",
+    "tools.*.function.parameters": "tools.*.parameters",
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -77,10 +80,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         raise bad_request(f"top_logprobs needs include to hold {LOGPROBS!r}", "top_logprobs")
     mode: Any = choice
     if isinstance(choice, AllowedTools):
-        tools = _allowed(choice, tools)
-        mode = choice.mode
+        mode = _allowed(choice, tools)
     elif isinstance(choice, FunctionChoice):
-        mode = NamedTool(type="function", function=NamedFunction(name=choice.name))
+        mode = _named(choice.name)
     return ChatRequest.model_construct(
         **{
             **shared,
@@ -135,17 +137,22 @@ def _choice(body: ResponsesRequest) -> Choice:
     return model
 
 
-def _allowed(choice: AllowedTools, tools: list[FunctionTool]) -> list[FunctionTool]:
+def _named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=name))
+
+
+def _allowed(choice: AllowedTools, tools: list[FunctionTool]) -> AllowedChatTools:
     where = ("tool_choice", "tools")
-    names = set()
+    names = []
     for i, item in enumerate(items_of(choice.tools, where, "an array of functions")):
         model = read_tagged({"function": FunctionChoice}, item, (*where, i))
         assert isinstance(model, FunctionChoice)
         if not any(tool.name == model.name for tool in tools):
             name = name_of((*where, i))
             raise bad_request(f"{name}: {quoted(model.name)} is not among the tools", name)
-        names.add(model.name)
-    return [tool for tool in tools if tool.name in names]
+        names.append(_named(model.name))
+    allowed = AllowedChatSet.model_construct(mode=choice.mode, tools=names)
+    return AllowedChatTools.model_construct(type=choice.type, allowed_tools=allowed)
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:
