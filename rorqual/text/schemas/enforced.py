@@ -104,6 +104,18 @@ def enforced_schema(schema: Any, where: str = "schema") -> Any:
         raise SchemaError(where, "nests too deeply to be enforced") from None
 
 
+def _endless(name: str, definitions: dict[str, Any]) -> bool:
+    """Whether a definition is nothing but references that come back to it, or to each other."""
+    seen: set[str] = set()
+    while name not in seen:
+        seen.add(name)
+        body = definitions[name]
+        if body.keys() != {"$ref"}:
+            return False
+        name = body["$ref"].removeprefix("#/$defs/")
+    return True
+
+
 class _Writer:
     """Of one schema. open: the places whose forms are being made, which may refer to
     themselves."""
@@ -120,11 +132,16 @@ class _Writer:
 
     def write(self) -> Any:
         found = self.form((self.root,))
-        definitions = {}
+        definitions: dict[str, Any] = {}
+        places: dict[str, str] = {}
         while self.waiting:
             name, parts = self.waiting.pop()
             self.open.clear()
             definitions[name] = self._body(_known(parts))
+            places[name] = parts[0].place
+        for name, place in places.items():
+            if _endless(name, definitions):
+                raise SchemaError(place, "refers to itself alone: no text matches it")
         return {**found, "$defs": definitions} if definitions else found
 
     def form(self, parts: Parts) -> Any:
