@@ -287,11 +287,13 @@ def run(command: Command, place: Place) -> None:
 
 
 def judge(command: Command, place: Place) -> None:
-    """The shipped tables may be older than the kernels, which is said and ends with 1."""
+    """The shipped tables may be older than the kernels, and of some figures it is not known; both
+    is said and ends with 1."""
     _, words = documented(command)
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert "mean absolute error" in done.output
-    assert done.exit_code == ("stale tables" in done.output)
+    notes = ("stale tables", "older steps", "unrecorded kernels")
+    assert done.exit_code == any(note in done.output for note in notes)
 
 
 def needs_a_card(command: Command, place: Place) -> None:

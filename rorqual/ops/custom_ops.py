@@ -105,6 +105,7 @@ class TracedOps(Ops):
     prepare_weight = entry(Ops.prepare_weight)
     prepare_experts = entry(Ops.prepare_experts)
     side_stream = entry(Ops.side_stream)
+    computing = entry(Ops.computing)
     prepare_mla = entry(Ops.prepare_mla)
     route = entry(Ops.route)
     quantize_activation = entry(Ops.quantize_activation)
