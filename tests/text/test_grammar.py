@@ -24,7 +24,7 @@ from rorqual.request import StructuredOutput
 from rorqual.serve.http.structured_output import after_thinking, tag
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schemas.enforced import check_enforced
+from rorqual.text.schemas.enforced import enforced
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
@@ -299,8 +299,8 @@ def test_lookarounds_are_refused(grammars: XGrammars, pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", [r"\(?=a", "[(?=]+", "[]](?:a|b)", "[^](?=]x", "(?:ab)+"])
 def test_what_only_looks_like_a_lookaround(pattern: str) -> None:
-    check_enforced(StructuredOutput("regex", pattern))
-    check_enforced(StructuredOutput("json_schema", json.dumps({"const": {"pattern": "(?=a)"}})))
+    enforced(StructuredOutput("regex", pattern))
+    enforced(StructuredOutput("json_schema", json.dumps({"const": {"pattern": "(?=a)"}})))
 
 
 @pytest.mark.parametrize("around", AROUND)

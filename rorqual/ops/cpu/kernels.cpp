@@ -205,26 +205,36 @@ Crew crew;
 // Below this many multiply-adds a thread more costs more than it brings.
 constexpr int64_t THREAD_WORK = 150000;
 
-// Split `count` items into one contiguous range a thread, in multiples of `grain`, where the work is worth it.
+// body(part, parts) in up to `parts` threads, fewer where the crew is smaller.
 template <class F>
-void split(int64_t count, int64_t grain, int64_t operations, F body) {
+void together(int parts, F body) {
 #ifdef _OPENMP
-    int64_t units = (count + grain - 1) / grain;
-    int parts = int(std::min<int64_t>({max_threads, units, operations / THREAD_WORK}));
-    if (parts > 1 && (parts = std::min(parts, crew.size(max_threads))) > 1) {
+    parts = std::min(parts, crew.size(max_threads));
+    if (parts > 1) {
         int64_t start = Crew::now(), done = start;
 #pragma omp parallel num_threads(parts)
         {
-            int64_t part = omp_get_thread_num(), all = omp_get_num_threads();
-            int64_t first = units * part / all * grain, last = std::min(count, units * (part + 1) / all * grain);
-            if (first < last) body(first, last);
+            int64_t part = omp_get_thread_num();
+            body(part, int64_t(omp_get_num_threads()));
             if (part == 0) done = Crew::now();
         }
         crew.note(max_threads, start, done);
         return;
     }
 #endif
-    body(0, count);
+    body(0, 1);
+}
+
+// Split `count` items into one contiguous range a thread, in multiples of `grain`, where the work is worth it.
+template <class F>
+void split(int64_t count, int64_t grain, int64_t operations, F body) {
+    int64_t units = (count + grain - 1) / grain;
+    int parts = int(std::min<int64_t>({max_threads, units, operations / THREAD_WORK}));
+    if (parts <= 1) return body(0, count);
+    together(parts, [&](int64_t part, int64_t all) {
+        int64_t first = units * part / all * grain, last = std::min(count, units * (part + 1) / all * grain);
+        if (first < last) body(first, last);
+    });
 }
 
 #include "products.h"

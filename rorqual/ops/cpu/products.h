@@ -348,9 +348,8 @@ struct alignas(64) Range {  // of items that one thread begins with; what others
 // reads of a matrix lies side by side, and helps the others when it is through.
 template <class F>
 void share(int64_t count, int64_t operations, F body) {
-#ifdef _OPENMP
     int64_t parts = std::min<int64_t>({max_threads, count, operations / THREAD_WORK});
-    if (parts > 1 && (parts = std::min<int64_t>(parts, crew.size(max_threads))) > 1) {
+    if (parts > 1) {
         static thread_local std::vector<Range> kept;
         if (int64_t(kept.size()) < parts) kept = std::vector<Range>(parts);
         Range *ranges = kept.data();
@@ -358,20 +357,14 @@ void share(int64_t count, int64_t operations, F body) {
             ranges[p].next.store(count * p / parts, std::memory_order_relaxed);
             ranges[p].last = count * (p + 1) / parts;
         }
-        int64_t start = Crew::now(), done = start;
-#pragma omp parallel num_threads(int(parts))
-        {
-            int64_t me = omp_get_thread_num();
+        together(int(parts), [=](int64_t me, int64_t) {
             for (int64_t p = 0; p < parts; p++) {
                 Range &mine = ranges[(me + p) % parts];
                 for (int64_t i; (i = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.last;) body(i);
             }
-            if (me == 0) done = Crew::now();
-        }
-        crew.note(max_threads, start, done);
+        });
         return;
     }
-#endif
     for (int64_t i = 0; i < count; i++) body(i);
 }
 

@@ -272,12 +272,12 @@ def _may_want_steps(asked: list[str] | None) -> bool:
     if not asked:
         return True
     return any(
-        "steps".startswith(each) or not any(name.startswith(each) for name in published_rows())
+        "steps".startswith(each) or not any(_wanted(name, [each]) for name in published_rows())
         for each in asked
     )
 
 
 def _check_names(asked: list[str] | None, known: list[str]) -> None:
     for each in asked or ():
-        if not any(name.startswith(each) for name in known):
+        if not any(_wanted(name, [each]) for name in known):
             raise ConfigError(f"no group begins with {each!r}; known: {', '.join(known)}")

@@ -19,7 +19,7 @@ from rorqual.serve.http.protocol import (
 )
 from rorqual.text.grammar import check_size
 from rorqual.text.grammar_limits import GrammarLimits
-from rorqual.text.schemas.enforced import check_enforced
+from rorqual.text.schemas.enforced import enforced
 
 SCHEMA_DEPTH = 64
 OF_TOOL = re.compile(r"tools\.\d+\.function\.parameters")  # as an error begins; see PARAMETERS
@@ -54,7 +54,7 @@ def check_schema(name: str, structure: StructuredOutput) -> None:
     """Check that it can be enforced; `name` is its parameter, unless the error begins with a
     tool's."""
     try:
-        check_enforced(structure)
+        enforced(structure)
     except RequestError as error:
         tool = OF_TOOL.match(str(error))
         raise bad_request(str(error), tool[0] if tool else name) from None

@@ -52,11 +52,6 @@ MOST_OPTIONS = 128  # of a oneOf: each is compared with each
 WHERE = "where"  # of a schema within a structural tag: the parameter that errors name
 
 
-def check_enforced(structure: StructuredOutput) -> None:
-    """Raises RequestError for what cannot be enforced."""
-    enforced(structure)
-
-
 def enforced(structure: StructuredOutput) -> StructuredOutput:
     """The same in forms that xgrammar enforces; raises RequestError where there are none."""
     if structure.kind == "regex":
