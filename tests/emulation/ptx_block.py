@@ -157,7 +157,7 @@ class Block(Products):
             for kind in (BULK_READS,) if op.endswith("read") else (BULK_READS, BULK_WRITES):
                 self.shared.wait(kind, int(text[0]), mask)
         elif op.startswith(("cp.async.cg.shared.global", "cp.async.ca.shared.global")):
-            self.copy_words(text, mask)
+            self.copy_words(text, mask, from_l2=".cg." in op)
         elif op.startswith("cp.async.mbarrier.arrive.noinc"):
             address = self.address(text[0])
             for t in np.flatnonzero(mask):
@@ -165,16 +165,15 @@ class Block(Products):
         else:
             assert op.startswith(NOTHING), op
 
-    def copy_words(self, text: list[str], mask: np.ndarray) -> None:
+    def copy_words(self, text: list[str], mask: np.ndarray, from_l2: bool) -> None:
         """16 bytes a thread, or 8 or 4, of which the source has the first few and zeros are the
         others."""
         size = int(text[2], 0)
         whole = np.full(self.threads, size, np.uint32)
         known = self.get(text[3], "u32") if len(text) > 3 else whole
         there = mask & (known > 0)
-        data = self.memory.load(
-            np.where(there, self.address(text[1]), 0), size, there, self.shared.row, self.waited
-        )
+        address = np.where(there, self.address(text[1]), 0)
+        data = self.memory.load(address, size, there, self.shared.row, self.waited, from_l2)
         data[np.arange(size) >= known[:, None]] = 0
         self.shared.store(np.where(mask, self.address(text[0]), 0), data, mask, copied=True)
 
@@ -261,7 +260,7 @@ class Block(Products):
         where, names = (text[1], vector(text[0])) if head == "ld" else (text[0], vector(text[1]))
         address = np.where(mask, self.address(where), 0)
         if head == "ld":
-            data = self._loaded(space, "acquire" in rest, address, size * len(names), mask)
+            data = self._loaded(space, rest, address, size * len(names), mask)
             for name, value in zip(names, data.view(KINDS[kind]).T, strict=True):
                 wide = np.dtype(self.code.kind(name)).itemsize
                 self.put(
@@ -283,15 +282,17 @@ class Block(Products):
             self.memory.store(address, values, mask, self.shared.row)
 
     def _loaded(
-        self, space: str, acquires: bool, address: np.ndarray, size: int, mask: np.ndarray
+        self, space: str, rest: list[str], address: np.ndarray, size: int, mask: np.ndarray
     ) -> np.ndarray:
-        """Bytes [threads, size]."""
+        """Bytes [threads, size]. rest: the instruction's qualifiers."""
         if space == "shared":
             return self.shared.load(address, size, mask)
-        if acquires:
+        if "acquire" in rest:
             assert self.waited[mask].all(), "memory is used before the kernel before is complete"
             return self.memory.acquire(address, size, mask, self.shared.row)
-        return self.memory.load(address, size, mask, self.shared.row, self.waited)
+        return self.memory.load(
+            address, size, mask, self.shared.row, self.waited, from_l2="cg" in rest
+        )
 
     def atomic(self, rest: list[str], text: list[str], mask: np.ndarray) -> None:
         assert self.waited[mask].all(), "memory is used before the kernel before is complete"

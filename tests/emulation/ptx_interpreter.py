@@ -189,6 +189,7 @@ class Grid:
         watched: Sequence[Tensor],
         early: Sequence[Tensor] = (),
         counts: Sequence[int] = (),
+        ended: Sequence[Tensor] = (),
     ):
         codes = {launch.ptx: Program(launch.ptx) for launch in launches}
         self.launches = launches
@@ -210,6 +211,7 @@ class Grid:
             early,
             self.clocks,
             counts,
+            ended,
         )
         self.products = 0
 

@@ -338,25 +338,36 @@ def finished(
 
 
 @gluon.jit
-def block_of(blocks, order, limit, index, SORTED: gl.constexpr):
+def load_choice(place, EARLY: gl.constexpr):
+    """What the router's kernels wrote. EARLY: before the wait for the previous kernel. They have
+    ended by then, but only the wait empties the multiprocessor's L1, which may still have what was
+    in this memory before; so the value comes from L2."""
+    if EARLY:
+        return gl.load(place, cache_modifier=".cg")
+    else:
+        return gl.load(place)
+
+
+@gluon.jit
+def block_of(blocks, order, limit, index, SORTED: gl.constexpr, EARLY: gl.constexpr):
     """(expert, first row, end of its rows, shift) of a row block, as experts._block. Read before it
     is known whether there is such a block."""
     if SORTED:
-        expert = gl.load(blocks + index)
-        start = gl.load(blocks + limit + index)
-        end = gl.load(blocks + 2 * limit + index)
-        shift = gl.load(blocks + 3 * limit + index)
+        expert = load_choice(blocks + index, EARLY)
+        start = load_choice(blocks + limit + index, EARLY)
+        end = load_choice(blocks + 2 * limit + index, EARLY)
+        shift = load_choice(blocks + 3 * limit + index, EARLY)
         return expert, start, end, shift
     else:
-        expert = gl.load(order + index).to(gl.int32)
+        expert = load_choice(order + index, EARLY).to(gl.int32)
         return expert, index, index + (expert >= 0).to(gl.int32), 0
 
 
 @gluon.jit
-def is_there(index, expert, count, limit, SORTED: gl.constexpr):
+def is_there(index, expert, count, limit, SORTED: gl.constexpr, EARLY: gl.constexpr):
     """Whether a block is one of the sorted ones, or an unsorted pair that has an expert."""
     if SORTED:
-        return index < gl.load(count)
+        return index < load_choice(count, EARLY)
     else:
         return (index < limit) & (expert >= 0)
 
@@ -398,8 +409,8 @@ def _int4_gate_up_kernel(
     let_next_start(DEPENDENT)
     index = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
-    expert, start, end, shift = block_of(blocks, order, limit, index, SORTED)
-    if is_there(index, expert, count, limit, SORTED):
+    expert, start, end, shift = block_of(blocks, order, limit, index, SORTED, False)
+    if is_there(index, expert, count, limit, SORTED, False):
         part = gl.arange(0, 2 * N, along(BYTES, 1))
         inner = part // N * INNER + gl.minimum(column + part % N, INNER - 1)
         row = expert.to(gl.int64) * (2 * INNER) + inner
@@ -444,8 +455,8 @@ def _int4_down_kernel(
         wait_for_inputs(DEPENDENT)
     index = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
-    expert, start, end, shift = block_of(blocks, order, limit, index, SORTED)
-    if is_there(index, expert, count, limit, SORTED):
+    expert, start, end, shift = block_of(blocks, order, limit, index, SORTED, EARLY)
+    if is_there(index, expert, count, limit, SORTED, EARLY):
         part = gl.minimum(column + gl.arange(0, N, along(BYTES, 1)), HIDDEN - 1)
         row = expert.to(gl.int64) * HIDDEN + part
         w_tile, scales = weights_of(w, w_scale, row, INNER, PARTS, GROUP, BYTES, SUMS)
@@ -454,7 +465,10 @@ def _int4_down_kernel(
         rows = start + gl.arange(0, M, along(COPY, 1))
         out_row = start + gl.arange(0, M, gl.SliceLayout(0, OUT))
         there = out_row < end
-        pick = gl.load(order + shift + out_row, mask=there, other=0) if SORTED else out_row
+        pick = out_row
+        if SORTED:
+            place = order + shift + out_row
+            pick = gl.load(place, mask=there, other=0, cache_modifier=".cg" if EARLY else "")
         wait_for_inputs(DEPENDENT)
         tokens = copy_tokens(h, rows, h_row, rows < end, M, CHUNKS, PARTS, COPY)
         acc = finished(

@@ -47,6 +47,7 @@ from rorqual.ops.triton.quantized.int4_direct import (
     first_of,
     in_pairs,
     launched_with,
+    load_choice,
     out_layout,
     pair_layout,
     piece_with,
@@ -438,7 +439,7 @@ def _rounded_down_kernel(
         wait_for_inputs(DEPENDENT)
     pair = gl.program_id(0) // tiles
     column = gl.program_id(0) % tiles * N
-    expert = gl.load(ids + pair).to(gl.int64)
+    expert = load_choice(ids + pair, EARLY).to(gl.int64)
     if expert >= 0:
         acc = _sums(
             h + pair.to(gl.int64) * INNER, w, w_scale, expert * HIDDEN, column, N, HIDDEN, INT8,

@@ -126,8 +126,9 @@ def test_experts(parts: int, tiles: int, tmp_path: Path) -> None:
     grid.in_turn(range(len(grid.programs)))
     given = [h, down_turned, down.scale, y, *places, inner]
     programs = (blocks.shape[1] * -(-hidden // (32 * tiles)),)
-    early = [down_turned, down.scale, order, blocks, count]
-    grid = Grid([Launch(second.ptx, second.shared, programs, given)], [y], early)
+    early = [down_turned, down.scale]
+    ended = [order, blocks, count]
+    grid = Grid([Launch(second.ptx, second.shared, programs, given)], [y], early, ended=ended)
     grid.in_turn(range(len(grid.programs)))
     weights = torch.ones(tokens, top_k)
     expected = reference.experts(x.float(), ids, weights, ExpertWeights(up, down))
@@ -157,7 +158,7 @@ def test_pairs_without_an_expert(tmp_path: Path) -> None:
     given = [h, down_turned, down.scale, y, ids, ids.numel(), inner]
     Grid(
         [Launch(second.ptx, second.shared, (ids.numel() * hidden // 32,), given)], [y],
-        [down_turned, down.scale, ids],
+        [down_turned, down.scale], ended=[ids],
     ).in_turn(range(ids.numel() * hidden // 32))  # fmt: skip
     assert h[4:].isnan().all()
     assert y[4:].isnan().all()

@@ -181,13 +181,14 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 32, 128, dtype=torch.bfloat16)
     plane = torch.empty(2, 16, 4, 128)
     assert [
-        gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))
-    ] == [64, 64, 128]
+        gqa_decode.config_for(q, plane, *at).block_n
+        for at in ((1, 2048), (64, 1024), (1, 2049), (2, 2049))
+    ] == [64, 64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [1, 5]
     assert [
         gqa_decode.config_for(q, plane, *at).finish
-        for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))
-    ] == [False, True] * 2
+        for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024), (4, 2049), (5, 2049))
+    ] == [False, True] * 3
     assert [
         mla_decode.config_for(q, 16, q.dtype, *at).block_n
         for at in ((128, 1024), (256, 1024), (256, 4096))
