@@ -78,7 +78,7 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
         yield from (TimedRow("bmm", dtype, (int(op.shape[0]), m)) for m in TOKENS if m <= 512)
     elif op.kind == "experts":
         _, _, _, hidden, inner, local = map(int, op.shape)
-        family = "experts_int4" if dtype == "int4" else "experts"
+        family = "experts" if dtype == "bfloat16" else f"experts_{dtype}"
         for tokens in TOKENS:
             yield TimedRow(family, dtype, (hidden, inner, routed[0], local, routed[1], tokens))
     elif op.kind == "attention":

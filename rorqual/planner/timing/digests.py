@@ -49,7 +49,11 @@ FAMILIES: Mapping[str, Family] = {
     "gemm_bfloat16": Family(
         ("gemm/gemv.py", "gemm/skinny_gemm.py"), ("linear",), ("linear_small", "linear_skinny")
     ),
-    "gemm_fp8": Family(("gemm/fp8_gemm.py",), ("linear", "_fits_fp8"), ("linear_fp8",)),
+    "gemm_fp8": Family(
+        ("gemm/fp8_gemm.py", "quantized/linear.py"),  # the latter for one token
+        ("linear", "_fits_fp8", "_rounds_itself"),
+        ("linear_fp8", "linear_quantized"),
+    ),
     "gemm_int4": Family(
         ("quantized/linear.py", "gemm/int4_gemm.py", "gemm/int4.py"),
         ("linear",),
@@ -61,6 +65,11 @@ FAMILIES: Mapping[str, Family] = {
         ("moe/grouped_gemm.py", "moe/small_batch.py"),
         ("experts", "routed_experts", "experts_deferred", "_fits_experts"),
         ("experts", "experts_direct"),
+    ),
+    "experts_fp8": Family(
+        ("moe/grouped_gemm.py", "moe/small_batch.py", "quantized/experts.py"),
+        ("experts", "routed_experts", "experts_deferred", "_fits_experts"),
+        ("experts", "experts_direct", "experts_quantized"),
     ),
     "experts_int4": Family(
         ("quantized/experts.py", "moe/grouped_gemm.py", "moe/small_batch.py"),

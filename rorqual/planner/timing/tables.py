@@ -203,7 +203,9 @@ class KernelTables:
         if op.kind == "attention":
             return self._attention_name(op, mla)
         if op.kind == "experts":
-            return "experts_int4" if held_dtype(op).startswith("int4") else op.kind
+            held = held_dtype(op)
+            number = next((name for name in ("int4", "fp8") if held.startswith(name)), None)
+            return f"experts_{number}" if number else op.kind
         return f"gemm_{self._dtype(op)}" if op.kind == "gemm" else op.kind
 
     def seconds(self, op: RankOp, mla: bool) -> float:

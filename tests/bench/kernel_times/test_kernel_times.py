@@ -204,7 +204,7 @@ def test_a_part_of_the_rows_learns_nothing(tmp_path: Path) -> None:
     assert held == count
     data = json.loads(out.read_text())
     assert "between" not in data
-    assert set(data["meta"]["kernels"]) == {"experts", "experts_int4"}
+    assert set(data["meta"]["kernels"]) == {"experts", "experts_fp8", "experts_int4"}
     assert len(data["steps"]) == 6  # 256 requests do not fit
 
 

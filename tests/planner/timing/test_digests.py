@@ -70,6 +70,17 @@ def test_an_edit_of_a_kernel_is_seen_where_it_is_run(source: Path) -> None:
     assert edited(source, inner, planted("    return x")) == {"mla_prefill", "gqa_prefill"}
 
 
+def test_one_token_of_fp8_has_kernels_of_other_modules(source: Path) -> None:
+    """They are int8's and int4's as well."""
+    several = {"gemm_fp8", "gemm_int4", "experts_fp8", "experts_int4"}
+    kernel = "ops/triton/quantized/rounded_direct.py"
+    assert edited(source, kernel, planted("    return x")) == several
+    experts = "ops/triton/moe/small_batch.py"
+    assert edited(source, experts, planted("    return x")) >= {"experts", "experts_fp8"}
+    rule = swap('"columns": [4096, 4096]', '"columns": [4096, 4097]')
+    assert edited(source, TUNED, rule) == {"gemm_fp8", "gemm_int4"}
+
+
 def test_a_changed_number_operator_or_default_is_seen(source: Path) -> None:
     body = planted("    total = x + 1\n    return total")
     path = source / GEMM
