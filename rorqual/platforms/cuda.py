@@ -164,7 +164,7 @@ class CudaPlatform(Platform):
 
     def _capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool()):
+        with _nothing_collected(), torch.cuda.graph(graph, pool=self._graph_pool()):
             out = work()
 
         def replay() -> Tensor:

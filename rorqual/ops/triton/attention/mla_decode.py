@@ -323,8 +323,8 @@ def _mla_decode_kernel(
     rope_columns = tl.arange(0, ROPE)
     offsets = tl.arange(0, BLOCK_N)
 
-    # The schedule is complete: its kernel does not let later ones start early. Bypass L1, which may
-    # have the previous step's.
+    # The schedule is in L2: its kernel ends with `stored`, and lets no later one start before. L1
+    # may have the previous step's.
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
+from rorqual.ops.triton.runtime.launch import dependent, is_hopper, stored, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,16 @@ def _chunk(total, workers, min_tiles):
     do_not_specialize_on_alignment=["kv_lens", "starts", "first"],
 )
 def _plan_kernel(
-    kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr
+    kv_lens,
+    starts,
+    first,
+    requests,
+    min_tiles,
+    BLOCK_N: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    """DEPENDENT: attention behind it reads the schedule before it waits."""
     worker = tl.program_id(0)
     index = tl.arange(0, REQUESTS)
     tiles = tl.cdiv(tl.load(kv_lens + index, mask=index < requests, other=0), BLOCK_N).to(tl.int32)
@@ -106,6 +114,7 @@ def _plan_kernel(
     if worker == 0:
         tl.store(starts, 0)
         tl.store(starts + 1 + index, ends, mask=index < requests)
+    stored(before, DEPENDENT)
 
 
 def split_plan(
@@ -120,7 +129,11 @@ def split_plan(
     partial = torch.empty(2 * workers, rows, width, dtype=torch.float32, device=device)
     lse = torch.empty(2 * workers, rows, dtype=torch.float32, device=device)
     size = triton.next_power_of_2(max(requests, 2))
-    _plan_kernel[(workers,)](kv_lens, starts, first, requests, min_tiles, block_n, size)
+    # not a dependent launch itself: what its programs read is complete, and so is what theirs wrote
+    # for kernels behind the next one
+    _plan_kernel[(workers,)](
+        kv_lens, starts, first, requests, min_tiles, block_n, size, is_hopper(device)
+    )
     return SplitPlan(starts, first, partial, lse, block_n, min_tiles)
 
 
@@ -187,7 +200,7 @@ def _combine_kernel(
     nothing if one worker did it all. The output has SIZE columns, the partials WIDTH."""
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    # before the wait, as in decode attention: the schedule is complete
+    # before the wait, as in decode attention: the schedule is there (`stored`)
     begin = tl.load(starts + request, cache_modifier=".cg")
     end = tl.load(starts + request + 1, cache_modifier=".cg")
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")

@@ -26,6 +26,7 @@ PAGE = 16
 LAUNCHES = f"""
 from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.triton.attention.rope_kv_write import heads_epilogue, latent_epilogue
+from rorqual.ops.triton.attention.split_kv import split_plan
 def rows(*shape):
     return torch.empty(*shape, dtype=torch.bfloat16)
 def places(half):
@@ -36,6 +37,7 @@ heads_epilogue(rows({TOKENS}, ({HEADS} + 2 * {GROUPS}) * {SIZE}),
     GQAWeights(rows({SIZE}), rows({SIZE}), 1e-6), places({SIZE} // 2), planes)
 latent_epilogue(rows({TOKENS}, {QUERY} + {RANK} + {ROPE}), rows({QUERY}), rows({RANK}),
     places({ROPE} // 2), rows(3, {PAGE}, {RANK} + {ROPE}), 1e-6, True)
+split_plan(torch.empty({TOKENS}, dtype=torch.int64), 8, 64, 1, 32, 128)
 """
 
 
@@ -101,3 +103,14 @@ def test_a_latent_and_its_query(kernels: dict[str, Kernel]) -> None:
     close(entry[:, :RANK], reference.norm(x[:, QUERY : QUERY + RANK], weights[1], 1e-6))
     turned = reference.rope(x[:, None, QUERY + RANK :], at.cos, at.sin, True)
     close(entry[:, RANK:], turned[:, 0])
+
+
+def test_a_schedule_is_in_l2_before_its_kernel_ends(kernels: dict[str, Kernel]) -> None:
+    """Attention reads it before it waits for this kernel."""
+    lines = [line.strip() for line in kernels["_plan_kernel"].ptx.splitlines()]
+    stores = [i for i, line in enumerate(lines) if "st.global" in line]
+    (fence,) = (i for i, line in enumerate(lines) if line.startswith("fence.acq_rel.gpu"))
+    assert stores
+    assert max(stores) < fence
+    assert all(line != "ret;" for line in lines[:fence]), "no thread ends without"
+    assert not any("griddepcontrol" in line for line in lines)
