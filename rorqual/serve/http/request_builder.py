@@ -425,7 +425,9 @@ class RequestBuilder:
                     child = replace(child, seed=_wrapped(params.seed + sample))
                 if params.prompt_logprobs is not None and sample and not body.stream:
                     child = replace(child, prompt_logprobs=None)  # only the first's are returned
-                given = (tuple(prompt), child, eos, now, salt, *account, transfer)
+                # one choice's pages are enough, and another's would be held until its lease ends
+                kept = None if sample and (transfer or {}).get("do_remote_decode") else transfer
+                given = (tuple(prompt), child, eos, now, salt, *account, kept)
                 requests.append(Request(self.pool.new_id(), *given))
         return requests
 

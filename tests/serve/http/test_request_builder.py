@@ -328,10 +328,11 @@ def test_each_prompt_has_its_own_kv_transfer_params(builder: RequestBuilder, n: 
 
     asked = {"do_remote_decode": True}
     call = complete(builder, [LONG, "a", "b"], kv_transfer_params=asked, n=n)
-    assert all(request.kv_transfer_params == asked for request in call.requests)
+    found = [request.kv_transfer_params for request in call.requests]
+    assert found == [asked, *[None] * (n - 1)] * 3, "one choice of each prompt leases pages"
     outputs = [Output(str(choice), [5], "length") for choice in range(3 * n)]
-    for choice, output in enumerate(outputs):
-        output.transfer = given[choice // n]
+    for choice, output in enumerate(outputs[::n]):
+        output.transfer = given[choice]
     call.take(list(enumerate(outputs)), SimpleNamespace(cancel=lambda choice: None))  # type: ignore[arg-type]
     assert json.loads(call.whole())["kv_transfer_params"] == given
 
