@@ -129,8 +129,7 @@ def split_plan(
     partial = torch.empty(2 * workers, rows, width, dtype=torch.float32, device=device)
     lse = torch.empty(2 * workers, rows, dtype=torch.float32, device=device)
     size = triton.next_power_of_2(max(requests, 2))
-    # not a dependent launch itself: what its programs read is complete, and so is what theirs wrote
-    # for kernels behind the next one
+    # not a dependent launch, so all that kernels before have stored is there, for attention as well
     _plan_kernel[(workers,)](
         kv_lens, starts, first, requests, min_tiles, block_n, size, is_hopper(device)
     )
