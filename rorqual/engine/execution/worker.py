@@ -727,7 +727,7 @@ class Worker:
         if pages < 1:
             beside = f" beside {self.workspace} bytes for attention" if self.workspace else ""
             page = f"one cache page of {spec.bytes_per_page} bytes"
-            raise CapacityError(f"no room for {page}{beside}")
+            raise CapacityError(f"no room for {page}{beside}{self._why_no_room()}")
         return pages + 1
 
     @property
@@ -766,6 +766,18 @@ class Worker:
             return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
         total = self.platform.total_memory()
         return int(free - (1 - self.config.memory_utilization) * total)
+
+    def _why_no_room(self) -> str:
+        """What of a GPU's memory is left, where its size decides."""
+        if self.config.kv_cache_bytes or self.platform.name == "cpu":
+            return ""
+        total = self.platform.total_memory() / 2**30
+        free = self.platform.available_memory() / 2**30
+        share = self.config.memory_utilization
+        return (
+            f": memory_utilization={share:g} is of {total:.1f} GiB for all programs together, and "
+            f"{total - free:.1f} GiB are in use, this engine's weights included"
+        )
 
     def _host_pages(self) -> tuple[int, int]:
         """Pages that host memory holds, and pages that a step copies each way."""
