@@ -31,7 +31,7 @@ class Area:
 class GlobalMemory:
     """watched: what programs write and others may touch, but for the words at the addresses
     `counts`: counters that all warps of a program load and its first thread replaces, of which the
-    other warps use nothing. early: what no kernel before writes, so that nobody waits for it.
+    other warps use nothing. early: what no kernel before writes, so it needs no wait.
     ended: what a kernel wrote that had ended when this one started. It may be read without waiting
     too, but not through L1, where what was there before may still be."""
 

@@ -13,7 +13,7 @@ from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.costs.parallel_costs import RankOp, rank_step
 from rorqual.planner.costs.routing import UNIFORM, distinct_experts
-from rorqual.planner.timing.tables import held_dtype
+from rorqual.planner.timing.tables import experts_family, held_dtype
 
 # model, weights, sizes: what one rank multiplies
 MODELS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
@@ -78,7 +78,7 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
         yield from (TimedRow("bmm", dtype, (int(op.shape[0]), m)) for m in TOKENS if m <= 512)
     elif op.kind == "experts":
         _, _, _, hidden, inner, local = map(int, op.shape)
-        family = "experts" if dtype == "bfloat16" else f"experts_{dtype}"
+        family = experts_family(dtype)
         for tokens in TOKENS:
             yield TimedRow(family, dtype, (hidden, inner, routed[0], local, routed[1], tokens))
     elif op.kind == "attention":

@@ -66,6 +66,12 @@ def interpolate(table: Nest | float, at: Sequence[float]) -> float:
     return second + min(max(slope, 0.5), 2.0 if len(at) == 1 else 1.0) * (where - high)
 
 
+def experts_family(held: str) -> str:
+    """The family of digests.FAMILIES that computes with experts' weights held so (`held_dtype`)."""
+    number = next((name for name in ("int4", "fp8") if held.startswith(name)), None)
+    return f"experts_{number}" if number else "experts"
+
+
 def held_dtype(op: RankOp) -> str:
     """What the weights are held in, by their bytes: int4 where they are multiplied as bf16,
     int4_fp8 or int4_int8 where not. Without weights, the operands' dtype; float16 and float32
@@ -203,9 +209,7 @@ class KernelTables:
         if op.kind == "attention":
             return self._attention_name(op, mla)
         if op.kind == "experts":
-            held = held_dtype(op)
-            number = next((name for name in ("int4", "fp8") if held.startswith(name)), None)
-            return f"experts_{number}" if number else op.kind
+            return experts_family(held_dtype(op))
         return f"gemm_{self._dtype(op)}" if op.kind == "gemm" else op.kind
 
     def seconds(self, op: RankOp, mla: bool) -> float:
