@@ -249,7 +249,8 @@ class Grid:
             self.products += running.block.products
 
     def by_lot(self, seed: int) -> None:
-        """Programs and their parts mixed, for some instructions each."""
+        """Programs and their parts mixed, for some instructions each; bulk copies land in any
+        order."""
         lot = random.Random(seed)
         idle = 0
         left = STEPS
@@ -265,6 +266,7 @@ class Grid:
                 or to_come[after] == 0
             ]:
                 running[index] = self.start(index)
+                running[index].block.shared.lot = lot
                 waiting.remove(index)
             index = lot.choice(list(running))
             one = running[index]
@@ -275,6 +277,7 @@ class Grid:
             assert idle < 1000 * len(running), "everyone waits"
             assert left > 0, "the programs do not end"
             if not one.parts:
+                assert not one.block.shared.flying, "ends before a copy has landed"
                 del running[index]
                 to_come[self.programs[index][0]] -= 1
                 self.products += one.block.products

@@ -4,11 +4,13 @@ them, and who may touch what when.
 These fail, as ptx_clocks.py finds them: two warps touching a byte, one of them writing, with
 nothing between that orders them; tensor cores or bulk stores reading what threads wrote without a
 fence, and a barrier after it; writing what products or stores under way still read; reading a bulk
-copy's target before its barrier; refilling a stage before all who read it said so.
+copy's target before its barrier; refilling a stage before all who read it said so; ending before
+a copy has landed.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from tests.emulation.ptx_clocks import BULK_READS, OWN, PRODUCTS, Clocks, Watch
 
 BASE = 1024  # where shared memory begins
+LATE = (0, 0, 0, 1, 10, 100)
 
 
 @dataclass
@@ -41,6 +44,16 @@ class CopyBarrier:
     phase: int = 0
     gathered: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     released: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+
+
+@dataclass
+class BulkCopy:
+    """One that has not landed. late: how often threads look at barriers before it does."""
+
+    cells: np.ndarray
+    data: np.ndarray
+    barrier: CopyBarrier
+    late: int
 
 
 def swizzled(address: np.ndarray, width: int) -> np.ndarray:
@@ -70,6 +83,9 @@ class SharedMemory:
         self.fencer = np.zeros(size, np.int32)
         self.fenced = np.zeros(size, np.int32)
         self.barriers: dict[int, CopyBarrier] = {}
+        # lot: bulk copies land in any order, some late; None: at once
+        self.flying: list[BulkCopy] = []
+        self.lot: random.Random | None = None
         # groups of products and of bulk stores
         self.committed = np.zeros((3, clocks.warps), np.int32)
 
@@ -221,10 +237,20 @@ class SharedMemory:
         )
         self._fenced(whole, self.clocks.known[warp])
         self._fenced(slice(barrier - BASE, barrier - BASE + 8), self.clocks.known[warp])
-        self.data[cells] = box.view(torch.uint8).numpy()
         found = self.barriers[barrier]
         self.watch.write(whole, found.agent, found.phase + 1)
-        self._count(found, 0, -cells.size)
+        late = 0 if self.lot is None else self.lot.choice(LATE)
+        self.flying.append(BulkCopy(cells, box.view(torch.uint8).numpy(), found, late))
+        if self.lot is None:
+            self._time_passes()
+
+    def _time_passes(self) -> None:
+        for copy in self.flying:
+            copy.late = copy.late - 1
+            if copy.late < 0:
+                self.data[copy.cells] = copy.data
+                self._count(copy.barrier, 0, -copy.cells.size)
+        self.flying = [copy for copy in self.flying if copy.late >= 0]
 
     def send(self, target: TensorMap, row: int, column: int, source: int, warp: int) -> np.ndarray:
         """Bytes [rows, width] of a bulk store, which are read until its group is complete."""
@@ -282,6 +308,7 @@ class SharedMemory:
         """Whether the phase of that parity is over; then what was done for it is visible."""
         rows = np.unique(self.row[mask])
         found = self._found(address, rows)
+        self._time_passes()
         if found.phase % 2 == parity:
             return False
         self.clocks.acquire(rows, found.released)

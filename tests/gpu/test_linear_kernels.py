@@ -17,7 +17,7 @@ from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.ops import reference
 from rorqual.ops.triton.gemm import gemv, gemv_sm90
 from rorqual.ops.triton.gemm.fp8_gemm import linear
-from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
+from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, SlicedPlan, StreamKPlan
 from rorqual.ops.triton.rowwise.norm import norm
 from rorqual.ops.triton.rowwise.quantize import quantize
 from rorqual.ops.triton.runtime.launch import is_hopper
@@ -36,10 +36,22 @@ FEW = [
     StreamKPlan(128, 128, 8, 6, split=2),
     StreamKPlan(128, 64, 4, 3, split=4, waves=2),
 ]
+SOME = [
+    SlicedPlan(m, slices, stages)
+    for m, slices, stages in (
+        (8, 3, 18),
+        (16, 2, 18),
+        (32, 2, 16),
+        (64, 2, 10),
+        (64, 3, 9),
+        (128, 2, 6),
+        (128, 3, 6),
+    )
+]
 MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))]
 
 
-def check(plan: StreamKPlan | PersistentPlan, rows: int, columns: int, tokens: int) -> None:
+def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
     torch.manual_seed(tokens)
     weight = bench.random_weight("fp8", DEVICE, rows, columns)
     x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
@@ -78,6 +90,12 @@ def each_once(plans: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(("plan", "shape"), each_once(FEW), ids=str)
 def test_few_tokens(plan: StreamKPlan, shape: tuple[int, int]) -> None:
     for tokens in (plan.m, plan.m - 1, max(1, plan.m // 2 - 3), plan.m + 1, 3 * plan.m + 1):
+        check(plan, *shape, tokens)
+
+
+@pytest.mark.parametrize(("plan", "shape"), each_once(SOME), ids=str)
+def test_some_tokens(plan: SlicedPlan, shape: tuple[int, int]) -> None:
+    for tokens in (plan.m, 129, 5, 500):
         check(plan, *shape, tokens)
 
 

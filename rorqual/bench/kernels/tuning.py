@@ -25,7 +25,13 @@ from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
 from rorqual.config.model import MoEConfig
 from rorqual.ops.reference import ExpertWeights
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm
-from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
+from rorqual.ops.triton.gemm.linear_plan import (
+    LinearPlan,
+    PersistentPlan,
+    SlicedPlan,
+    StreamKPlan,
+    TilePlan,
+)
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import small_batch as direct
@@ -289,9 +295,20 @@ def persistent_candidates(
                 yield plan
 
 
+def sliced_candidates(tokens: int, rows: int, processors: int) -> Iterator[SlicedPlan]:
+    """As many stages as the factors of 7,168 columns leave room for."""
+    fitting = [m for m in (8, 16, 32, 64, 128) if m < 2 * tokens or m == 8]
+    for m, slices in itertools.product(fitting[-2:], (2, 3)):
+        if -(-tokens // m) * -(-rows // 64) <= processors:
+            yield SlicedPlan(
+                m, slices, {8: 20, 16: 18, 32: 15, 64: 10}.get(m, 6) // slices * slices
+            )
+
+
 def gluon_candidates(tokens: int, rows: int, columns: int, processors: int) -> Iterator[LinearPlan]:
     yield from stream_candidates(tokens)
     yield from persistent_candidates(tokens, rows, columns, processors)
+    yield from sliced_candidates(tokens, rows, processors)
 
 
 def linear_candidates(tokens: int) -> Iterator[TilePlan]:

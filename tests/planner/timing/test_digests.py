@@ -77,7 +77,7 @@ def test_one_token_of_fp8_has_kernels_of_other_modules(source: Path) -> None:
     assert edited(source, kernel, planted("    return x")) == several
     experts = "ops/triton/moe/small_batch.py"
     assert edited(source, experts, planted("    return x")) >= {"experts", "experts_fp8"}
-    rule = swap('"columns": [4096, 4096]', '"columns": [4096, 4097]')
+    rule = swap('[null, 1], "columns": [4096, 4096]', '[null, 1], "columns": [4096, 4097]')
     assert edited(source, TUNED, rule) == {"gemm_fp8", "gemm_int4"}
 
 

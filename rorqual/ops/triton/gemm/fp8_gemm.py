@@ -18,7 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
+from rorqual.ops.triton.gemm.linear_plan import (
+    LinearPlan,
+    PersistentPlan,
+    SlicedPlan,
+    StreamKPlan,
+    TilePlan,
+)
 from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
@@ -248,6 +254,13 @@ def linear(
 
 def _run(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
     """Launch the kernel of a plan's kind."""
+    if isinstance(plan, SlicedPlan):
+        from rorqual.ops.triton.gemm import fp8_gemm_sm90_sliced
+
+        if fp8_gemm_sm90_sliced.fits(plan, weight, y):
+            fp8_gemm_sm90_sliced.launch(x, weight, bias, y, plan)
+            return
+        plan = plan.unsliced()
     if isinstance(plan, StreamKPlan):
         from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
 

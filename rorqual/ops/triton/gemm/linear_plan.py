@@ -1,4 +1,4 @@
-"""Plans of fp8 GEMMs: one class for each of three kernels, and the row of a tuning file that all of
+"""Plans of fp8 GEMMs: one class for each of four kernels, and the row of a tuning file that all of
 them share."""
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class LinearRow:
     halves: bool = False
     stream: bool = False
     tall: bool = False
+    slices: int = 0
 
 
 class LinearPlan(tuning.StoredConfig):
-    """One of the three below."""
+    """One of the four below."""
 
     @staticmethod
     def from_row(data: Mapping[str, Any]) -> LinearPlan:
@@ -37,6 +38,8 @@ class LinearPlan(tuning.StoredConfig):
         row = tuning.build(LinearRow, data)
         if row.stream:
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
+        if row.slices:
+            return SlicedPlan(row.m, row.slices, row.stages)
         if row.tall:
             return PersistentPlan(row.m, row.stages, row.split)
         return TilePlan(
@@ -138,3 +141,34 @@ class PersistentPlan(LinearPlan):
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)
+
+
+@dataclass(frozen=True)
+class SlicedPlan(LinearPlan):
+    """The kernel of fp8_gemm_sm90_sliced.py, for up to some hundred tokens: tiles of m tokens and
+    64 weight rows, one a program, whose columns `slices` warpgroups share. stages: a multiple of
+    slices."""
+
+    m: int
+    slices: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if (
+            self.m not in (8, 16, 32, 64, 128)
+            or self.slices not in (2, 3)
+            or self.stages % self.slices
+        ):
+            raise ValueError(
+                f"no product has {self.slices} slices of {self.m} tokens and {self.stages} stages"
+            )
+
+    def row(self) -> LinearRow:
+        return LinearRow(self.m, 64, 4, self.stages, slices=self.slices)
+
+    def unsliced(self) -> StreamKPlan | PersistentPlan:
+        """Where it does not fit: see fp8_gemm_sm90_sliced.fits."""
+        return PersistentPlan(128, 6) if self.m == 128 else StreamKPlan(self.m, 64, 4, 6, 4, 2)
+
+    def portable(self) -> TilePlan:
+        return TilePlan(max(16, self.m), 64, 4, 2)

@@ -28,8 +28,20 @@ from rorqual.config.model import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
-from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, skinny_gemm
-from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
+from rorqual.ops.triton.gemm import (
+    fp8_gemm,
+    fp8_gemm_sm90_sliced,
+    gemv,
+    int4_gemm,
+    skinny_gemm,
+)
+from rorqual.ops.triton.gemm.linear_plan import (
+    LinearPlan,
+    PersistentPlan,
+    SlicedPlan,
+    StreamKPlan,
+    TilePlan,
+)
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.quantized import experts as quantized_experts
 from rorqual.ops.triton.quantized import linear as quantized_linear
@@ -119,7 +131,12 @@ def test_plans_of_products_are_written_as_they_were_read() -> None:
         asdict(plan.row()) for plan in (FOUND, TilePlan(64, 128, 4, 2, False, True, 1, 2, True))
     ]
     plans = [LinearPlan.from_row(row) for row in rows]
-    assert {type(plan) for plan in plans} == {TilePlan, StreamKPlan, PersistentPlan}
+    assert {type(plan) for plan in plans} == {
+        TilePlan,
+        StreamKPlan,
+        PersistentPlan,
+        SlicedPlan,
+    }
     assert [asdict(plan.row()) for plan in plans] == rows
 
 
@@ -151,9 +168,27 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         128,
         256,
     ]
+    sliced = [linear_plan(t) for t in (64, 65, 256, 257, 512, 513)]
+    assert [(type(plan), plan.m) for plan in sliced] == [
+        (StreamKPlan, 64),
+        *[(SlicedPlan, 64)] * 2,
+        *[(SlicedPlan, 128)] * 2,
+        (PersistentPlan, 128),
+    ]
+    assert [
+        (type(plan), plan.m)
+        for t in (8, 9, 16, 17, 32, 33, 64, 65, 104, 105, 128, 129)
+        for plan in [linear_plan(t, rows=7168, columns=2048)]
+    ] == [
+        (SlicedPlan, 8),
+        *[(SlicedPlan, 16)] * 2,
+        *[(SlicedPlan, 32)] * 2,
+        *[(SlicedPlan, 64)] * 2,
+        *[(PersistentPlan, 128)] * 2,
+        *[(SlicedPlan, 128)] * 2,
+        (PersistentPlan, 128),
+    ]
     kinds = (StreamKPlan, PersistentPlan)
-    assert tuple(type(linear_plan(t)) for t in (256, 257)) == kinds
-    assert tuple(type(linear_plan(t, rows=4096)) for t in (128, 129)) == kinds
     deep = [linear_plan(t, rows=7168, columns=16384) for t in (8, 9, 64, 128, 129, 512)]
     assert [plan.row().n for plan in deep] == [128, 64, 64, 128, 128, 128]
     assert [type(plan) for plan in deep] == 3 * [StreamKPlan] + 3 * [PersistentPlan]
@@ -384,12 +419,31 @@ def test_case_names_of_searches_are_those_of_the_table() -> None:
 def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
     for tokens in (1, 8, 20, 64, 128, 200, 4096):
         for plan in kernels_tuning.gluon_candidates(tokens, 2112, 7168, 132):
+            assert (
+                plan.m >= min(tokens, 128)
+                or isinstance(plan, SlicedPlan)
+                or (tokens > 128 and plan.m == 64)
+            )
+            if isinstance(plan, SlicedPlan):
+                assert fp8_gemm_sm90_sliced.stages_of(plan, 7168) == plan.stages
+                continue
             tall = isinstance(plan, PersistentPlan)
             rows = 128 if tall else plan.n
             assert tall != isinstance(plan, StreamKPlan)
-            assert plan.m >= min(tokens, 128) or (tokens > 128 and plan.m == 64)
             beside = 32_768 + 2048 if tall else 0
             assert (rows + plan.m) * 128 * plan.stages + beside <= 226 * 1024, plan
+
+
+def test_no_shipped_rule_slices_what_does_not_fit() -> None:
+    """A plan that does not fit is replaced by one that nobody tuned."""
+    for rows in range(64, 9000, 192):
+        for columns in (512, 1536, 2048, 4096, 5120, 7168, 16384):
+            for tokens in (2, 8, 9, 16, 17, 32, 64, 65, 105, 128, 129, 200, 256, 300, 384, 512):
+                plan = linear_plan(tokens, rows, columns)
+                if isinstance(plan, SlicedPlan):
+                    weight = Weight(torch.empty(rows, columns, device="meta"))
+                    y = torch.empty(tokens, rows, dtype=torch.bfloat16, device="meta")
+                    assert fp8_gemm_sm90_sliced.fits(plan, weight, y), (plan, tokens, rows, columns)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
