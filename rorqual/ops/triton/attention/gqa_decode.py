@@ -214,8 +214,8 @@ def _gqa_decode_kernel(
     v_head = v_plane + group * kv_head + columns
     scale_head = scales + group * 2 if SCALED else k_plane
 
-    # The schedule is in L2: its kernel ends with `stored`, and lets no later one start before. L1
-    # may have the previous step's.
+    # The schedule is in L2: its kernel ends with `split_kv.stored`, and lets no later one start
+    # before. L1 may have the previous step's.
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
     position = worker * chunk

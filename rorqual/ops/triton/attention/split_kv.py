@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.runtime.launch import dependent, is_hopper, stored, wait_for_inputs
+from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,22 @@ class LatentDecode:
     def queries(self) -> int:
         """Query tokens a request."""
         return self.q_latent.shape[0] // self.requests
+
+
+@triton.jit
+def stored(value, DEPENDENT: tl.constexpr):
+    """Wait until this thread's stores are in L2: at the end of a kernel whose results the next one
+    reads before it waits. A dependent launch starts once the programs before have ended, but only
+    its wait promises that what they stored is there. value: any int32 of the kernel."""
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.u32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

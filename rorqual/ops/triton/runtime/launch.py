@@ -31,22 +31,6 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def stored(value, DEPENDENT: tl.constexpr):
-    """Wait until this thread's stores are in L2: at the end of a kernel whose results the next one
-    reads before it waits. A dependent launch starts once the programs before have ended, but only
-    its wait promises that what they stored is there. value: any int32 of the kernel."""
-    if DEPENDENT:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.u32 $0, $1;",
-            "=r,r",
-            [value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 def keep_compiled() -> None:
     """Use our cache folder for compiled kernels. Triton keys them by source, its version, ptxas and
     compute capability, so one folder serves all GPUs and versions, and a restart compiles
