@@ -70,11 +70,6 @@ def threads(most: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def bf16_rows() -> int:
-    """Rows of bf16 up to which compiled products are faster than torch's."""
-    return NATIVE_ROWS if torch.cpu._is_amx_tile_supported() else MANY_ROWS
-
-
 class CpuOps(Ops):
     """`native` False leaves out the compiled kernels."""
 
@@ -83,7 +78,7 @@ class CpuOps(Ops):
     def __init__(self, native: bool = True):
         kernels = library() if native else None
         self.native = Native(kernels) if kernels else None
-        self.many_rows = {torch.float32: NATIVE_ROWS, torch.bfloat16: bf16_rows()}
+        self.many_rows = {torch.float32: NATIVE_ROWS, torch.bfloat16: MANY_ROWS}
         self.told: set[str] = set()  # reasons that the log has
 
     def computing(self, decodes: bool) -> AbstractContextManager[None]:

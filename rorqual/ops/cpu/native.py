@@ -34,6 +34,7 @@ HEADERS = (
     "units.h",
     "pairs.h",
     "lanes.h",
+    "tiles.h",
     "vectors/units_avx512.h",
     "vectors/units_neon.h",
     "gemm.h",

@@ -10,7 +10,11 @@
 
 constexpr int64_t PANEL = 32, CHUNK = 32, EDGE = 64;
 constexpr int64_t AT_UNIT = 1024;      // rows of x that stay in the second cache meanwhile
-constexpr int64_t UNIT_DEPTH = 2048;  // bytes of a row at once: a panel of them stays in it too
+#if defined(__AMX_TILE__)
+constexpr int64_t UNIT_DEPTH = 4096;  // bytes of a row at once: a panel of them stays in it too
+#else
+constexpr int64_t UNIT_DEPTH = 2048;
+#endif
 
 inline int64_t edged(int64_t bytes) { return (bytes + EDGE - 1) / EDGE * EDGE; }
 
@@ -46,6 +50,7 @@ inline void panel_product(const char *, int64_t, int64_t, int64_t, const char *,
 
 #include "pairs.h"
 #include "lanes.h"
+#include "tiles.h"
 
 template <class E>
 inline bool on_unit(const E *weights, int64_t n) {
@@ -89,6 +94,7 @@ inline void put_chunk(const float *sums, int64_t count, int64_t width, float *y,
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.
 inline void unit_dots(const bf16 *w, int64_t ldw, int64_t rows, const bf16 *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
     constexpr int64_t EACH = sizeof(bf16), DEEP = UNIT_DEPTH / EACH;
+    if (tiles_take(w, n)) return tile_dots(w, ldw, rows, x, ldx, n, k, y, ldy);
     if (n < PACKED && pairs_take(w)) return pair_dots(w, ldw, rows, x, ldx, n, k, y, ldy);
     UnitScope scope;
     (void)scope;
