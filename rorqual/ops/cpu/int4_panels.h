@@ -72,6 +72,22 @@ struct Int4Panels : Int4 {
         }
     };
 
+    // At most CHUNK rows of x times a panel on AMX, a group at a time; scales: of PANEL rows, group by group.
+    void chunk(const char *panel, int64_t from, int64_t columns, const float *scale, int64_t count, const bf16 *x, int64_t ldx, int64_t n, float *y,
+               int64_t ldy, int64_t rows) const {
+        alignas(64) float sums[CHUNK * PANEL], total[CHUNK * PANEL];
+        for (int64_t t = 0; t < n; t++)
+            for (int64_t r = 0; r < PANEL; r++) total[t * PANEL + r] = from > 0 && r < rows ? y[t * ldy + r] : 0;
+        for (int64_t g = 0; g < count; g++) {
+            int64_t g0 = from / group, begin = std::max<int64_t>(0, (g0 + g) * group - from), end = std::min(columns, (g0 + g + 1) * group - from);
+            amx_product<bf16>(panel + begin / 2 * WORD_ROW, (end - begin) * 2, (const char *)(x + from + begin), ldx * 2, n, sums);
+            const float *own = scale + g * PANEL;
+            for (int64_t t = 0; t < n; t++)
+                for (int64_t r = 0; r < PANEL; r++) total[t * PANEL + r] += sums[t * PANEL + r] * own[r];
+        }
+        for (int64_t t = 0; t < n; t++) std::copy(total + t * PANEL, total + t * PANEL + rows, y + t * ldy);
+    }
+
     // One panel, times rows of x; y is added to from the second piece of columns on.
     void band(int64_t first, int64_t rows, int64_t from, int64_t columns, const bf16 *x, int64_t ldx, int64_t n, float *y, int64_t ldy,
               Asked asked) const {
@@ -90,6 +106,12 @@ struct Int4Panels : Int4 {
         else
             fill<false>(first, rows, from, columns, added, panel);
         int64_t lines = asked.rows * asked.lines;
+        if (amx_here()) {
+            asked.some(lines);
+            for (int64_t i = 0; i < n; i += CHUNK)
+                chunk(panel, from, columns, scale, count, x + i * ldx, ldx, std::min(CHUNK, n - i), y + i * ldy, ldy, rows);
+            return;
+        }
         for (int64_t g = 0; g < count; g++) {
             int64_t begin = std::max<int64_t>(0, (g0 + g) * group - from), end = std::min(columns, (g0 + g + 1) * group - from);
             asked.some((lines + count - 1) / count);
@@ -99,6 +121,8 @@ struct Int4Panels : Int4 {
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        UnitScope scope;
+        (void)scope;
         for (int64_t some = 0; some < n; some += AT_UNIT)
             for (int64_t deep = 0; deep < k; deep += DEEP)
                 for (int64_t r = 0; r < rows; r += PANEL) {

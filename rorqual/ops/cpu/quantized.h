@@ -148,9 +148,12 @@ struct Int8 {
     // PANEL rows at most, on a unit that multiplies bytes.
     void unit_band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, char *panel, float *y, int64_t ldy) const {
         int64_t length = whole(), groups = k / group;
-        int32_t sums[CHUNK * PANEL];
-        float total[CHUNK * PANEL];
+        alignas(64) int32_t sums[CHUNK * PANEL];
+        alignas(64) float total[CHUNK * PANEL];
         turn_panel((const char *)(data + first * k), k, rows, k, panel);
+        float *own = scratch(14, groups * PANEL);
+        for (int64_t r = 0; r < PANEL; r++)
+            for (int64_t g = 0; g < groups; g++) own[g * PANEL + r] = scales[(first + std::min(r, rows - 1)) * groups + g];
         for (int64_t i = 0; i < n; i += CHUNK) {
             int64_t count = std::min(CHUNK, n - i);
             std::fill(total, total + count * PANEL, 0.f);
@@ -158,8 +161,7 @@ struct Int8 {
                 int64_t bytes = groups == 1 ? length : group;
                 panel_product<int8_t>(panel, length, g * group, bytes, (const char *)(in + i * ld + 16), ld * 4, count, sums);
                 for (int64_t t = 0; t < count; t++)
-                    for (int64_t r = 0; r < rows; r++)
-                        total[t * PANEL + r] += float(sums[t * PANEL + r]) * scales[(first + r) * groups + g];
+                    for (int64_t r = 0; r < PANEL; r++) total[t * PANEL + r] += float(sums[t * PANEL + r]) * own[g * PANEL + r];
             }
             for (int64_t t = 0; t < count; t++)
                 for (int64_t r = 0; r < rows; r++) y[(i + t) * ldy + r] = total[t * PANEL + r] * in[(i + t) * ld];
@@ -167,7 +169,7 @@ struct Int8 {
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        if (on_unit(data, n)) {
+        if (unit_takes(data) && n >= fewest_bytes()) {
             UnitScope scope;
             (void)scope;
             char *panel = (char *)scratch(12, PANEL * whole() / 4);
@@ -591,6 +593,8 @@ struct Packed {
     Int4 four() const { return {(const uint8_t *)data, scales, zeros, k, group, (k + group - 1) / group, wide_scales, rounding}; }
 };
 
+constexpr int64_t FEWEST_FOUR = 5;  // rows from which int4 is widened to a panel for AMX
+
 // `given` and `n`: the type and number of the rows to multiply with. Whole numbers are the faster form of few rows.
 template <class X, class F>
 void with_format(const Packed &p, int64_t n, const X *given, F body) {
@@ -598,7 +602,7 @@ void with_format(const Packed &p, int64_t n, const X *given, F body) {
     if (p.format == W8A8) return body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
 #if defined(__AVX512BF16__)
     if (p.format == W4A16_BLOCKS && p.rounding == AS_GIVEN && std::is_same<X, bf16>::value) {
-        if (n < PACKED) return body([](const Packed &m) { return Int4Pairs{m.four()}; });
+        if (n < (amx_here() ? FEWEST_FOUR : PACKED)) return body([](const Packed &m) { return Int4Pairs{m.four()}; });
         return body([](const Packed &m) { return Int4Panels{m.four()}; });
     }
 #endif

@@ -57,6 +57,14 @@ inline bool on_unit(const E *weights, int64_t n) {
     return unit_takes(weights) && (n >= PACKED || pairs_take(weights));
 }
 
+// Rows of x from which bytes are multiplied on units, where there are such.
+inline int64_t fewest_bytes() {
+#if defined(__AVX512BF16__)
+    if (amx_here()) return 12;
+#endif
+    return PACKED;
+}
+
 // bf16 from one row of x to the next: never a whole page.
 inline int64_t unit_apart(int64_t k) {
     int64_t bytes = edged(k * int64_t(sizeof(bf16)));
