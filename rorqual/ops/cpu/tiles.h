@@ -13,7 +13,7 @@ inline bool tiles_take(const E *, int64_t n) {
 
 // sums [PANEL, 16 or 32] = PANEL rows of a matrix, ldw bytes apart, times turned rows of x, over `bytes` (a multiple of EDGE) of a row.
 // Added to where `more`. next: rows of the matrix that are read later.
-template <bool BOTH, bool AHEAD_>
+template <bool BOTH, bool ASKS>
 INLINE void tiles_band(const char *w, int64_t ldw, int64_t bytes, const char *x, int64_t ldx, float *sums, bool more, const char *next) {
     constexpr int64_t WIDE = BOTH ? 128 : 64;  // bytes from a row of the matrix to the next in sums
     // what tiles read is in memory by now: a compiler does not know of it
@@ -32,7 +32,7 @@ INLINE void tiles_band(const char *w, int64_t ldw, int64_t bytes, const char *x,
         _tile_zero(3);
     }
     for (int64_t i = 0; i < bytes; i += EDGE) {
-        if (AHEAD_)
+        if (ASKS)
             UNROLLED for (int r = 0; r < PANEL; r++) _mm_prefetch(next + r * ldw + i, _MM_HINT_T0);
         _tile_loadd(6, x + i / 4 * ldx, ldx);
         _tile_loadd(4, w + i, ldw);
@@ -52,12 +52,12 @@ INLINE void tiles_band(const char *w, int64_t ldw, int64_t bytes, const char *x,
     _tile_stored(3, (char *)sums + TILE_ROWS * WIDE + 64, WIDE);
 }
 
-template <bool AHEAD_>
+template <bool ASKS>
 inline void tiles_group(bool both, const char *w, int64_t ldw, int64_t bytes, const char *x, int64_t ldx, float *sums, bool more, const char *next) {
     if (both)
-        tiles_band<true, AHEAD_>(w, ldw, bytes, x, ldx, sums, more, next);
+        tiles_band<true, ASKS>(w, ldw, bytes, x, ldx, sums, more, next);
     else
-        tiles_band<false, AHEAD_>(w, ldw, bytes, x, ldx, sums, more, next);
+        tiles_band<false, ASKS>(w, ldw, bytes, x, ldx, sums, more, next);
 }
 
 // y [n, rows], ldy apart = x [n, k], unit_rows of it, times w [rows, k] transposed, by one thread.

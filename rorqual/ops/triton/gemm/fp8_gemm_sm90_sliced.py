@@ -1,5 +1,5 @@
-"""Block-fp8 GEMM for some hundred tokens on Hopper, in Gluon (sliced-K): the warpgroups of a
-program share the columns of one tile.
+"""Block-fp8 GEMM of few tiles on Hopper, in Gluon (sliced-K), for up to some hundred tokens: the
+warpgroups of a program share the columns of one tile.
 
 With few tiles every program has one: 64 weight rows on the M side of the tensor cores, M tokens on
 the N side. A warpgroup waits for a product, scales it and starts the next one, and the tensor cores
