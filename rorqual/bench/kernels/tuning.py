@@ -295,20 +295,24 @@ def persistent_candidates(
                 yield plan
 
 
-def sliced_candidates(tokens: int, rows: int, processors: int) -> Iterator[SlicedPlan]:
-    """As many stages as the factors of 7,168 columns leave room for."""
+def sliced_candidates(
+    tokens: int, rows: int, columns: int, processors: int
+) -> Iterator[SlicedPlan]:
+    """As many stages as fit."""
+    from rorqual.ops.triton.gemm import fp8_gemm_sm90_sliced as sliced
+
     fitting = [m for m in (8, 16, 32, 64, 128) if m < 2 * tokens or m == 8]
     for m, slices in itertools.product(fitting[-2:], (2, 3)):
-        if -(-tokens // m) * -(-rows // 64) <= processors:
-            yield SlicedPlan(
-                m, slices, {8: 20, 16: 18, 32: 15, 64: 10}.get(m, 6) // slices * slices
-            )
+        plan = SlicedPlan(m, slices, 18)
+        plan = replace(plan, stages=sliced.stages_of(plan, columns))
+        if plan.stages > 0 and sliced.programs(plan, tokens, rows) <= processors:
+            yield plan
 
 
 def gluon_candidates(tokens: int, rows: int, columns: int, processors: int) -> Iterator[LinearPlan]:
     yield from stream_candidates(tokens)
     yield from persistent_candidates(tokens, rows, columns, processors)
-    yield from sliced_candidates(tokens, rows, processors)
+    yield from sliced_candidates(tokens, rows, columns, processors)
 
 
 def linear_candidates(tokens: int) -> Iterator[TilePlan]:

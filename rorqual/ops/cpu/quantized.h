@@ -169,7 +169,7 @@ struct Int8 {
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        if (unit_takes(data) && n >= fewest_bytes()) {
+        if (on_unit(data, n)) {
             UnitScope scope;
             (void)scope;
             char *panel = (char *)scratch(12, PANEL * whole() / 4);

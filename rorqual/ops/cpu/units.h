@@ -57,12 +57,11 @@ inline bool on_unit(const E *weights, int64_t n) {
     return unit_takes(weights) && (n >= PACKED || pairs_take(weights));
 }
 
-// Rows of x from which bytes are multiplied on units, where there are such.
-inline int64_t fewest_bytes() {
+inline bool on_unit(const int8_t *weights, int64_t n) {
 #if defined(__AVX512BF16__)
-    if (amx_here()) return 12;
+    if (amx_here()) return n >= 12;
 #endif
-    return PACKED;
+    return unit_takes(weights) && n >= PACKED;
 }
 
 // bf16 from one row of x to the next: never a whole page.

@@ -14,11 +14,10 @@ pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
-from tests.emulation import gluon_emulator, ptx_interpreter
-from tests.emulation.block_fp8 import error, exact, operands
+from tests.emulation import gluon_emulator
+from tests.emulation.block_fp8 import error, exact, operands, run_compiled
 from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
-from tests.emulation.ptx_memory import TensorMap
 
 pytestmark = pytest.mark.exhaustive
 
@@ -170,37 +169,10 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
-    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
     shared = run_time(*set_aside(tokens, rows, m, split))
-    maps = [
-        TensorMap(x, (64, 128), 128),
-        TensorMap(weight.data, (128, 128), 128),
-        TensorMap(y, (64, 64), 128),
-    ]
-    strides = [*run_time(scale.stride(0)), scale.stride(1)]
-    arguments = [
-        maps[0],
-        scale,
-        maps[1],
-        weight.scale,
-        *run_time(bias),
-        y,
-        maps[2],
-        *shared,
-        tokens,
-        *strides,
-    ]
-    ptx_interpreter.run(
-        ptx or kernel.ptx,
-        kernel.shared,
-        (programs,),
-        arguments,
-        [y, *shared],
-        seed,
-        early=[weight.data],
-    )
+    boxes = ((64, 128), (128, 128), (64, 64))
+    y = run_compiled(kernel, ptx, programs, x, scale, weight, bias, boxes, shared, seed)
     assert not any(one.any() for one in shared[1:]), "the next launch starts from zeros"
-    assert error(y, exact(x, scale, weight, bias)) < 2e-3
     return y
 
 

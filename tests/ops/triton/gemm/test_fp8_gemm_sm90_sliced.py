@@ -15,11 +15,10 @@ pytest.importorskip("triton.experimental.gluon")
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm import fp8_gemm_sm90_sliced
 from rorqual.ops.triton.gemm.linear_plan import SlicedPlan
-from tests.emulation import gluon_emulator, ptx_interpreter
-from tests.emulation.block_fp8 import error, exact, operands
+from tests.emulation import gluon_emulator
+from tests.emulation.block_fp8 import error, exact, operands, run_compiled
 from tests.emulation.gluon_emulator import Descriptor
-from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
-from tests.emulation.ptx_memory import TensorMap
+from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 
 pytestmark = pytest.mark.exhaustive
 
@@ -158,35 +157,9 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
-    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
-    maps = [
-        TensorMap(x, (m, 128), 128),
-        TensorMap(weight.data, (64, 128), 128),
-        TensorMap(y, (m, 64), 128),
-    ]
-    strides = [*run_time(scale.stride(0)), scale.stride(1)]
-    arguments = [
-        maps[0],
-        scale,
-        maps[1],
-        weight.scale,
-        *run_time(bias),
-        y,
-        maps[2],
-        tokens,
-        *strides,
-    ]
-    ptx_interpreter.run(
-        ptx or kernel.ptx,
-        kernel.shared,
-        (tiles(tokens, rows, m),),
-        arguments,
-        [y],
-        seed,
-        early=[weight.data],
-    )
-    assert error(y, exact(x, scale, weight, bias)) < 2e-3
-    return y
+    boxes = ((m, 128), (64, 128), (m, 64))
+    programs = tiles(tokens, rows, m)
+    return run_compiled(kernel, ptx, programs, x, scale, weight, bias, boxes, seed=seed)
 
 
 @pytest.mark.parametrize("form", range(len(FORMS)))

@@ -175,6 +175,14 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         *[(SlicedPlan, 128)] * 2,
         (PersistentPlan, 128),
     ]
+    wider = [linear_plan(t, rows=4096) for t in (8, 9, 128, 129, 256, 257)]
+    assert [(type(plan), plan.m) for plan in wider] == [
+        (StreamKPlan, 8),
+        (SlicedPlan, 16),
+        (SlicedPlan, 64),
+        *[(SlicedPlan, 128)] * 2,
+        (PersistentPlan, 128),
+    ]
     assert [
         (type(plan), plan.m)
         for t in (8, 9, 16, 17, 32, 33, 64, 65, 104, 105, 128, 129)
@@ -426,6 +434,7 @@ def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
             )
             if isinstance(plan, SlicedPlan):
                 assert fp8_gemm_sm90_sliced.stages_of(plan, 7168) == plan.stages
+                assert fp8_gemm_sm90_sliced.programs(plan, tokens, 2112) <= 132
                 continue
             tall = isinstance(plan, PersistentPlan)
             rows = 128 if tall else plan.n
