@@ -69,8 +69,8 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return self.parts.setdefault(int(i), Shared(self.data[int(i)]))
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(*order))

@@ -217,8 +217,9 @@ class Block(Products):
                 )
             else:
                 assert what[0] == "arrive", what
-                size = int(self.get(text[2], "u32")[t]) if what[1] == "expect_tx" else 0
-                self.shared.arrive(int(address[t]), size, int(self.shared.row[t]))
+                number = int(self.get(text[2], "u32")[t]) if len(text) > 2 else 1
+                size, count = (number, 1) if what[1] == "expect_tx" else (0, number)
+                self.shared.arrive(int(address[t]), size, int(self.shared.row[t]), count)
 
     def tried(self, text: list[str], mask: np.ndarray) -> bool:
         """mbarrier.try_wait of the active threads: whether they may go on."""

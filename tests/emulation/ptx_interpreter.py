@@ -28,7 +28,7 @@ from tests.emulation.ptx_global import GlobalMemory
 from tests.emulation.ptx_memory import SharedMemory, TensorMap
 from tests.emulation.ptx_registers import Program
 
-STEPS = 20_000_000  # of all programs together
+STEPS = 20_000_000  # instructions of all programs together, after which they are taken not to end
 
 
 @dataclass(eq=False)
@@ -190,7 +190,9 @@ class Grid:
         early: Sequence[Tensor] = (),
         counts: Sequence[int] = (),
         ended: Sequence[Tensor] = (),
+        steps: int = STEPS,
     ):
+        self.steps = steps
         codes = {launch.ptx: Program(launch.ptx) for launch in launches}
         self.launches = launches
         self.programs = [
@@ -235,9 +237,9 @@ class Grid:
     def in_turn(self, order: Sequence[int]) -> None:
         """Each program to its end; within it, each part until it has to wait. `order` keeps to
         what launches come after."""
+        left = self.steps
         for index in order:
             running = self.start(index)
-            left = STEPS
             while running.parts:
                 done = sum(
                     running.step(part, left)
@@ -245,6 +247,7 @@ class Grid:
                     if part in running.parts and part.barrier is None
                 )
                 left -= done
+                assert left > 0, "the programs do not end"
                 assert done, "everyone waits"
             self.products += running.block.products
 
@@ -253,7 +256,7 @@ class Grid:
         order."""
         lot = random.Random(seed)
         idle = 0
-        left = STEPS
+        left = self.steps
         waiting = list(range(len(self.programs)))
         running = dict[int, Running]()
         # programs that have not ended
@@ -292,11 +295,13 @@ def run(
     seed: int | None = None,
     backwards: bool = False,
     early: Sequence[Tensor] = (),
+    steps: int = STEPS,
 ) -> int:
     """One launch. watched: tensors that programs write and that others may touch; early: what no
-    kernel before writes. seed: by lot; else in turn. Returns how many products (of one
+    kernel before writes. seed: by lot; else in turn. steps: more of them are taken for a loop without
+    end. Returns how many products (of one
     warpgroup's instructions) there were."""
-    found = Grid([Launch(ptx, shared, grid, arguments)], watched, early)
+    found = Grid([Launch(ptx, shared, grid, arguments)], watched, early, steps=steps)
     if seed is None:
         found.in_turn(range(len(found.programs))[:: -1 if backwards else 1])
     else:

@@ -285,13 +285,14 @@ class SharedMemory:
         )
         return self.barriers[address]
 
-    def arrive(self, address: int, size: int, row: int) -> None:
-        """One arrival, of the warp of that row, that announces `size` bytes."""
+    def arrive(self, address: int, size: int, row: int, count: int = 1) -> None:
+        """An arrival that counts `count` times, of the warp of that row, and announces `size`
+        bytes."""
         found = self._found(address, np.asarray([row]))
         own = np.asarray([row])
-        assert found.left > 0, "more arrivals than a barrier counts"
+        assert found.left >= count, "more arrivals than a barrier counts"
         found.gathered = np.maximum(found.gathered, self.clocks.release(own))
-        self._count(found, 1, size)
+        self._count(found, count, size)
 
     def _count(self, found: CopyBarrier, arrivals: int, size: int) -> None:
         found.left = found.left - arrivals

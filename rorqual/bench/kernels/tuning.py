@@ -185,7 +185,7 @@ def tall_plans(
     if picks / shape.routed < 16 or not ex.has_tall(w.down, torch.bfloat16):
         return []
     sizes = {
-        "fp8": ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3)),
+        "fp8": ((128, 6), (128, 5), (128, 4), (192, 5), (192, 4), (256, 4), (256, 3)),
         "bf16": ((128, 4), (128, 3)),
     }
     return [replace(used, rows=rows, tall=stages) for rows, stages in sizes.get(shape.kind, ())]

@@ -85,18 +85,24 @@ def share(high, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(turn, rounds, high, ROWS: gl.constexpr):
-    """(token tile, weight tile) of a turn. 16 token tiles iterate over all weight tiles together,
-    so that both stay in the cache. The last round, with fewer tiles than programs, starts with the
-    last program."""
-    worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
+def place_of(tile, high, ROWS: gl.constexpr):
+    """(token tile, weight tile) of tile number `tile`. 16 token tiles iterate over all weight tiles
+    together, so that both stay in the cache."""
     PER_GROUP: gl.constexpr = 16 * ((ROWS + 127) // 128)
     group = tile // PER_GROUP
     inside = tile % PER_GROUP
     height = gl.minimum(high - group * 16, 16)
     return group * 16 + inside % height, inside // height
+
+
+@gluon.jit
+def tile_of(turn, rounds, high, ROWS: gl.constexpr):
+    """(token tile, weight tile) of a turn. The last round, with fewer tiles than programs, starts
+    with the last program."""
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
+    return place_of(tile, high, ROWS)
 
 
 @gluon.jit

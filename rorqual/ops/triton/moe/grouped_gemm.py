@@ -71,8 +71,8 @@ class Tile:
 @dataclass(frozen=True)
 class GroupedGemmPlan:
     """rows: rows of a block. up, down: tiles of both GEMMs. tall: stages of the kernel of
-    grouped_gemm_sm90_fp8.py (128 or 256 rows) or grouped_gemm_sm90_bf16.py (128), used instead on
-    Hopper; 0: never."""
+    grouped_gemm_sm90_fp8.py (128, 192 or 256 rows) or grouped_gemm_sm90_bf16.py (128), used
+    instead on Hopper; 0: never."""
 
     rows: int
     up: Tile

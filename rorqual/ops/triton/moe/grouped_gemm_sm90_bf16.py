@@ -11,8 +11,8 @@ In the first GEMM a tile has 128 rows of gate and the 128 of up that belong to t
 256: two of 128 would read x twice, and shared memory has 128 bytes per cycle (a product of 64 x 256
 x 16 reads 10 KB in its 128 cycles, a unit writes 48 KB in 1,024: together 125). What limits an H200
 before that is the L2 cache, which these 48 KB come from (docs/performance.md). The first GEMM's
-rows of x are gathered by token with 16-byte copies; the second GEMM's follow one another in memory,
-and are copied in the same way.
+rows of x are gathered by token with 16-byte copies; the second GEMM's follow one another in memory
+and are bulk copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import (
     PipelineBuffers,
@@ -41,7 +41,17 @@ from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import (
     put_rows,
     targets_of,
 )
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
+from rorqual.ops.triton.moe.tile_queue import (
+    FIELDS,
+    TileQueue,
+    announce,
+    announce_end,
+    announced_layout,
+    announced_tile,
+    block_at,
+    next_tile,
+)
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
@@ -56,22 +66,20 @@ REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of the copyin
 
 
 @gluon.jit
-def tile_at(turn, rounds, TILES: gl.constexpr):
-    """(row block, weight tile) of a turn: all weight tiles of a block follow one another, so that
-    programs at work at the same time have few experts. The last round, with fewer tiles than
-    programs, starts with the last program."""
-    worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
-    return tile // TILES, tile % TILES
+def _tokens_of(order, place, end, TOP_K: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which sorted rows `place` are before `end`, and where their tokens' rows of x begin."""
+    there = place < end
+    return there, gl.load(order + place, mask=there, other=0) // TOP_K * COLUMNS
 
 
 @gluon.jit
 def _copy_units(
     x,
+    x_tma,
     w_tma,
     ring,
     rows,
+    queue,
     TILES: gl.constexpr,
     COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -80,41 +88,66 @@ def _copy_units(
     DEPENDENT: gl.constexpr,
 ):
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 128, gl.SliceLayout(1, LINE))
+    row = gl.arange(0, 64, gl.SliceLayout(1, LINE))
     column = gl.arange(0, 64, gl.SliceLayout(0, LINE))
     wait_for_inputs(DEPENDENT)
-    high = gl.load(rows.count)
-    turns, rounds = share(high, TILES * 128)
+    tiles = gl.load(rows.count) * TILES
+    tile = gl.program_id(0)
     stage = 0
     phase = 1
-    for turn in range(turns):
-        m_tile, n_tile = tile_at(turn, rounds, TILES)
-        block = rows.blocks + m_tile
-        place = gl.load(block + rows.limit) + row
-        there = place < gl.load(block + 2 * rows.limit)
+    while tile < tiles:
+        # all weight tiles of a block follow one another, so that programs at work at the same time
+        # have few experts
+        n_tile = tile % TILES
+        first, end, expert, shift = block_at(rows, tile // TILES)
+        two = first + 64 < end
         if GATED:
-            order = rows.order + gl.load(block + 3 * rows.limit)
-            place = gl.load(order + place, mask=there, other=0) // TOP_K
-            lower = gl.load(block) * (2 * TILES * 128) + n_tile * 128
+            order = rows.order + shift
+            in_0, at_0 = _tokens_of(order, first + row, end, TOP_K, COLUMNS)
+            in_1, at_1 = _tokens_of(order, first + 64 + row, end, TOP_K, COLUMNS)
+            lower = expert * (TILES * 256) + n_tile * 128
             upper = lower + TILES * 128
         else:
-            lower = gl.load(block) * (TILES * 256) + n_tile * 256
+            lower = expert * (TILES * 256) + n_tile * 256
             upper = lower + 128
-        source = x + place.to(gl.int64)[:, None] * COLUMNS + column[None, :]
         for unit in range(COLUMNS // 64):
             mbarrier.wait(ring.empty.index(stage), phase)
+            if unit == 0:
+                announce(queue, stage, n_tile, first, end, expert, shift, 4)
             full = ring.full.index(stage)
             weights = ring.weights.index(stage)
-            mbarrier.expect(full, 256 * 64 * 2)
+            inputs = ring.inputs.index(2 * stage)
+            more_inputs = ring.inputs.index(2 * stage + 1)
+            if GATED:
+                mbarrier.expect(full, 256 * 64 * 2)
+            else:
+                mbarrier.expect(full, (256 + 64) * 64 * 2, pred=not two)
+                mbarrier.expect(full, (256 + 128) * 64 * 2, pred=two)
             tma.async_copy_global_to_shared(w_tma, [lower, unit * 64], full, weights.slice(0, 128))
             tma.async_copy_global_to_shared(
                 w_tma, [upper, unit * 64], full, weights.slice(128, 128)
             )
-            async_copy.async_copy_global_to_shared(
-                ring.inputs.index(stage), source + unit * 64, mask=there[:, None]
-            )
-            async_copy.mbarrier_arrive(full, increment_count=False)
+            if GATED:
+                source = x + unit * 64 + column[None, :]
+                async_copy.async_copy_global_to_shared(
+                    inputs, source + at_0[:, None], mask=in_0[:, None]
+                )
+                if two:
+                    async_copy.async_copy_global_to_shared(
+                        more_inputs, source + at_1[:, None], mask=in_1[:, None]
+                    )
+                async_copy.mbarrier_arrive(full, increment_count=False)
+            else:
+                tma.async_copy_global_to_shared(x_tma, [first, unit * 64], full, inputs)
+                tma.async_copy_global_to_shared(
+                    x_tma, [first + 64, unit * 64], full, more_inputs, pred=two
+                )
             stage, phase = next_stage(stage, phase, STAGES)
+        tile = next_tile(queue, tiles)
+    mbarrier.wait(ring.empty.index(stage), phase)
+    announce_end(queue, stage, 4)
+    ARRIVALS: gl.constexpr = 1 + (COPY_THREADS if GATED else 0)
+    mbarrier.arrive(ring.full.index(stage), count=ARRIVALS)
 
 
 @gluon.jit
@@ -136,6 +169,7 @@ def _multiply_units(
     out,
     ring,
     rows,
+    queue,
     TILES: gl.constexpr,
     UNITS: gl.constexpr,
     GATED: gl.constexpr,
@@ -147,24 +181,21 @@ def _multiply_units(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
-    high = gl.load(rows.count)
-    turns, rounds = share(high, TILES * 128)
     stage = 0
     phase = 0
-    for turn in range(turns):
-        m_tile, n_tile = tile_at(turn, rounds, TILES)
-        block = rows.blocks + m_tile
-        first = gl.load(block + rows.limit) + WHO * 64
-        end = gl.load(block + 2 * rows.limit)
-        if first < end:
-            order = rows.order + gl.load(block + 3 * rows.limit)
+    tile = announced_tile(queue, ring.full, stage, phase)
+    while tile.n_tile >= 0:
+        n_tile = tile.n_tile
+        first = tile.first + WHO * 64
+        if first < tile.end:
             # loaded before the products, to overlap with them
-            target = targets_of(order, first, end, LINE, not GATED)
+            target = targets_of(rows.order + tile.shift, first, tile.end, LINE, not GATED)
             acc = gl.full([64, 256], 0.0, gl.float32, ACC)
             for unit in range(UNITS):
                 mbarrier.wait(ring.full.index(stage), phase)
-                fence_async_shared()  # x was not copied by a bulk copy
-                xt = ring.inputs.index(stage).slice(WHO * 64, 64)
+                if GATED:
+                    fence_async_shared()  # x was not copied by a bulk copy
+                xt = ring.inputs.index(2 * stage + WHO)
                 wt = ring.weights.index(stage).permute((1, 0))
                 acc = warpgroup_mma(xt, wt, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -176,23 +207,27 @@ def _multiply_units(
             first_half, second_half = _split_columns(acc)
             if GATED:
                 result = first_half / (1.0 + gl.exp(-first_half)) * second_half
-                put_rows(y, out, result, target, n_tile, TILES * 128, LINE)
+                put_rows(y, out, result, target, n_tile * 128, TILES * 128, LINE, 128)
             else:
-                put_rows(y, out, first_half, target, 2 * n_tile, TILES * 256, LINE)
-                put_rows(y, out, second_half, target, 2 * n_tile + 1, TILES * 256, LINE)
+                column = n_tile * 256
+                put_rows(y, out, first_half, target, column, TILES * 256, LINE, 128)
+                put_rows(y, out, second_half, target, column + 128, TILES * 256, LINE, 128)
         else:
             stage, phase = let_pass(ring.full, ring.empty, stage, phase, UNITS, STAGES)
+        tile = announced_tile(queue, ring.full, stage, phase)
 
 
 @gluon.jit(do_not_specialize=["limit"])
 def _grouped_kernel_bf16(
     x,
+    x_tma,
     w_tma,
     y,
     order,
     blocks,
     count,
     limit,
+    taken,
     TILES: gl.constexpr,
     COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -205,41 +240,44 @@ def _grouped_kernel_bf16(
     """Grid: any number of programs. TILES: of each expert's weight rows. GATED: y = silu(gate x) *
     (up x) in sorted order, for x in token order; else y = w x in pair order, for x in sorted
     order."""
-    inputs = gl.allocate_shared_memory(
-        y.dtype.element_ty, [STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
-    weights = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, 256, 64], w_tma.layout)
-    outs = gl.allocate_shared_memory(
-        y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
+    kind: gl.constexpr = y.dtype.element_ty
+    LINES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    inputs = gl.allocate_shared_memory(kind, [2 * STAGES, 64, 64], LINES)
+    weights = gl.allocate_shared_memory(kind, [STAGES, 256, 64], w_tma.layout)
+    outs = gl.allocate_shared_memory(kind, [2, 64, 128], LINES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    announced = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], announced_layout())
     let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + COPY_THREADS)
+        mbarrier.init(full.index(i), count=1 + (COPY_THREADS if GATED else 0))
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     ring = PipelineBuffers(inputs, weights, full, empty)
     rows = RowBlocks(order, blocks, count, limit)
+    queue = TileQueue(taken, announced)
     UNITS: gl.constexpr = COLUMNS // 64
     gl.warp_specialize(
         [
             (
                 _multiply_units,
-                (y, outs.index(0), ring, rows, TILES, UNITS, GATED, STAGES, 0, DEPENDENT),
+                (y, outs.index(0), ring, rows, queue, TILES, UNITS, GATED, STAGES, 0, DEPENDENT),
             ),
             (
                 _multiply_units,
-                (y, outs.index(1), ring, rows, TILES, UNITS, GATED, STAGES, 1, DEPENDENT),
+                (y, outs.index(1), ring, rows, queue, TILES, UNITS, GATED, STAGES, 1, DEPENDENT),
             ),
             (
                 _copy_units,
-                (x, w_tma, ring, rows, TILES, COLUMNS, TOP_K, GATED, STAGES, DEPENDENT),
+                (
+                    x, x_tma, w_tma, ring, rows, queue, TILES, COLUMNS, TOP_K, GATED, STAGES,
+                    DEPENDENT,
+                ),
             ),
         ],
         [4, 4],
         [MULTIPLIER, COPIER],
-    )
+    )  # fmt: skip
 
 
 def fits(down: Weight, dtype: torch.dtype) -> bool:
@@ -264,19 +302,22 @@ def _launch(
     device = weight.data.device
     assert blocks.rows == M, blocks.rows
     assert x.is_contiguous()
+    assert x.numel() < 2**31, x.shape
     assert rows % 256 == columns % UNIT == 0, (rows, columns)
     assert (M + 256) * UNIT * 2 * stages + 4 * 64 * 128 <= SHARED, stages
     tiles = rows // 256
+    layout = bulk_layout(16)
+    flat = weight.data.view(experts * rows, columns)
     _grouped_kernel_bf16[min(blocks.limit * tiles, multiprocessors(device)),](
         x,
-        TensorDescriptor.from_tensor(
-            weight.data.view(experts * rows, columns), [128, UNIT], bulk_layout(16)
-        ),
+        TensorDescriptor.from_tensor(x, [64, UNIT], layout),
+        TensorDescriptor.from_tensor(flat, [128, UNIT], layout),
         y,
         blocks.order,
         blocks.blocks,
         blocks.count,
         blocks.limit,
+        zeroed_counters(device, 1),
         tiles,
         columns,
         top_k,

@@ -1,11 +1,11 @@
 """Grouped block-fp8 GEMM for many rows per expert on Hopper: as fp8_gemm_sm90_persistent.py, with
-different weights for each tile of rows.
+different weights for each tile of rows, and tiles taken from a queue (tile_queue.py).
 
 Rows are first permuted to expert order and quantized, so that 64 of them are one bulk copy. They
 are not padded: a tile starts with its block of rows (align.py), and its last 64 rows may partly
 belong to the next expert; those are not stored. Only the existing rows of a tile are copied. Chunks
-of 64 rows alternate between the two warpgroups; one without rows skips the stages. Only the GPU
-knows the number of tiles.
+of 64 rows alternate between the two warpgroups, or each of three has one (192 rows a tile): two
+with three chunks take as long as with four. A warpgroup without rows skips the stages.
 
 The first GEMM stores gate and up concatenated, in sorted order and rounded to 16 bits, for the
 kernel that multiplies and quantizes them: a tile of both would have 64 columns of each, half of a
@@ -36,11 +36,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.activation import Activation, Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share, tile_of
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, place_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.expert_rows import in_order, joined
+from rorqual.ops.triton.moe.tile_queue import (
+    FIELDS,
+    TileQueue,
+    announce,
+    announce_end,
+    announced_layout,
+    announced_tile,
+    block_at,
+    next_tile,
+)
 from rorqual.ops.triton.rowwise.quantize import quantized
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
@@ -49,7 +59,8 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     wait_for_inputs,
 )
 
-REGISTERS = (240, 24)  # per thread of the multiplying warpgroups, of the copying warp
+# by multiplying warpgroups: per thread of theirs, of the copying warp
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 class PipelineBuffers(NamedTuple):
@@ -77,7 +88,8 @@ def _copy_rows(
     w_tma,
     ring,
     rows,
-    M: gl.constexpr,
+    queue,
+    CHUNKS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -85,25 +97,26 @@ def _copy_rows(
 ):
     wait_for_inputs(DEPENDENT)
     high = gl.load(rows.count)
-    turns, rounds = share(high, ROWS)
+    tiles = high * (ROWS // 128)
+    tile = gl.program_id(0)
     stage = 0
     phase = 1
-    for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        first = gl.load(rows.blocks + rows.limit + m_tile)
-        w_row = gl.load(rows.blocks + m_tile) * ROWS + n_tile * 128
-        chunks = gl.minimum(
-            (gl.load(rows.blocks + 2 * rows.limit + m_tile) - first + 63) // 64, M // 64
-        )
+    while tile < tiles:
+        m_tile, n_tile = place_of(tile, high, ROWS)
+        first, end, expert, shift = block_at(rows, m_tile)
+        w_row = expert * ROWS + n_tile * 128
+        chunks = gl.minimum((end - first + 63) // 64, CHUNKS)
         for block in range(BLOCKS):
             mbarrier.wait(ring.empty.index(stage), phase)
-            for chunk in gl.static_range(M // 64):
+            if block == 0:
+                announce(queue, stage, n_tile, first, end, expert, shift, 1)
+            for chunk in gl.static_range(CHUNKS):
                 mbarrier.expect(
                     ring.full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1
                 )
-            for chunk in gl.static_range(M // 64):
+            for chunk in gl.static_range(CHUNKS):
                 corner = [first + 64 * chunk, block * 128]
-                part = ring.inputs.index(stage).slice(64 * chunk, 64)
+                part = ring.inputs.index(stage * CHUNKS + chunk)
                 tma.async_copy_global_to_shared(
                     x_tma, corner, ring.full.index(stage), part, pred=chunk < chunks
                 )
@@ -111,16 +124,17 @@ def _copy_rows(
                 w_tma, [w_row, block * 128], ring.full.index(stage), ring.weights.index(stage)
             )
             stage, phase = next_stage(stage, phase, STAGES)
+        tile = next_tile(queue, tiles)
+    mbarrier.wait(ring.empty.index(stage), phase)
+    announce_end(queue, stage, 1)
+    mbarrier.arrive(ring.full.index(stage), count=1)
 
 
 @gluon.jit
 def _sums(
     x_scale,
     weight_scale,
-    inputs,
-    weights,
-    full,
-    empty,
+    ring,
     stage,
     phase,
     first,
@@ -129,18 +143,17 @@ def _sums(
     xs_block,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-    SKIP: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    WHO: gl.constexpr,
     TWO: gl.constexpr,
-    WIDTH: gl.constexpr,
-    NEXT: gl.constexpr = 64,
 ):
-    """Sums of 64 tokens from `first` on and, with TWO, of 64 more that start NEXT rows later, all
-    before `tokens`. They are at row SKIP of the stages; WIDTH weight rows, with scales from
-    `weight_scale` on."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    """Sums of 64 tokens from `first` on, chunk WHO of the stages, and with TWO of those of chunk
+    WHO + 2, all before `tokens`, and the tile's 128 weight rows, with scales from `weight_scale`
+    on."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     token_scale = x_scale + token * xs_row
-    zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
+    zero = gl.full([64, 128], 0.0, gl.float32, ACC)
     low = zero
     high = zero
     done = zero
@@ -151,7 +164,7 @@ def _sums(
     factor = gl.load(weight_scale)
     low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
     if TWO:
-        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
+        high_factor = gl.load(token_scale + 128 * xs_row, mask=token + 128 < tokens, other=0.0)
     for block in range(BLOCKS):
         low_now = low_factor * factor
         if TWO:
@@ -161,20 +174,21 @@ def _sums(
         low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
         if TWO:
             high_factor = gl.load(
-                token_scale + (coming * xs_block + NEXT * xs_row),
-                mask=token + NEXT < tokens,
+                token_scale + (coming * xs_block + 128 * xs_row),
+                mask=token + 128 < tokens,
                 other=0.0,
             )
-        mbarrier.wait(full.index(stage), phase)
-        xt = inputs.index(stage)
-        wt = weights.index(stage).slice(0, WIDTH).permute((1, 0))
-        part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
+        mbarrier.wait(ring.full.index(stage), phase)
+        xt = ring.inputs.index(stage * CHUNKS + WHO)
+        wt = ring.weights.index(stage).permute((1, 0))
+        part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
         if TWO:
             done = warpgroup_mma_wait(0, deps=[part])
             low = low + done * low_now[:, None]
-            part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
+            xt = ring.inputs.index(stage * CHUNKS + WHO + 2)
+            part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
         done = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         if TWO:
             high = high + done * high_now[:, None]
         else:
@@ -205,17 +219,32 @@ def targets_of(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 
 
 @gluon.jit
-def put_rows(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
-    """Store 64 rows of sums through the shared buffer `out`."""
+def put_rows(
+    y, out, acc, target, first_column, ROWS: gl.constexpr, LINE: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Store 64 rows of WIDTH sums through the shared buffer `out`."""
     thread_barrier()  # all threads have read the previous contents
     out.store(acc.to(out.dtype))
     thread_barrier()
-    column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
+    column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LINE))
     gl.store(
         y + target.to(gl.int64)[:, None] * ROWS + column[None, :],
         out.load(LINE),
         mask=(target >= 0)[:, None],
     )
+
+
+@gluon.jit
+def _put_sums(
+    y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Store 64 rows of 128 sums through a buffer of WIDTH columns."""
+    if WIDTH == 128:
+        put_rows(y, out, acc, target, n_tile * 128, ROWS, LINE, 128)
+    else:
+        left, right = gl.split(acc.reshape([64, 2, 64]).permute((0, 2, 1)))
+        put_rows(y, out, left, target, n_tile * 128, ROWS, LINE, 64)
+        put_rows(y, out, right, target, n_tile * 128 + 64, ROWS, LINE, 64)
 
 
 @gluon.jit
@@ -226,9 +255,10 @@ def _multiply_rows(
     out,
     ring,
     rows,
+    queue,
     xs_row,
     xs_block,
-    M: gl.constexpr,
+    CHUNKS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -236,40 +266,38 @@ def _multiply_rows(
     SCATTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One of the two warpgroups, which take chunks of 64 rows alternately."""
-    SKIP: gl.constexpr = WHO * 64
-    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    """One of the warpgroups, which take chunks of 64 rows alternately."""
+    WIDTH: gl.constexpr = out.shape[1]
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
-    high = gl.load(rows.count)
-    turns, rounds = share(high, ROWS)
     stage = 0
     phase = 0
-    for turn in range(turns):
-        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        block = rows.blocks + m_tile
-        first = gl.load(block + rows.limit) + SKIP
-        end = gl.load(block + 2 * rows.limit)
+    tile = announced_tile(queue, ring.full, stage, phase)
+    while tile.n_tile >= 0:
+        first = tile.first + WHO * 64
+        end = tile.end
         if first < end:
-            scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
-            order = rows.order + gl.load(block + 3 * rows.limit)
+            scales = w_scale + (tile.expert * (ROWS // 128) + tile.n_tile) * BLOCKS
+            order = rows.order + tile.shift
             # loaded before the products, to overlap with them
             target = targets_of(order, first, end, LINE, SCATTER)
-            if M == 256 and first + 128 < end:
+            if CHUNKS == 4 and first + 128 < end:
                 next_target = targets_of(order, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = _sums(
-                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
+                    x_scale, scales, ring, stage, phase, first, end, xs_row, xs_block,
+                    BLOCKS, STAGES, CHUNKS, WHO, True,
                 )  # fmt: skip
-                put_rows(y, out, low, target, n_tile, ROWS, LINE)
-                put_rows(y, out, upper, next_target, n_tile, ROWS, LINE)
+                _put_sums(y, out, low, target, tile.n_tile, ROWS, LINE, WIDTH)
+                _put_sums(y, out, upper, next_target, tile.n_tile, ROWS, LINE, WIDTH)
             else:
                 low, upper, stage, phase = _sums(
-                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
-                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
+                    x_scale, scales, ring, stage, phase, first, end, xs_row, xs_block,
+                    BLOCKS, STAGES, CHUNKS, WHO, False,
                 )  # fmt: skip
-                put_rows(y, out, low, target, n_tile, ROWS, LINE)
+                _put_sums(y, out, low, target, tile.n_tile, ROWS, LINE, WIDTH)
         else:
             stage, phase = let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
+        tile = announced_tile(queue, ring.full, stage, phase)
 
 
 @gluon.jit(do_not_specialize=["limit", "xs_block"])
@@ -283,54 +311,97 @@ def _grouped_kernel(
     blocks,
     count,
     limit,
+    taken,
     xs_row,
     xs_block,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    M: gl.constexpr,
+    CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     SCATTER: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     MULTIPLIER: gl.constexpr,
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: any number of programs. ROWS: of each expert's weights. M: 128 or 256 rows per tile."""
+    """Grid: any number of programs. ROWS: of each expert's weights. CHUNKS of 64
+    rows are a tile: 2 or 4, or 3 of three warpgroups."""
     BLOCKS: gl.constexpr = COLUMNS // 128
-    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
+    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * CHUNKS, 64, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
     outs = gl.allocate_shared_memory(
-        y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2)
+        y.dtype.element_ty,
+        [WARPGROUPS, 64, 128 if WARPGROUPS == 2 else 64],
+        gl.NVMMASharedLayout(128, 16, rank=2),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
+    announced = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], announced_layout())
     ring = PipelineBuffers(inputs, weights, full, empty)
     rows = RowBlocks(order, blocks, count, limit)
-    gl.warp_specialize(
-        [
-            (
-                _multiply_rows,
+    queue = TileQueue(taken, announced)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    x_scale, w_scale, y, outs.index(0), ring, rows, xs_row, xs_block,
-                    M, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT,
+                    _multiply_rows,
+                    (
+                        x_scale, w_scale, y, outs.index(0), ring, rows, queue, xs_row,
+                        xs_block, CHUNKS, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT,
+                    ),
                 ),
-            ),
-            (
-                _multiply_rows,
                 (
-                    x_scale, w_scale, y, outs.index(1), ring, rows, xs_row, xs_block,
-                    M, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT,
+                    _multiply_rows,
+                    (
+                        x_scale, w_scale, y, outs.index(1), ring, rows, queue, xs_row,
+                        xs_block, CHUNKS, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT,
+                    ),
                 ),
-            ),
-            (_copy_rows, (x_tma, w_tma, ring, rows, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
-        ],
-        [4, 1],
-        [MULTIPLIER, COPIER],
-    )  # fmt: skip
+                (
+                    _copy_rows,
+                    (x_tma, w_tma, ring, rows, queue, CHUNKS, ROWS, BLOCKS, STAGES, DEPENDENT),
+                ),
+            ],
+            [4, 1],
+            [MULTIPLIER, COPIER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply_rows,
+                    (
+                        x_scale, w_scale, y, outs.index(0), ring, rows, queue, xs_row,
+                        xs_block, CHUNKS, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT,
+                    ),
+                ),
+                (
+                    _multiply_rows,
+                    (
+                        x_scale, w_scale, y, outs.index(1), ring, rows, queue, xs_row,
+                        xs_block, CHUNKS, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT,
+                    ),
+                ),
+                (
+                    _multiply_rows,
+                    (
+                        x_scale, w_scale, y, outs.index(2), ring, rows, queue, xs_row,
+                        xs_block, CHUNKS, ROWS, BLOCKS, STAGES, 2, SCATTER, DEPENDENT,
+                    ),
+                ),
+                (
+                    _copy_rows,
+                    (x_tma, w_tma, ring, rows, queue, CHUNKS, ROWS, BLOCKS, STAGES, DEPENDENT),
+                ),
+            ],
+            [4, 4, 1],
+            [MULTIPLIER, MULTIPLIER, COPIER],
+        )  # fmt: skip
 
 
 def product(
@@ -342,15 +413,17 @@ def product(
     scatter: bool,
 ) -> Tensor:
     """Sorted rows x [pairs, columns] times their experts' weights [experts, rows, columns]: [pairs,
-    rows] in sorted order or, with scatter, in pair order. dtype: 16 bits. blocks.rows: 128 or
-    256."""
+    rows] in sorted order or, with scatter, in pair order. dtype: 16 bits. blocks.rows: 128,
+    192 or 256."""
     experts, rows, columns = weight.data.shape
     m = blocks.rows
     device = weight.data.device
-    assert m in (128, 256), m
+    assert m in (128, 192, 256), m
+    warpgroups = 3 if m == 192 else 2
     assert dtype.itemsize == 2, dtype
     assert rows % 128 == columns % 128 == 0, (rows, columns)
-    assert (m + 128) * 128 * stages + 4 * 64 * 128 <= SHARED, (m, stages)
+    used = (m + 128) * 128 * stages + (2 * 64 * 128 if warpgroups == 2 else 3 * 64 * 64) * 2
+    assert used <= SHARED, (m, stages)
     y = torch.empty(blocks.num_picks, rows, dtype=dtype, device=device)
     layout = bulk_layout(8)
     flat = weight.data.view(experts * rows, columns)
@@ -364,15 +437,17 @@ def product(
         blocks.blocks,
         blocks.count,
         blocks.limit,
+        zeroed_counters(device, 1),
         *x.scale.stride(),
         rows,
         columns,
-        m,
+        m // 64,
         stages,
         scatter,
-        *REGISTERS,
+        warpgroups,
+        *REGISTERS[warpgroups],
         num_warps=4,
-        maxnreg=168,
+        maxnreg=128 if warpgroups == 3 else 168,
         **dependent(device),
     )
     return y

@@ -34,7 +34,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED, share
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.moe.grouped_gemm_sm90_bf16 import tile_at
 from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import PipelineBuffers, RowBlocks
 from rorqual.ops.triton.quantized import int4_order
 from rorqual.ops.triton.quantized.int4_direct import CHUNK, GROUPS_TAKEN, high_numbers, low_numbers
@@ -60,6 +59,17 @@ FEW_ROWS = gl.constexpr(32)  # of a block, up to which a multiprocessor has two 
 # warpgroups, of the warps that copy tokens and of the one that copies weights
 REGISTERS = {1: (128, 216, 56, 24), 2: (64, 104, 24, 24)}
 MOST_STAGES = 16
+
+
+@gluon.jit
+def tile_at(turn, rounds, TILES: gl.constexpr):
+    """(row block, weight tile) of a turn: all weight tiles of a block follow one another, so that
+    programs at work at the same time have few experts. The last round, with fewer tiles than
+    programs, starts with the last program."""
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
+    return tile // TILES, tile % TILES
 
 
 @gluon.constexpr_function

@@ -39,11 +39,11 @@ CHECKS = """
 assert [k.name for k in launched] == ["_grouped_kernel_bf16"] * len(launched), launched
 for kernel in launched[:4]:
     found = kernel.resources()
-    # the second's copying warps keep two registers' bytes aside, outside their loop
-    assert found["shared"] <= SHARED[90] and found["stack"] <= 16, found
+    assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 2 * 4
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
+STEPS = 100_000  # the longest form takes 8,000
 # rows of each expert, hidden, inner, top_k, stages, programs
 FORMS = [([70, 0, 131, 1], 256, 128, 3, 2, 2), ([129, 20, 60], 512, 256, 2, 3, 3)]
 SMALL = f"""
@@ -76,8 +76,13 @@ def execute(
     weight = case.gate_up if gated else case.down
     y = torch.full(exact.shape, float("nan"), dtype=B)
     flat = TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128)
-    arguments = [x, flat, y, case.order, case.blocks, case.count, case.limit]
-    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
+    rows = TensorMap(x, (64, 64), 128)
+    taken = torch.zeros(1, dtype=torch.int32)
+    arguments = [x, rows, flat, y, case.order, case.blocks, case.count, case.limit, taken]
+    ptx_interpreter.run(
+        ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, taken], seed, steps=STEPS
+    )
+    assert not taken.any(), "the counter of tiles was not reset"
     found = y if gated else y[case.places.long()]
     error = (found[: case.total].double() - exact[: case.total]).norm()
     assert error / exact[: case.total].norm() < 3e-3
@@ -104,6 +109,7 @@ BROKEN = {
     "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
     "rows that are not announced": (r"cp\.async\.mbarrier\.arrive[^;]*;", "", 1),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
+    "warps do not meet": (r"bar\.sync[^;]*;", "", 4),
 }
 
 

@@ -54,6 +54,7 @@ class SortedRows:
             self.blocks[:, index] = torch.tensor([expert, at, end, SHIFT])
         self.count = torch.tensor([len(spans)], dtype=torch.int32)
         self.limit = limit
+        self.taken = torch.zeros(1, dtype=torch.int32)
         self.places = torch.randperm(self.pairs).int()
         self.order = torch.cat((torch.full((SHIFT,), -(10**6), dtype=torch.int32), self.places))
         self.exact = torch.full((self.pairs, rows), float("nan"), dtype=torch.float64)
@@ -69,6 +70,7 @@ class SortedRows:
         found = y[self.places.long()] if scatter else y
         assert error(found[: self.total], self.exact[: self.total]) < 2e-3
         assert found[self.total :].isnan().all(), "an unused row was stored"
+        assert not self.taken.any(), "the counter of tiles was not reset"
 
 
 CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs, scatter
@@ -77,6 +79,7 @@ CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs,
     ([300, 64, 20], 256, 128, 384, 3, 2, True),
     ([130, 192], 256, 128, 256, 2, 1, False),  # three chunks: two and one
     ([129], 128, 384, 128, 4, 5, True),  # more programs than tiles of a round
+    ([70, 193, 400, 130], 192, 256, 256, 2, 2, True),
 ]
 
 
@@ -86,6 +89,7 @@ def test_emulated_result(
 ) -> None:
     case = SortedRows(counts, m, rows, columns)
     y = torch.full((case.pairs, rows), float("nan"), dtype=torch.bfloat16)
+    warpgroups = 3 if m == 192 else 2
     args = [
         Descriptor(case.x, [64, 128]),
         case.scale,
@@ -96,13 +100,15 @@ def test_emulated_result(
         case.blocks,
         case.count,
         case.limit,
+        case.taken,
         *case.scale.stride(),
         rows,
         columns,
-        m,
+        m // 64,
         stages,
         scatter,
-        *grouped_gemm_sm90_fp8.REGISTERS,
+        warpgroups,
+        *grouped_gemm_sm90_fp8.REGISTERS[warpgroups],
         False,
     ]
     gluon_emulator.run(grouped_gemm_sm90_fp8, "_grouped_kernel", (programs,), args)
@@ -112,7 +118,7 @@ def test_emulated_result(
 PLANS = """
 from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 from rorqual.ops.triton.moe.align import empty_blocks
-PLANS = [(256, 4), (128, 6)]
+PLANS = [(256, 4), (128, 6), (192, 5)]
 def launch(counts, m, rows, columns, stages, scatter, picks):
     blocks = empty_blocks(picks, len(counts), m, torch.device("cpu"), buckets=True)
     weight = Weight(torch.empty(len(counts), rows, columns, dtype=FP8), torch.empty(len(counts),
@@ -129,11 +135,16 @@ for index, kernel in enumerate(launched[: 2 * len(PLANS)]):
     (m, stages), found = PLANS[index // 2], kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (m, stages, found)
     found = kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32")
-    assert found == 2 * 4 * (3 if m == 256 else 1), m
+    assert found == 2 * 4 * (3 if m == 256 else 1) + 4 * (m == 192), m
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
+STEPS = 100_000  # the longest form takes 8,000
 # as CASES
-FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20, 150], 256, 128, 256, 2, 1, True)]
+FORMS = [
+    ([70, 0, 131, 1], 128, 256, 256, 2, 2, False),
+    ([200, 20, 150], 256, 128, 256, 2, 1, True),
+    ([160, 20], 192, 128, 256, 2, 2, False),
+]
 SMALL = f"""
 for counts, m, rows, columns, stages, _, scatter in {FORMS}:
     launch(counts, m, rows, columns, stages, scatter, sum(counts) + 5)
@@ -170,9 +181,12 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
         case.blocks,
         case.count,
         case.limit,
+        case.taken,
         *strides,
     ]
-    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
+    ptx_interpreter.run(
+        ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, case.taken], seed, steps=STEPS
+    )
     case.check(y, scatter)
     return y.nan_to_num(7)
 

@@ -213,8 +213,13 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         grouped_gemm.plan_for(quantized, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)
     ] == [32, 64, 64]
     monkeypatch.setattr(grouped_gemm, "is_hopper", lambda device: True)
-    many = [grouped_gemm.plan_for(quantized, 32 * mean) for mean in (56, 57)]
-    assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (256, 4)]
+    means = (32, 33, 112, 113, 184, 185, 272, 273)
+    many = [grouped_gemm.plan_for(quantized, 32 * mean) for mean in means]
+    tall = [(128, 6), (128, 6), (192, 5), (192, 5), (256, 4), (256, 4), (192, 5)]
+    assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), *tall]
+    tall_down = Weight(torch.empty(2, 4096, 128, dtype=FP8), torch.empty(2, 32, 1))
+    few = [grouped_gemm.plan_for(tall_down, 2 * mean) for mean in (20, 21)]
+    assert [(plan.rows, plan.tall) for plan in few] == [(32, 0), (128, 6)]
     assert grouped_gemm.plan_for(quantized, 32 * 97, dtype=torch.float32).tall == 0
     assert [small_batch.direct_plan_for(quantized, picks).up_rows for picks in (2, 3)] == [16, 4]
     assert [small_batch.direct_plan_for(down, picks).up_rows for picks in (8, 9)] == [8, 16]
