@@ -298,9 +298,8 @@ def run(
     steps: int = STEPS,
 ) -> int:
     """One launch. watched: tensors that programs write and that others may touch; early: what no
-    kernel before writes. seed: by lot; else in turn. steps: more of them are taken for a loop without
-    end. Returns how many products (of one
-    warpgroup's instructions) there were."""
+    kernel before writes. seed: by lot; else in turn. steps: more of them are taken for a loop
+    without end. Returns how many products (of one warpgroup's instructions) there were."""
     found = Grid([Launch(ptx, shared, grid, arguments)], watched, early, steps=steps)
     if seed is None:
         found.in_turn(range(len(found.programs))[:: -1 if backwards else 1])
