@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from rorqual.ops.triton.runtime.sm90_pipeline import thread_barrier
 
-FIELDS = gl.constexpr(5)  # of Tile
+FIELDS = gl.constexpr(5)  # of AnnouncedTile
 
 
 class TileQueue(NamedTuple):
@@ -28,7 +28,7 @@ class TileQueue(NamedTuple):
     announced: Any
 
 
-class Tile(NamedTuple):
+class AnnouncedTile(NamedTuple):
     """A block of rows of an expert times some of its weight rows. n_tile: which; -1: no tile is
     left. first, end: the block's first row, and the end of the expert's; shift: of a row to its
     pair in align.ExpertBlocks.order."""
@@ -94,7 +94,7 @@ def announced_tile(queue, full, stage, phase):
     """The tile whose first unit comes to this stage, by four multiplying warps."""
     mbarrier.wait(full.index(stage), phase)
     place = stage * FIELDS
-    tile = Tile(
+    tile = AnnouncedTile(
         _field(queue, place),
         _field(queue, place + 1),
         _field(queue, place + 2),
