@@ -33,9 +33,9 @@ struct Int4Panels : Int4 {
     };
 
     // Rows of the matrix, at most PANEL, and some of their columns. added: for each group of these columns and each row 16 less its zero
-    // point, in either half of a word.
+    // point, in either half of a word. next: rows that are filled next, asked for meanwhile where they are given.
     template <bool ZEROS>
-    void fill(int64_t first, int64_t rows, int64_t from, int64_t columns, const uint32_t *added, char *panel) const {
+    void fill(int64_t first, int64_t rows, int64_t from, int64_t columns, const uint32_t *added, const uint8_t *next, char *panel) const {
         static const Numbers numbers;
         const __m512i table = _mm512_load_si512(ZEROS ? numbers.less_16 : numbers.less_8), fifteen = _mm512_set1_epi16(15);
         for (int64_t i = 0; i < columns; i += TURNED) {
@@ -44,6 +44,7 @@ struct Int4Panels : Int4 {
                 __m512i v[16];
                 UNROLLED for (int r = 0; r < 16; r++) {
                     int64_t row = half * 16 + r;
+                    if (next) _mm_prefetch((const char *)next + (row * k + i) / 2, _MM_HINT_T1);
                     v[r] = row < rows ? _mm512_maskz_loadu_epi8(within, data + ((first + row) * k + from + i) / 2) : _mm512_setzero_si512();
                 }
                 turn_16(v);
@@ -101,13 +102,13 @@ struct Int4Panels : Int4 {
                 if (zeros) added[g * PANEL + r] = (16u - zeros[at]) * 0x10001u;
             }
         char *panel = (char *)scratch(12, PANEL * UNIT_DEPTH / 4);
+        const uint8_t *next = amx_here() ? (const uint8_t *)asked.from : nullptr;
         if (zeros)
-            fill<true>(first, rows, from, columns, added, panel);
+            fill<true>(first, rows, from, columns, added, next, panel);
         else
-            fill<false>(first, rows, from, columns, added, panel);
+            fill<false>(first, rows, from, columns, added, next, panel);
         int64_t lines = asked.rows * asked.lines;
         if (amx_here()) {
-            asked.some(lines);
             for (int64_t i = 0; i < n; i += CHUNK)
                 chunk(panel, from, columns, scale, count, x + i * ldx, ldx, std::min(CHUNK, n - i), y + i * ldy, ldy, rows);
             return;

@@ -43,6 +43,7 @@ HEADERS = (
     "quantized.h",
     "int4_pairs.h",
     "int4_panels.h",
+    "int4_byte_panels.h",
     "sampling.h",
     "captured.h",
 )

@@ -221,6 +221,30 @@ struct Int4 {
         for (int64_t i = 0; offset && i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
     }
 
+    // Of PANEL rows, `rows` of which there are, group by group: scales, and zero points, each as `word` has it. Room for
+    // padded(in_row) * PANEL numbers each.
+    template <class F>
+    void turned_grid(int64_t first, int64_t rows, float *scale, uint32_t *zero, F word) const {
+        int64_t count = rows * in_row;
+        float *plain = scratch(11, 2 * count);
+        uint32_t *words = (uint32_t *)(plain + count);
+        grid(first, rows, plain, nullptr);
+        turn_grid(plain, rows, scale);
+        if (!zeros) return;
+        for (int64_t i = 0; i < count; i++) words[i] = word(zeros[first * in_row + i]);
+        turn_grid((const float *)words, rows, (float *)zero);
+    }
+
+    // Words of any kind: nothing is computed.
+    void turn_grid(const float *plain, int64_t rows, float *out) const {
+#if defined(__AVX512BW__)
+        for (int64_t half = 0; half < PANEL; half += SPAN) turn_words(plain, in_row, rows, in_row, half, out);
+#else
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t g = 0; g < in_row; g++) memcpy(out + g * PANEL + r, plain + r * in_row + g, sizeof(float));
+#endif
+    }
+
     // Scales and zero points of some rows are read soon: no one waits for them then.
     void ask_for_grid(int64_t first, int64_t rows) const {
         constexpr int64_t STEP_BYTES = 64;  // of a cache line
@@ -504,6 +528,7 @@ struct Int4Bytes : Int4 {
 
 #include "int4_pairs.h"
 #include "int4_panels.h"
+#include "int4_byte_panels.h"
 
 template <class M, class X>
 float *prepare_all(const M &m, const X *x, int64_t n, int which) {
@@ -595,6 +620,15 @@ struct Packed {
 
 constexpr int64_t FEWEST_FOUR = 5;  // rows from which int4 is widened to a panel for AMX
 
+// Whether int4 becomes a panel of bytes, for n rows of bytes.
+inline bool bytes_on_unit(int64_t n) {
+#if defined(__AVX512BF16__)
+    return unit_takes((const int8_t *)nullptr) && n >= (amx_here() ? 7 : 13);
+#else
+    return unit_takes((const int8_t *)nullptr) && n >= PACKED;
+#endif
+}
+
 // `given` and `n`: the type and number of the rows to multiply with. Whole numbers are the faster form of few rows.
 template <class X, class F>
 void with_format(const Packed &p, int64_t n, const X *given, F body) {
@@ -606,6 +640,7 @@ void with_format(const Packed &p, int64_t n, const X *given, F body) {
         return body([](const Packed &m) { return Int4Panels{m.four()}; });
     }
 #endif
+    if (p.format == W4A8 && bytes_on_unit(n)) return body([](const Packed &m) { return Int4BytePanels{m.four()}; });
     if (p.format == W4A8 && n < PACKED) return body([](const Packed &m) { return Int4Bytes<1>{m.four()}; });
     if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)
         return body([](const Packed &m) { return Int4Bytes<2>{m.four()}; });

@@ -39,6 +39,10 @@ struct SumOf<int8_t> {
 #include "vectors/units_neon.h"
 #else
 struct UnitScope {};
+struct FittedScope {
+    explicit FittedScope(int64_t) {}
+    void fit(int64_t) {}
+};
 template <class E>
 inline bool unit_takes(const E *) {
     return false;
@@ -46,6 +50,8 @@ inline bool unit_takes(const E *) {
 inline void turn_panel(const char *, int64_t, int64_t, int64_t, char *) {}
 template <class E>
 inline void panel_product(const char *, int64_t, int64_t, int64_t, const char *, int64_t, int64_t, typename SumOf<E>::type *) {}
+template <class E, int64_t STEP>
+inline void fitted_product(const char *, int64_t, int64_t, int64_t, const char *, int64_t, int64_t, typename SumOf<E>::type *) {}
 #endif
 
 #include "pairs.h"

@@ -81,6 +81,58 @@ inline void pairs_product(const char *panel, int64_t bytes, const char *x, int64
     }
 }
 
+#if defined(__AVX512VNNI__)
+constexpr bool VNNI = true;
+
+// sums [N, PANEL] = N rows of x times a panel, both in bytes. The instruction takes a sign on one side alone: x + 128 is what a flipped
+// upper bit makes of x, and sums begin with 128 times the panel's own, taken away.
+template <int N>
+INLINE void bytes_tile(const char *panel, int64_t bytes, const char *x, int64_t ldx, __m512i low, __m512i high, int32_t *sums) {
+    __m512i acc[N][2];
+    UNROLLED for (int n = 0; n < N; n++) {
+        acc[n][0] = low;
+        acc[n][1] = high;
+    }
+    const __m512i flipped = _mm512_set1_epi8(char(0x80));
+    for (int64_t i = 0; i < bytes; i += 4) {
+        __m512i first = _mm512_loadu_si512(panel + i / 4 * WORD_ROW), second = _mm512_loadu_si512(panel + i / 4 * WORD_ROW + 64);
+        UNROLLED for (int n = 0; n < N; n++) {
+            __m512i word = _mm512_xor_si512(_mm512_set1_epi32(fetch<int32_t>(x + n * ldx + i)), flipped);
+            acc[n][0] = _mm512_dpbusd_epi32(acc[n][0], word, first);
+            acc[n][1] = _mm512_dpbusd_epi32(acc[n][1], word, second);
+        }
+    }
+    UNROLLED for (int n = 0; n < N; n++)
+        UNROLLED for (int c = 0; c < 2; c++) _mm512_storeu_si512(sums + n * PANEL + c * 16, acc[n][c]);
+}
+
+inline void bytes_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, int64_t count, int32_t *sums) {
+    const __m512i flipped = _mm512_set1_epi8(char(0x80));
+    __m512i low = _mm512_setzero_si512(), high = low;
+    for (int64_t i = 0; i < bytes; i += 4) {
+        low = _mm512_dpbusd_epi32(low, flipped, _mm512_loadu_si512(panel + i / 4 * WORD_ROW));
+        high = _mm512_dpbusd_epi32(high, flipped, _mm512_loadu_si512(panel + i / 4 * WORD_ROW + 64));
+    }
+    low = _mm512_sub_epi32(_mm512_setzero_si512(), low);
+    high = _mm512_sub_epi32(_mm512_setzero_si512(), high);
+    int64_t tiles = (count + 10) / 11;  // of even sizes, at most 11 rows: CHUNK rows are three of them
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t from = count * t / tiles, rows = count * (t + 1) / tiles - from;
+        const char *in = x + from * ldx;
+        int32_t *out = sums + from * PANEL;
+        switch (rows) {
+#define ROWS(N) \
+    case N: bytes_tile<N>(panel, bytes, in, ldx, low, high, out); break;
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
+#undef ROWS
+        }
+    }
+}
+#else
+constexpr bool VNNI = false;
+inline void bytes_product(const char *, int64_t, const char *, int64_t, int64_t, int32_t *) {}
+#endif
+
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 constexpr int64_t TILE_ROWS = 16;
 
@@ -106,6 +158,15 @@ struct alignas(64) TileShapes {  // as LDTILECFG reads them: eight tiles of 16 r
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+    TileShapes() = default;
+    // For panel_product of `count` rows of x, `step` bytes of a row at a time.
+    TileShapes(int64_t step, int64_t count) {
+        row_bytes[4] = row_bytes[5] = uint16_t(step);
+        for (int i : {0, 1, 4}) rows[i] = uint8_t(std::min<int64_t>(count, 16));
+        for (int i : {2, 3, 5}) rows[i] = uint8_t(count > 16 ? count - 16 : 16);
+        rows[6] = rows[7] = uint8_t(step / 4);
+    }
 };
 
 struct UnitScope {
@@ -118,12 +179,29 @@ struct UnitScope {
     }
 };
 
+// As UnitScope, for fitted_product.
+struct FittedScope {
+    int64_t step, count = 0;
+
+    explicit FittedScope(int64_t step) : step(step) {}
+    ~FittedScope() {
+        if (count) _tile_release();
+    }
+    void fit(int64_t wanted) {
+        if (wanted == 16 && count > 16) return;  // the first 16 rows of any shape
+        if (!amx_here() || count == wanted) return;
+        TileShapes shapes(step, wanted);
+        _tile_loadconfig(&shapes);
+        count = wanted;
+    }
+};
+
 // Tiles 0 to 3 are sums, 4 and 5 two times 16 rows of x, 6 and 7 two times 16 of the panel.
 #define TILES_TIMES(product, x_tile, first, second) \
     product(first, x_tile, 6);                      \
     product(second, x_tile, 7);
 
-template <class E>
+template <class E, int64_t STEP>
 void tiles_product(const char *panel, int64_t bytes, const char *x, int64_t ldx, bool both, typename SumOf<E>::type *sums) {
     constexpr bool BF16 = std::is_same<E, bf16>::value;
     // what tiles read is in memory by now: a compiler does not know of it
@@ -132,7 +210,7 @@ void tiles_product(const char *panel, int64_t bytes, const char *x, int64_t ldx,
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t i = 0; i < bytes; i += EDGE) {
+    for (int64_t i = 0; i < bytes; i += STEP) {
         _tile_loadd(6, panel + i / 4 * WORD_ROW, WORD_ROW);
         _tile_loadd(7, panel + i / 4 * WORD_ROW + 64, WORD_ROW);
         _tile_loadd(4, x + i, ldx);
@@ -167,18 +245,22 @@ inline void amx_product(const char *panel, int64_t bytes, const char *x, int64_t
         x = whole;
         ldx = bytes;
     }
-    tiles_product<E>(panel, bytes, x, ldx, both, sums);
+    tiles_product<E, EDGE>(panel, bytes, x, ldx, both, sums);
 }
 
 inline bool unit_takes(const bf16 *) { return true; }
-inline bool unit_takes(const int8_t *) { return amx_here(); }
+inline bool unit_takes(const int8_t *) { return VNNI || amx_here(); }
 #else
 struct UnitScope {};
+struct FittedScope {
+    explicit FittedScope(int64_t) {}
+    void fit(int64_t) {}
+};
 inline bool amx_here() { return false; }
 template <class E>
 inline void amx_product(const char *, int64_t, const char *, int64_t, int64_t, typename SumOf<E>::type *) {}
 inline bool unit_takes(const bf16 *) { return true; }
-inline bool unit_takes(const int8_t *) { return false; }
+inline bool unit_takes(const int8_t *) { return VNNI; }
 #endif
 inline bool unit_takes(const float *) { return false; }
 
@@ -190,4 +272,15 @@ inline void panel_product(const char *panel, int64_t, int64_t from, int64_t byte
         amx_product<E>(start, bytes, x + from, ldx, count, sums);
     else if constexpr (std::is_same<E, bf16>::value)
         pairs_product(start, bytes, x + from, ldx, count, sums, PANEL, PANEL, {}, {});
+    else
+        bytes_product(start, bytes, x + from, ldx, count, sums);
+}
+
+template <class E, int64_t STEP>
+inline void fitted_product(const char *panel, int64_t length, int64_t from, int64_t bytes, const char *x, int64_t ldx, int64_t count,
+                           typename SumOf<E>::type *sums) {
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    if (amx_here()) return tiles_product<E, STEP>(panel + from / 4 * WORD_ROW, bytes, x + from, ldx, count > TILE_ROWS, sums);
+#endif
+    panel_product<E>(panel, length, from, bytes, x, ldx, count, sums);
 }

@@ -4,6 +4,10 @@
 constexpr int64_t EIGHT_ROWS = 8, PIECE_BYTES = 8;  // rows of a tile either way, bytes of a row in half a register
 
 struct UnitScope {};
+struct FittedScope {
+    explicit FittedScope(int64_t) {}
+    void fit(int64_t) {}
+};
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline bool unit_takes(const bf16 *) { return true; }
@@ -83,4 +87,10 @@ inline void panel_product(const char *panel, int64_t length, int64_t from, int64
         for (int64_t r = 0; r < PANEL; r += EIGHT_ROWS)
             eight_by_eight<E, V>(panel + r * length + from * EIGHT_ROWS, bytes, rows, sums + i * PANEL + r, PANEL, count - i);
     }
+}
+
+template <class E, int64_t STEP>
+inline void fitted_product(const char *panel, int64_t length, int64_t from, int64_t bytes, const char *x, int64_t ldx, int64_t count,
+                           typename SumOf<E>::type *sums) {
+    panel_product<E>(panel, length, from, bytes, x, ldx, count, sums);
 }
