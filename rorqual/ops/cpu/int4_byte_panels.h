@@ -5,8 +5,8 @@
 // Of each block of NIBBLES columns first the even ones stand, then the odd ones, in a panel and in rows of x.
 
 struct Int4BytePanels : Int4 {
-    static constexpr int64_t DEEP = UNIT_DEPTH / 2;  // columns at once: a panel of them stays in the first cache while all rows of x meet it
-    static constexpr int64_t SUMMED = 2;  // groups whose sums wait there: totals are read and written once for all of them
+    static constexpr int64_t DEEP = UNIT_DEPTH / 2;  // columns at once: a panel of them, and of rows of x, stay in the second cache
+    static constexpr int64_t SUMMED = 2;  // groups whose sums wait in the first: totals are read and written once for all of them
 
     Int4BytePanels at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
     int64_t length() const { return edged(k); }
@@ -44,7 +44,7 @@ struct Int4BytePanels : Int4 {
                     int64_t at = i + b * NIBBLES;
                     if (at >= columns) break;
                     __m512i own = _mm512_set1_epi8(8);
-                    if (ZEROS) own = _mm512_loadu_si512(zero + (from + at) / group * PANEL + half);
+                    if (ZEROS) own = _mm512_loadu_si512(zero + ((from + at) / group - from / group) * PANEL + half);
                     char *to = panel + at / 4 * WORD_ROW + half * 4;
                     UNROLLED for (int j = 0; j < WORDS; j++) {
                         __m512i word = v[b * WORDS + j], even = _mm512_and_si512(word, fifteen);
@@ -64,7 +64,7 @@ struct Int4BytePanels : Int4 {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < columns; i += NIBBLES) {
                 const uint8_t *bytes = data + ((first + r) * k + from + i) / 2;
-                int8_t *to = plain + r * DEEP + i, own = ZEROS ? int8_t(zero[(from + i) / group * PANEL + r] & 255) : 8;
+                int8_t *to = plain + r * DEEP + i, own = ZEROS ? int8_t(zero[((from + i) / group - from / group) * PANEL + r] & 255) : 8;
                 for (int64_t j = 0; j < NIBBLES / 2; j++) {
                     to[j] = int8_t((bytes[j] & 15) - own);
                     to[NIBBLES / 2 + j] = int8_t((bytes[j] >> 4) - own);
@@ -74,23 +74,24 @@ struct Int4BytePanels : Int4 {
     }
 #endif
 
+    // `columns` of a panel from column `from` on: that many groups, the first of which may have begun before.
     struct Piece {
         const char *panel;
-        int64_t from, columns;
+        int64_t from, columns, groups;
+        const float *scale;
     };
 
-    // Sums of G groups, the g-th and on, of those columns that the piece has, with n rows of x, times their scales: added to `total`, or put
-    // there.
+    // Sums of G groups of a piece, the g-th and on, with n rows of x, times their scales: added to `total`, or put there.
     template <int64_t STEP, int G>
-    void some_groups(const Piece &p, int64_t g, const float *scale, const char *x, int64_t ldx, int64_t n, float *total, bool more) const {
+    void some_groups(const Piece &p, int64_t g, const char *x, int64_t ldx, int64_t n, float *total, bool more) const {
         alignas(64) int32_t sums[G][CHUNK * PANEL];
         for (int64_t i = 0; i < G; i++) {
-            int64_t first = (g + i) * group - p.from, begin = std::max<int64_t>(0, first), end = std::min(p.columns, first + group);
+            int64_t first = (g + i) * group - p.from % group, begin = std::max<int64_t>(0, first), end = std::min(p.columns, first + group);
             fitted_product<int8_t, STEP>(p.panel, edged(p.columns), begin, (end - begin + STEP - 1) / STEP * STEP, x, ldx, n, sums[i]);
         }
         for (int64_t c = 0; c < PANEL; c += SPAN) {
             sf own[G];
-            UNROLLED for (int i = 0; i < G; i++) own[i] = get(scale + (g + i) * PANEL + c);
+            UNROLLED for (int i = 0; i < G; i++) own[i] = get(p.scale + (g + i) * PANEL + c);
             for (int64_t t = 0; t < n; t++) {
                 float *at = total + t * PANEL + c;
                 sf sum = {};
@@ -101,41 +102,42 @@ struct Int4BytePanels : Int4 {
         }
     }
 
-    // A piece times rows of x; total [n, PANEL] is added to from the second piece on.
+    // A piece times n rows of x; total [n, PANEL] is added to from the second piece on.
     template <int64_t STEP>
-    void piece(const Piece &p, const float *scale, const float *in, int64_t ld, int64_t n, float *total, FittedScope &scope) const {
-        int64_t last = (p.from + p.columns - 1) / group;
+    void piece(const Piece &p, const float *in, int64_t ld, int64_t n, float *total, FittedScope &scope) const {
         for (int64_t i = 0; i < n; i += CHUNK) {
-            int64_t count = std::min(CHUNK, n - i), first = p.from / group, g = first;
+            int64_t count = std::min(CHUNK, n - i), g = 0;
             const char *x = (const char *)(in + i * ld + 16) + p.from;
             float *into = total + i * PANEL;
             scope.fit(count);
-            for (; g + SUMMED <= last + 1; g += SUMMED) some_groups<STEP, SUMMED>(p, g, scale, x, ld * 4, count, into, p.from > 0 || g > first);
-            for (; g <= last; g++) some_groups<STEP, 1>(p, g, scale, x, ld * 4, count, into, p.from > 0 || g > first);
+            for (; g + SUMMED <= p.groups; g += SUMMED) some_groups<STEP, SUMMED>(p, g, x, ld * 4, count, into, p.from > 0 || g > 0);
+            for (; g < p.groups; g++) some_groups<STEP, 1>(p, g, x, ld * 4, count, into, p.from > 0 || g > 0);
         }
     }
 
+    // All rows of the matrix meet a piece of x before the next one: it stays in the second cache.
     template <int64_t STEP>
     void bands(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         FittedScope scope(STEP);
+        constexpr int64_t MOST = DEEP / NIBBLES + 1;  // groups of a piece
         char *panel = (char *)scratch(12, PANEL * DEEP / 4);
-        float *total = scratch(13, n * PANEL), *scale = scratch(14, 2 * padded(in_row) * PANEL);
-        uint32_t *zero = (uint32_t *)(scale + padded(in_row) * PANEL);
-        for (int64_t r = 0; r < rows; r += PANEL) {
-            int64_t here = std::min(PANEL, rows - r);
-            turned_grid(first + r, here, scale, zero, [](uint8_t own) { return own * 0x01010101u; });
-            for (int64_t from = 0; from < k; from += DEEP) {
-                int64_t columns = std::min(DEEP, k - from), row = first + r;
-                const uint8_t *next = data + (from + DEEP < k ? row * k + from + DEEP : (row + PANEL) * k) / 2;
+        float *totals = scratch(13, n * (rows + PANEL)), *scale = scratch(14, 2 * padded(MOST) * PANEL);
+        uint32_t *zero = (uint32_t *)(scale + padded(MOST) * PANEL);
+        for (int64_t from = 0; from < k; from += DEEP)
+            for (int64_t r = 0; r < rows; r += PANEL) {
+                int64_t columns = std::min(DEEP, k - from), row = first + r, here = std::min(PANEL, rows - r);
+                int64_t begin = from / group, groups = (from + columns - 1) / group - begin + 1;
+                const uint8_t *next = data + ((row + PANEL) * k + from) / 2;
+                turned_grid(row, here, begin, groups, scale, zero, [](uint8_t own) { return own * 0x01010101u; });
                 if (zeros)
                     fill<true>(row, here, from, columns, zero, next, panel);
                 else
                     fill<false>(row, here, from, columns, zero, next, panel);
-                piece<STEP>({panel, from, columns}, scale, in, ld, n, total, scope);
+                float *total = totals + r * n;
+                piece<STEP>({panel, from, columns, groups, scale}, in, ld, n, total, scope);
+                for (int64_t t = 0; from + DEEP >= k && t < n; t++)
+                    for (int64_t i = 0; i < here; i++) y[t * ldy + r + i] = total[t * PANEL + i] * in[t * ld];
             }
-            for (int64_t t = 0; t < n; t++)
-                for (int64_t i = 0; i < here; i++) y[t * ldy + r + i] = total[t * PANEL + i] * in[t * ld];
-        }
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {

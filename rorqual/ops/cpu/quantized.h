@@ -221,27 +221,31 @@ struct Int4 {
         for (int64_t i = 0; offset && i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
     }
 
-    // Of PANEL rows, `rows` of which there are, group by group: scales, and zero points, each as `word` has it. Room for
-    // padded(in_row) * PANEL numbers each.
+    // Of PANEL rows, `rows` of which there are, scales and zero points of `count` groups, group by group; zero points as `word` has them.
+    // Room for padded(count) * PANEL numbers each.
     template <class F>
-    void turned_grid(int64_t first, int64_t rows, float *scale, uint32_t *zero, F word) const {
-        int64_t count = rows * in_row;
-        float *plain = scratch(11, 2 * count);
-        uint32_t *words = (uint32_t *)(plain + count);
-        grid(first, rows, plain, nullptr);
-        turn_grid(plain, rows, scale);
-        if (!zeros) return;
-        for (int64_t i = 0; i < count; i++) words[i] = word(zeros[first * in_row + i]);
-        turn_grid((const float *)words, rows, (float *)zero);
+    void turned_grid(int64_t first, int64_t rows, int64_t group_, int64_t count, float *scale, uint32_t *zero, F word) const {
+        float *plain = scratch(11, 2 * PANEL * count);
+        uint32_t *words = (uint32_t *)(plain + PANEL * count);
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t from = (first + r) * in_row + group_;
+            if (wide_scales)
+                widen_all((const float *)scales + from, count, plain + r * count);
+            else
+                widen_all((const bf16 *)scales + from, count, plain + r * count);
+            for (int64_t g = 0; zeros && g < count; g++) words[r * count + g] = word(zeros[from + g]);
+        }
+        turn_grid(plain, rows, count, scale);
+        if (zeros) turn_grid((const float *)words, rows, count, (float *)zero);
     }
 
     // Words of any kind: nothing is computed.
-    void turn_grid(const float *plain, int64_t rows, float *out) const {
+    static void turn_grid(const float *plain, int64_t rows, int64_t count, float *out) {
 #if defined(__AVX512BW__)
-        for (int64_t half = 0; half < PANEL; half += SPAN) turn_words(plain, in_row, rows, in_row, half, out);
+        for (int64_t half = 0; half < PANEL; half += SPAN) turn_words(plain, count, rows, count, half, out);
 #else
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t g = 0; g < in_row; g++) memcpy(out + g * PANEL + r, plain + r * in_row + g, sizeof(float));
+            for (int64_t g = 0; g < count; g++) memcpy(out + g * PANEL + r, plain + r * count + g, sizeof(float));
 #endif
     }
 

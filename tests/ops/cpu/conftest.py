@@ -22,6 +22,7 @@ EMULATED = {
 CI_LACKS = ("bf16, emulated", "vnni, emulated")  # AMX's form has their instructions too
 PROCESSORS = [
     "native",
+    pytest.param("cooperlake", marks=OLDER),  # AVX512-BF16 and VNNI without AMX
     pytest.param("haswell", marks=OLDER),
     pytest.param("x86-64", marks=(OLDER, pytest.mark.longest)),
     *(pytest.param(name, marks=OLDER) for name in EMULATED if name not in CI_LACKS),

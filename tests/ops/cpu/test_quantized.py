@@ -158,6 +158,51 @@ def test_rows_of_bf16_and_a_matrix_that_ends_within_a_register(ops: CpuOps, grou
                 torch.testing.assert_close(apart, together, atol=most, rtol=0.0)
 
 
+ZEROS = pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+
+
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 0])
+@ZEROS
+def test_rows_of_bytes_times_four_bits(ops: CpuOps, group: int, zeros: bool) -> None:
+    """Every number of rows that tiles and panels begin or end with, and matrices that end within a
+    register, a panel or, of groups that are cut there, a piece of columns."""
+    columns = [c for c in (96, 128, 192, 1248, 2208, 2304) if c % (group or 32) == 0]
+    for wide in columns:
+        weight = drawn((4, group, zeros, "int8_token"), 37, wide)
+        counts = (1, 6, 7, 12, 13, 16, 17, 28, 32, 33, 48, 61)
+        check_linear(ops, weight, torch.float32, counts, 3e-5)
+        x = torch.randn(35, wide)
+        x[[0, 20, 34], [3, 50, wide - 1]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        got = ops.linear(x, weight)
+        spoilt = torch.zeros(35, dtype=torch.bool)
+        spoilt[[0, 20, 34]] = True
+        assert got[spoilt].isnan().all()
+        want = product(x[~spoilt], weight)
+        most = 3e-5 * float(want.abs().max())
+        torch.testing.assert_close(got[~spoilt], want, atol=most, rtol=0.0)
+    # more rows than meet a panel at once, and rows of bf16
+    check_linear(ops, drawn((4, group, zeros, "int8_token"), 5, 384), torch.float32, (1029,), 3e-5)
+    narrow = drawn((4, group, zeros, "int8_token"), 70, 384, dtype=torch.bfloat16)
+    check_linear(ops, narrow, torch.bfloat16, (9, 40), 1e-2)
+
+
+@pytest.mark.parametrize("group", [32, 64, 0])
+@ZEROS
+def test_experts_of_bytes_with_many_rows_and_with_few(ops: CpuOps, group: int, zeros: bool) -> None:
+    """All take the form that suits their mean."""
+    gate_up = drawn((4, group, zeros, "int8_token"), 3, 2 * 192, 256)
+    down = drawn((4, group, zeros, "int8_token"), 3, 256, 192)
+    x = torch.randn(90, 256)
+    ids = torch.zeros(90, 1, dtype=torch.int64)
+    ids[[4, 7, 8], 0] = torch.tensor([1, 2, 2])
+    weights = torch.rand(90, 1)
+    got = ops.experts(x, ids, weights, ExpertWeights(gate_up, down))
+    want = by_definition(x, ids, weights, gate_up, down)
+    # a rounded activation may fall to the other side of a half
+    torch.testing.assert_close(got, want, atol=2e-2 * float(want.abs().max()), rtol=0.0)
+    assert not ops.told
+
+
 @pytest.mark.parametrize("kind", [FORMATS[0], FORMATS[4], FORMATS[5], FORMATS[8]])
 @DTYPES
 def test_mlp(ops: CpuOps, kind: Kind, dtype: torch.dtype) -> None:
