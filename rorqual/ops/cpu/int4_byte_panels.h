@@ -32,6 +32,8 @@ struct Int4BytePanels : Int4 {
         const __m512i fifteen = _mm512_set1_epi8(15);
         for (int64_t i = 0; i < columns; i += TURNED) {
             __mmask64 within = columns - i >= TURNED ? ~0ull : (1ull << (columns - i) / 2) - 1;
+            int64_t groups[TURNED / NIBBLES];  // of its blocks: a division takes long
+            for (int64_t b = 0; ZEROS && b < TURNED / NIBBLES; b++) groups[b] = (from + i + b * NIBBLES) / group - from / group;
             for (int64_t half = 0; half < PANEL; half += 16) {
                 __m512i v[16];
                 UNROLLED for (int r = 0; r < 16; r++) {
@@ -44,7 +46,7 @@ struct Int4BytePanels : Int4 {
                     int64_t at = i + b * NIBBLES;
                     if (at >= columns) break;
                     __m512i own = _mm512_set1_epi8(8);
-                    if (ZEROS) own = _mm512_loadu_si512(zero + ((from + at) / group - from / group) * PANEL + half);
+                    if (ZEROS) own = _mm512_loadu_si512(zero + groups[b] * PANEL + half);
                     char *to = panel + at / 4 * WORD_ROW + half * 4;
                     UNROLLED for (int j = 0; j < WORDS; j++) {
                         __m512i word = v[b * WORDS + j], even = _mm512_and_si512(word, fifteen);

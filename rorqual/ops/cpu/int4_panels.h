@@ -40,6 +40,8 @@ struct Int4Panels : Int4 {
         const __m512i table = _mm512_load_si512(ZEROS ? numbers.less_16 : numbers.less_8), fifteen = _mm512_set1_epi16(15);
         for (int64_t i = 0; i < columns; i += TURNED) {
             __mmask64 within = columns - i >= TURNED ? ~0ull : (1ull << (columns - i) / 2) - 1;
+            int64_t groups[TURNED / NIBBLES];  // of its blocks: a division takes long
+            for (int64_t b = 0; ZEROS && b < TURNED / NIBBLES; b++) groups[b] = (from + i + b * NIBBLES) / group - from / group;
             for (int64_t half = 0; half < 2; half++) {
                 __m512i v[16];
                 UNROLLED for (int r = 0; r < 16; r++) {
@@ -52,7 +54,7 @@ struct Int4Panels : Int4 {
                 UNROLLED for (int j = 0; j < 16; j++) {
                     if (i + 8 * j >= columns) break;
                     __m512i own = {};
-                    if (ZEROS) own = _mm512_loadu_si512(added + ((from + i + 8 * j) / group - from / group) * PANEL + half * 16);
+                    if (ZEROS) own = _mm512_loadu_si512(added + groups[j * 8 / NIBBLES] * PANEL + half * 16);
                     UNROLLED for (int part = 0; part < 4; part++) {
                         __m512i number = part ? _mm512_srli_epi16(v[j], 4 * part) : v[j];
                         if (ZEROS) number = _mm512_add_epi16(_mm512_and_si512(number, fifteen), own);
@@ -73,34 +75,46 @@ struct Int4Panels : Int4 {
         }
     };
 
-    // At most CHUNK rows of x times a panel on AMX, a group at a time; scales: of PANEL rows, group by group.
+    // G groups of a panel, the g-th and on, times at most CHUNK rows of x on AMX: added to `total`. scale: of PANEL rows, group by group.
+    template <int G>
+    void some_groups(const char *panel, int64_t from, int64_t columns, int64_t g, const float *scale, const bf16 *x, int64_t ldx, int64_t n,
+                     float *total) const {
+        alignas(64) float sums[G][CHUNK * PANEL];
+        for (int64_t i = 0; i < G; i++) {
+            int64_t first = (g + i) * group - from % group, begin = std::max<int64_t>(0, first), end = std::min(columns, first + group);
+            fitted_product<bf16, EDGE>(panel, 0, begin * 2, (end - begin) * 2, (const char *)(x + from), ldx * 2, n, sums[i]);
+        }
+        for (int64_t c = 0; c < PANEL; c += SPAN) {
+            sf own[G];
+            UNROLLED for (int i = 0; i < G; i++) own[i] = get(scale + (g + i) * PANEL + c);
+            for (int64_t t = 0; t < n; t++) {
+                float *at = total + t * PANEL + c;
+                sf sum = get(at);
+                UNROLLED for (int i = 0; i < G; i++) sum += get(sums[i] + t * PANEL + c) * own[i];
+                put(sum, at);
+            }
+        }
+    }
+
+    // At most CHUNK rows of x times a panel on AMX.
     void chunk(const char *panel, int64_t from, int64_t columns, const float *scale, int64_t count, const bf16 *x, int64_t ldx, int64_t n, float *y,
                int64_t ldy, int64_t rows) const {
-        alignas(64) float sums[CHUNK * PANEL], total[CHUNK * PANEL];
+        alignas(64) float total[CHUNK * PANEL];
         for (int64_t t = 0; t < n; t++)
             for (int64_t r = 0; r < PANEL; r++) total[t * PANEL + r] = from > 0 && r < rows ? y[t * ldy + r] : 0;
-        for (int64_t g = 0; g < count; g++) {
-            int64_t g0 = from / group, begin = std::max<int64_t>(0, (g0 + g) * group - from), end = std::min(columns, (g0 + g + 1) * group - from);
-            amx_product<bf16>(panel + begin / 2 * WORD_ROW, (end - begin) * 2, (const char *)(x + from + begin), ldx * 2, n, sums);
-            const float *own = scale + g * PANEL;
-            for (int64_t t = 0; t < n; t++)
-                for (int64_t r = 0; r < PANEL; r++) total[t * PANEL + r] += sums[t * PANEL + r] * own[r];
-        }
+        int64_t g = 0;
+        for (; g + 2 <= count; g += 2) some_groups<2>(panel, from, columns, g, scale, x, ldx, n, total);
+        if (g < count) some_groups<1>(panel, from, columns, g, scale, x, ldx, n, total);
         for (int64_t t = 0; t < n; t++) std::copy(total + t * PANEL, total + t * PANEL + rows, y + t * ldy);
     }
 
     // One panel, times rows of x; y is added to from the second piece of columns on.
     void band(int64_t first, int64_t rows, int64_t from, int64_t columns, const bf16 *x, int64_t ldx, int64_t n, float *y, int64_t ldy,
-              Asked asked) const {
+              Asked asked, FittedScope &scope) const {
         int64_t g0 = from / group, count = (from + columns - 1) / group - g0 + 1;
-        float *scale = scratch(14, 2 * count * PANEL);
-        uint32_t *added = (uint32_t *)(scale + count * PANEL);
-        for (int64_t r = 0; r < PANEL; r++)
-            for (int64_t g = 0; g < count; g++) {
-                int64_t at = (first + std::min(r, rows - 1)) * in_row + g0 + g;
-                scale[g * PANEL + r] = wide_scales ? ((const float *)scales)[at] : widen(((const bf16 *)scales)[at]);
-                if (zeros) added[g * PANEL + r] = (16u - zeros[at]) * 0x10001u;
-            }
+        float *scale = scratch(14, 2 * padded(count) * PANEL);
+        uint32_t *added = (uint32_t *)(scale + padded(count) * PANEL);
+        turned_grid(first, rows, g0, count, scale, added, [](uint8_t zero) { return (16u - zero) * 0x10001u; });
         char *panel = (char *)scratch(12, PANEL * UNIT_DEPTH / 4);
         const uint8_t *next = amx_here() ? (const uint8_t *)asked.from : nullptr;
         if (zeros)
@@ -109,8 +123,10 @@ struct Int4Panels : Int4 {
             fill<false>(first, rows, from, columns, added, next, panel);
         int64_t lines = asked.rows * asked.lines;
         if (amx_here()) {
-            for (int64_t i = 0; i < n; i += CHUNK)
+            for (int64_t i = 0; i < n; i += CHUNK) {
+                scope.fit(std::min(CHUNK, n - i));
                 chunk(panel, from, columns, scale, count, x + i * ldx, ldx, std::min(CHUNK, n - i), y + i * ldy, ldy, rows);
+            }
             return;
         }
         for (int64_t g = 0; g < count; g++) {
@@ -122,8 +138,7 @@ struct Int4Panels : Int4 {
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        UnitScope scope;
-        (void)scope;
+        FittedScope scope(EDGE);
         for (int64_t some = 0; some < n; some += AT_UNIT)
             for (int64_t deep = 0; deep < k; deep += DEEP)
                 for (int64_t r = 0; r < rows; r += PANEL) {
@@ -131,7 +146,7 @@ struct Int4Panels : Int4 {
                     Asked asked = {(const char *)data + ((first + r + PANEL) * k + deep) / 2, k / 2, std::max<int64_t>(0, left),
                                    (columns / 2 + EDGE - 1) / EDGE, 0};
                     band(first + r, here, deep, columns, (const bf16 *)(in + some * ld), 2 * ld, std::min(AT_UNIT, n - some), y + some * ldy + r,
-                         ldy, asked);
+                         ldy, asked, scope);
                 }
     }
 };

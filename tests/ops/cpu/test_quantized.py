@@ -180,7 +180,10 @@ def test_rows_of_bytes_times_four_bits(ops: CpuOps, group: int, zeros: bool) -> 
         want = product(x[~spoilt], weight)
         most = 3e-5 * float(want.abs().max())
         torch.testing.assert_close(got[~spoilt], want, atol=most, rtol=0.0)
-    # more rows than meet a panel at once, and rows of bf16
+    # several panels and pieces, more rows than meet a panel at once, and rows of bf16
+    assert ops.native is not None
+    ops.native.lib.rq_threads(1)
+    check_linear(ops, drawn((4, group, zeros, "int8_token"), 300, 2304), torch.float32, (35,), 3e-5)
     check_linear(ops, drawn((4, group, zeros, "int8_token"), 5, 384), torch.float32, (1029,), 3e-5)
     narrow = drawn((4, group, zeros, "int8_token"), 70, 384, dtype=torch.bfloat16)
     check_linear(ops, narrow, torch.bfloat16, (9, 40), 1e-2)
