@@ -627,10 +627,9 @@ constexpr int64_t FEWEST_FOUR = 5;  // rows from which int4 is widened to a pane
 // Whether int4 becomes a panel of bytes, for n rows of bytes.
 inline bool bytes_on_unit(int64_t n) {
 #if defined(__AVX512BF16__)
-    return unit_takes((const int8_t *)nullptr) && n >= (amx_here() ? 7 : 13);
-#else
-    return unit_takes((const int8_t *)nullptr) && n >= PACKED;
+    if (amx_here()) return n >= 7;
 #endif
+    return unit_takes((const int8_t *)nullptr) && n >= PACKED;
 }
 
 // `given` and `n`: the type and number of the rows to multiply with. Whole numbers are the faster form of few rows.

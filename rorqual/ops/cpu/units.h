@@ -1,5 +1,5 @@
 // Products of many rows on instructions that multiply pieces of two matrices at once, included by kernels.cpp: AMX, BFMMLA and SMMLA,
-// and AVX512-BF16 for its pairs of bf16. Both sides are bf16, or bytes; sums are fp32, or whole numbers.
+// and AVX-512 for its pairs of bf16 and its bytes in fours. Both sides are bf16, or bytes; sums are fp32, or whole numbers.
 //
 // These instructions round otherwise than fp32 does: numbers too small for its exponents are zero, and sums of two or four products may
 // be rounded on their own. A weight and a row of bf16 are taken as they are; rows in fp32 are rounded to bf16, as by the definition in
@@ -33,6 +33,8 @@ struct SumOf<int8_t> {
 // turn_panel           rows < PANEL of so many bytes, `apart` bytes apart, to a panel whose rows are edged(bytes) long; zeros elsewhere
 // panel_product        sums [count, PANEL] = count <= CHUNK rows of x, `ldx` bytes apart, times a panel whose rows are `length` bytes
 //                      long, over `bytes` of them (a multiple of EDGE) from `from` on
+// FittedScope          as UnitScope, for fitted_product of STEP bytes of a row at a time
+// fitted_product       as panel_product, over a multiple of STEP bytes (EDGE or half of it), for as many rows as were given to `fit` last
 #if defined(__AVX512BF16__)
 #include "vectors/units_avx512.h"
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_MATMUL_INT8)

@@ -133,14 +133,26 @@ def four_bits(dtype: torch.dtype) -> Iterator[tuple[str, Call, Tensors]]:
             )
             yield f"int4 {rows} {outputs} {columns} {group}", linear_int4, given
             yield f"int4, no zero points {rows} {outputs} {columns} {group}", linear_int4, given[:3]
+            yield f"int4, bytes {rows} {outputs} {columns} {group}", linear_int4_bytes, given
 
 
 def linear_int4(
-    native: Native, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None = None
+    native: Native,
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    activation: str = "wide",
 ) -> Tensors:
-    weight = Weight(data, scale, (1, x.shape[1] // scale.shape[1]), zero)
+    weight = Weight(data, scale, (1, x.shape[1] // scale.shape[1]), zero, activation)
     assert not quantized.refused(weight)
     return (quantized.linear(native, x, weight),)
+
+
+def linear_int4_bytes(
+    native: Native, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor
+) -> Tensors:
+    return linear_int4(native, x, data, scale, zero, "int8_token")
 
 
 def add_norm(native: Native, x: Tensor, residual: Tensor, weight: Tensor) -> Tensors:

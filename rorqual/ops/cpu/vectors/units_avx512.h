@@ -1,4 +1,4 @@
-// AVX512-BF16, and AMX where the processor has it and Linux lets this process use it: included by units.h. A panel holds words of four
+// AVX512-BF16, VNNI, and AMX where the processor has it and Linux lets this process use it: included by units.h. A panel holds words of four
 // bytes, PANEL rows side by side.
 
 constexpr int64_t WORD_ROW = PANEL * 4;  // bytes of a panel that are one word of every row
@@ -160,7 +160,7 @@ struct alignas(64) TileShapes {  // as LDTILECFG reads them: eight tiles of 16 r
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
     TileShapes() = default;
-    // For panel_product of `count` rows of x, `step` bytes of a row at a time.
+    // For fitted_product of `count` rows of x.
     TileShapes(int64_t step, int64_t count) {
         row_bytes[4] = row_bytes[5] = uint16_t(step);
         for (int i : {0, 1, 4}) rows[i] = uint8_t(std::min<int64_t>(count, 16));
@@ -179,7 +179,7 @@ struct UnitScope {
     }
 };
 
-// As UnitScope, for fitted_product.
+// Tiles have as many rows as there are rows of x: fewer take less time, and nothing is copied to fill a tile.
 struct FittedScope {
     int64_t step, count = 0;
 
