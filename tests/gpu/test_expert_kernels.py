@@ -22,7 +22,7 @@ from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm, topk
-from rorqual.ops.triton.runtime.launch import is_hopper
+from rorqual.ops.triton.runtime.launch import is_hopper, tile_counter
 from tests.gpu.choice import rarely
 
 DEVICE = torch.device("cuda")
@@ -75,7 +75,7 @@ def test_every_plan_agrees(kind: str) -> None:
     ids[:, 3] = -1
     weights = torch.rand(300, 4, device=DEVICE)
     expected = reference.experts(x, ids, weights, w)
-    for mean in (0.4, 1, 5, 15, 90, 1000):
+    for mean in (0.4, 1, 5, 15, 25, 40, 90, 150, 230, 1000):
         plan = grouped_gemm.plan_for(w.down, int(16 * mean))
         with bench.poisoned():
             got = grouped_gemm.grouped_experts(x, ids, weights, w, plan)
@@ -87,9 +87,10 @@ def test_every_plan_agrees(kind: str) -> None:
     [
         ("fp8", 128, 6),
         ("fp8", 128, 2),
+        ("fp8", 192, 5),
         ("fp8", 256, 4),
         ("bf16", 128, 4),
-        *rarely(("bf16", 128, 2)),
+        *rarely(("bf16", 128, 2), ("fp8", 192, 2)),
     ],
 )
 @pytest.mark.parametrize("tokens", [700, *rarely(60, 3000)])
@@ -120,6 +121,11 @@ def test_products_of_many_rows(kind: str, rows: int, stages: int, tokens: int) -
             out.fill_(float("nan"))
         graph.replay()
         assert all(torch.equal(out, first) for out in outs)
+    assert not tile_counter(DEVICE).any(), "a counter of tiles was not reset"
+    away = torch.full_like(ids, -1)
+    base = torch.randn_like(x)
+    assert torch.equal(grouped_gemm.grouped_experts(x, away, weights, w, plan, base=base), base)
+    assert torch.equal(grouped_gemm.grouped_experts(x, ids, weights, w, plan), first)
 
 
 def test_experts_in_fp32() -> None:

@@ -1,8 +1,8 @@
 """Grouped GEMMs of 16-bit weights for many rows per expert on Hopper, in Gluon: four warps copy,
 two warpgroups multiply 64 rows x 256 weight rows each.
 
-Tiles are those of grouped_gemm_sm90_fp8.py: blocks of up to 128 rows of one expert, of which a
-warpgroup without rows skips the stages. Copies run up to STAGES units of 64 columns ahead, also
+Tiles are as in grouped_gemm_sm90_fp8.py, of blocks of up to 128 rows of one expert; a warpgroup
+without rows skips their stages. Copies run up to STAGES units of 64 columns ahead, also
 across tiles, so that neither the first copies of a tile nor its results leave the tensor cores
 without work for long; of the second GEMM's short tiles (12 units of Qwen3-30B) both would be a
 quarter.
@@ -51,7 +51,7 @@ from rorqual.ops.triton.moe.tile_queue import (
     block_at,
     next_tile,
 )
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, tile_counter
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
@@ -302,7 +302,7 @@ def _launch(
     device = weight.data.device
     assert blocks.rows == M, blocks.rows
     assert x.is_contiguous()
-    assert x.numel() < 2**31, x.shape
+    assert not gated or x.numel() < 2**31, x.shape
     assert rows % 256 == columns % UNIT == 0, (rows, columns)
     assert (M + 256) * UNIT * 2 * stages + 4 * 64 * 128 <= SHARED, stages
     tiles = rows // 256
@@ -317,7 +317,7 @@ def _launch(
         blocks.blocks,
         blocks.count,
         blocks.limit,
-        zeroed_counters(device, 1),
+        tile_counter(device),
         tiles,
         columns,
         top_k,

@@ -50,7 +50,7 @@ from rorqual.ops.triton.moe.tile_queue import (
     next_tile,
 )
 from rorqual.ops.triton.rowwise.quantize import quantized
-from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
+from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, tile_counter
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     let_next_start,
@@ -64,7 +64,7 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 class PipelineBuffers(NamedTuple):
-    """Buffers between the copying warp and the two multiplying warpgroups: tiles of both operands,
+    """Buffers between the copying warp and the multiplying warpgroups: tiles of both operands,
     and barriers for full and for empty stages."""
 
     inputs: Any
@@ -437,7 +437,7 @@ def product(
         blocks.blocks,
         blocks.count,
         blocks.limit,
-        zeroed_counters(device, 1),
+        tile_counter(device),
         *x.scale.stride(),
         rows,
         columns,

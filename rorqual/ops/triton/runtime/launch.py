@@ -7,6 +7,7 @@ before is complete and visible.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -99,9 +100,26 @@ def next_power(n: int) -> int:
 
 
 COUNTERS = 1024
-STREAMS = 64
+STREAMS = 128  # of a device; torch has 65
 _counters: dict[torch.device, Tensor] = {}
-_owners: dict[tuple[torch.device, int], int] = {}
+_owners: dict[torch.device, dict[int, int]] = {}
+_adding_owner = threading.Lock()
+
+
+def _counters_of_stream(device: torch.device) -> Tensor:
+    if device not in _counters:
+        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
+            "run once before capturing"
+        )
+        _counters[device] = torch.zeros(STREAMS, COUNTERS + 1, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    owners = _owners.setdefault(device, {})
+    owner = owners.get(stream)
+    if owner is None:
+        with _adding_owner:
+            owner = owners.setdefault(stream, len(owners))
+        assert owner < STREAMS, "more streams than counters"
+    return _counters[device][owner]
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
@@ -109,14 +127,15 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
     kernels of two streams may run concurrently.
 
     All sets are created at the first call, which must not be during a graph capture: only that
-    graph would zero a set created there.
+    graph would zero a set created there. A graph has the set of the stream that it was captured on:
+    graphs of one stream must not be replayed at the same time, nor beside other kernels of that
+    stream.
     """
     assert count <= COUNTERS, count
-    if device not in _counters:
-        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
-            "run once before capturing"
-        )
-        _counters[device] = torch.zeros(STREAMS, COUNTERS, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    owner = _owners.setdefault((device, stream), len(_owners) % STREAMS)
-    return _counters[device][owner]
+    return _counters_of_stream(device)
+
+
+def tile_counter(device: torch.device) -> Tensor:
+    """[1] int32, as zeroed_counters, that no other kernel shares with those that take tiles from
+    it: a number left by another would cost them tiles."""
+    return _counters_of_stream(device)[COUNTERS:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from tests.emulation import ptx_interpreter
+from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.emulation.ptx_memory import TensorMap
 from tests.ops.triton.moe.sorted_rows import Experts
@@ -45,7 +47,12 @@ for kernel in launched[:4]:
 """
 STEPS = 100_000  # the longest form takes 8,000
 # rows of each expert, hidden, inner, top_k, stages, programs
-FORMS = [([70, 0, 131, 1], 256, 128, 3, 2, 2), ([129, 20, 60], 512, 256, 2, 3, 3)]
+FORMS = [
+    ([70, 0, 131, 1], 256, 128, 3, 2, 2),
+    ([129, 20, 60], 512, 256, 2, 3, 3),
+    ([0, 0, 0, 0], 256, 128, 3, 2, 2),
+    ([0, 1, 0, 0], 256, 128, 3, 2, 4),  # more programs than tiles
+]
 SMALL = f"""
 for counts, hidden, inner, top_k, stages, _ in {FORMS}:
     launch(len(counts), hidden, inner, top_k, stages, -(-(sum(counts) + 5) // top_k) * top_k)
@@ -85,7 +92,7 @@ def execute(
     assert not taken.any(), "the counter of tiles was not reset"
     found = y if gated else y[case.places.long()]
     error = (found[: case.total].double() - exact[: case.total]).norm()
-    assert error / exact[: case.total].norm() < 3e-3
+    assert error <= 3e-3 * exact[: case.total].norm()
     assert found[case.total :].isnan().all(), "an unused row was stored"
     return y.nan_to_num(7)
 
@@ -99,6 +106,38 @@ def test_compiled_code_is_right_and_free_of_races(
     assert torch.equal(execute(kernel, form, gated), execute(kernel, form, gated, seed=form))
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_both_products_take_tiles_from_one_counter(kernels: list[Kernel], seed: int | None) -> None:
+    counts, hidden, inner, top_k, _, programs = FORMS[0]
+    case = Experts(counts, hidden, inner, top_k)
+    h = torch.full(case.gated.shape, float("nan"), dtype=B)
+    y = torch.full(case.out.shape, float("nan"), dtype=B)
+    taken = torch.zeros(1, dtype=torch.int32)
+    launches = []
+    for kernel, x, weight, out in (
+        (kernels[4], case.x, case.gate_up, h),
+        (kernels[5], h, case.down, y),
+    ):
+        maps = [
+            TensorMap(x, (64, 64), 128),
+            TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128),
+        ]
+        arguments = [x, *maps, out, case.order, case.blocks, case.count, case.limit, taken]
+        after = 0 if launches else None
+        launches.append(Launch(kernel.ptx, kernel.shared, (programs,), arguments, after))
+    grid = Grid(launches, [h, y, taken], steps=STEPS)
+    grid.in_turn(range(2 * programs)) if seed is None else grid.by_lot(seed)
+    want = torch.cat(
+        [
+            case.gated[at : at + n].to(B).double() @ case.down[expert].double().T
+            for expert, (at, n) in enumerate(zip([0, *accumulate(counts)], counts, strict=False))
+        ]
+    )
+    error = (y[case.places.long()][: case.total].double() - want).norm()
+    assert error <= 5e-3 * want.norm()
+    assert not taken.any()
+
+
 # what is taken out, one place at a time; by what; how many of the places matter at least
 BROKEN = {
     "a stage is used or filled before it is there or free": (
@@ -109,6 +148,7 @@ BROKEN = {
     "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
     "rows that are not announced": (r"cp\.async\.mbarrier\.arrive[^;]*;", "", 1),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
+    # not those of the queue: the compiler puts its own beside them
     "warps do not meet": (r"bar\.sync[^;]*;", "", 4),
 }
 
