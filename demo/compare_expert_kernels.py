@@ -47,6 +47,7 @@ PAIRS = (
     ("bf16", "BF16"),
     ("w8a8", "AMXINT8"),
     ("w4a16", "AMXINT4"),
+    ("w4a8", "AMXINT4"),
     ("w4a16-g32", "RAWINT4"),
     ("w4a16-g32", "RAWINT4 blocked"),
     ("w4a16-g32", "RAWINT4 avx-vnni"),

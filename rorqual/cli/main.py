@@ -284,8 +284,8 @@ def quantize(
         str,
         typer.Option(
             "--format",
-            help="w4a16, w8a8, fp8 (blocks of 128x128) or w4afp8 (w4a16's weights, activations in "
-            "fp8).",
+            help="w4a16, w8a8, fp8 (blocks of 128x128), w4a8 or w4afp8 (w4a16's weights, rows in "
+            "int8 or fp8).",
         ),
     ],
     group: Annotated[

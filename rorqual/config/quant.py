@@ -194,7 +194,11 @@ QUANTIZATIONS: dict[str, QuantConfig] = {
     "fp8": _rounded("fp8", (128, 128), "fp8_group"),
     **{
         name + ("" if group == 128 else f"-g{group}"): _rounded("int4", (1, group), activation)
-        for name, activation in (("w4a16", "wide"), ("w4afp8", "fp8_token"))
+        for name, activation in (
+            ("w4a16", "wide"),
+            ("w4a8", "int8_token"),
+            ("w4afp8", "fp8_token"),
+        )
         for group in GROUPS
     },
 }

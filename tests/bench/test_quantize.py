@@ -163,7 +163,7 @@ def test_groups(tmp_path: Path, folder: Path) -> None:
     ("form", "group", "said"),
     [
         ("int3", None, "format='int3' is not known; accepted: w4a16"),
-        ("w8a8", 64, "group=64 goes with w4a16, w4afp8"),
+        ("w8a8", 64, "group=64 goes with w4a16, w4a8, w4afp8"),
         ("w4a16", 48, "group=48 is not supported; accepted: 128, 64, 32"),
     ],
 )

@@ -39,8 +39,8 @@ from rorqual.models.registry import make_model
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
 
-FORMATS = ("w4a16", "w8a8", "fp8", "w4afp8")
-GROUPED = ("w4a16", "w4afp8")
+FORMATS = ("w4a16", "w4a8", "w8a8", "fp8", "w4afp8")
+GROUPED = ("w4a16", "w4a8", "w4afp8")
 
 
 @dataclass(frozen=True)

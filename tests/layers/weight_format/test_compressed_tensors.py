@@ -149,7 +149,7 @@ def test_the_file_is_what_the_library_makes(name: str) -> None:
     assert by_library(name) == json.loads(FILE.read_text())[name]
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8", "w4a16", "w4afp8-g32"])
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "w4a16", "w4a8-g64", "w4afp8-g32"])
 def test_the_library_unpacks_what_is_written(name: str) -> None:
     """Negative scales of int4 included."""
     pytest.importorskip("compressed_tensors")
