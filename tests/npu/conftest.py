@@ -4,6 +4,7 @@ skipped before they are imported, so that they may import torch_npu as any other
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def pytest_pycollect_makemodule(
     if INSTALLED or module_path.name in ORDINARY or not module_path.name.startswith("test_"):
         return None
     return SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_in_the_environment() -> Iterator[None]:
+    """Emulated operators are also those of the processes that a test starts (`npu_platform.install`
+    tells them by the environment); later files start processes that have others."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ |= before
