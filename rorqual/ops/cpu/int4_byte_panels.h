@@ -91,17 +91,7 @@ struct Int4BytePanels : Int4 {
             int64_t first = (g + i) * group - p.from % group, begin = std::max<int64_t>(0, first), end = std::min(p.columns, first + group);
             fitted_product<int8_t, STEP>(p.panel, edged(p.columns), begin, (end - begin + STEP - 1) / STEP * STEP, x, ldx, n, sums[i]);
         }
-        for (int64_t c = 0; c < PANEL; c += SPAN) {
-            sf own[G];
-            UNROLLED for (int i = 0; i < G; i++) own[i] = get(p.scale + (g + i) * PANEL + c);
-            for (int64_t t = 0; t < n; t++) {
-                float *at = total + t * PANEL + c;
-                sf sum = {};
-                if (more) sum = get(at);
-                UNROLLED for (int i = 0; i < G; i++) sum += __builtin_convertvector(fetch<si>(sums[i] + t * PANEL + c), sf) * own[i];
-                put(sum, at);
-            }
-        }
+        add_groups(sums, p.scale + g * PANEL, n, total, more);
     }
 
     // A piece times n rows of x; total [n, PANEL] is added to from the second piece on.

@@ -84,16 +84,7 @@ struct Int4Panels : Int4 {
             int64_t first = (g + i) * group - from % group, begin = std::max<int64_t>(0, first), end = std::min(columns, first + group);
             fitted_product<bf16, EDGE>(panel, 0, begin * 2, (end - begin) * 2, (const char *)(x + from), ldx * 2, n, sums[i]);
         }
-        for (int64_t c = 0; c < PANEL; c += SPAN) {
-            sf own[G];
-            UNROLLED for (int i = 0; i < G; i++) own[i] = get(scale + (g + i) * PANEL + c);
-            for (int64_t t = 0; t < n; t++) {
-                float *at = total + t * PANEL + c;
-                sf sum = get(at);
-                UNROLLED for (int i = 0; i < G; i++) sum += get(sums[i] + t * PANEL + c) * own[i];
-                put(sum, at);
-            }
-        }
+        add_groups(sums, scale + g * PANEL, n, total, true);
     }
 
     // At most CHUNK rows of x times a panel on AMX.

@@ -530,6 +530,25 @@ struct Int4Bytes : Int4 {
     }
 };
 
+inline sf as_floats(const float *at) { return get(at); }
+inline sf as_floats(const int32_t *at) { return __builtin_convertvector(fetch<si>(at), sf); }
+
+// Sums of G groups, each [n, PANEL], times the groups' scales of PANEL rows: added to `total` [n, PANEL], or put there.
+template <int G, class S>
+INLINE void add_groups(const S (&sums)[G][CHUNK * PANEL], const float *scale, int64_t n, float *total, bool more) {
+    for (int64_t c = 0; c < PANEL; c += SPAN) {
+        sf own[G];
+        UNROLLED for (int i = 0; i < G; i++) own[i] = get(scale + i * PANEL + c);
+        for (int64_t t = 0; t < n; t++) {
+            float *at = total + t * PANEL + c;
+            sf sum = {};
+            if (more) sum = get(at);
+            UNROLLED for (int i = 0; i < G; i++) sum += as_floats(sums[i] + t * PANEL + c) * own[i];
+            put(sum, at);
+        }
+    }
+}
+
 #include "int4_pairs.h"
 #include "int4_panels.h"
 #include "int4_byte_panels.h"

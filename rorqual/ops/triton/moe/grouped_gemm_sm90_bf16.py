@@ -310,7 +310,7 @@ def _launch(
     flat = weight.data.view(experts * rows, columns)
     _grouped_kernel_bf16[min(blocks.limit * tiles, multiprocessors(device)),](
         x,
-        TensorDescriptor.from_tensor(x, [64, UNIT], layout),
+        None if gated else TensorDescriptor.from_tensor(x, [64, UNIT], layout),
         TensorDescriptor.from_tensor(flat, [128, UNIT], layout),
         y,
         blocks.order,

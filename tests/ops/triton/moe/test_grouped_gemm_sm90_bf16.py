@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from tests.emulation import ptx_interpreter
 from tests.emulation.ptx_interpreter import Grid, Launch
-from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
+from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
 from tests.emulation.ptx_memory import TensorMap
 from tests.ops.triton.moe.sorted_rows import Experts
 
@@ -83,9 +83,19 @@ def execute(
     weight = case.gate_up if gated else case.down
     y = torch.full(exact.shape, float("nan"), dtype=B)
     flat = TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128)
-    rows = TensorMap(x, (64, 64), 128)
+    rows = None if gated else TensorMap(x, (64, 64), 128)
     taken = torch.zeros(1, dtype=torch.int32)
-    arguments = [x, rows, flat, y, case.order, case.blocks, case.count, case.limit, taken]
+    arguments = [
+        x,
+        *run_time(rows),
+        flat,
+        y,
+        case.order,
+        case.blocks,
+        case.count,
+        case.limit,
+        taken,
+    ]
     ptx_interpreter.run(
         ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, taken], seed, steps=STEPS
     )
@@ -118,11 +128,19 @@ def test_both_products_take_tiles_from_one_counter(kernels: list[Kernel], seed: 
         (kernels[4], case.x, case.gate_up, h),
         (kernels[5], h, case.down, y),
     ):
-        maps = [
-            TensorMap(x, (64, 64), 128),
-            TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128),
+        rows = TensorMap(x, (64, 64), 128) if launches else None
+        flat = TensorMap(weight.view(-1, weight.shape[2]), (128, 64), 128)
+        arguments = [
+            x,
+            *run_time(rows),
+            flat,
+            out,
+            case.order,
+            case.blocks,
+            case.count,
+            case.limit,
+            taken,
         ]
-        arguments = [x, *maps, out, case.order, case.blocks, case.count, case.limit, taken]
         after = 0 if launches else None
         launches.append(Launch(kernel.ptx, kernel.shared, (programs,), arguments, after))
     grid = Grid(launches, [h, y, taken], steps=STEPS)
