@@ -282,7 +282,7 @@ def persistent_candidates(
     tokens: int, rows: int, columns: int, processors: int
 ) -> Iterator[PersistentPlan]:
     """Tiles are split where they are too few for all of the GPU's multiprocessors."""
-    for m, stages in ((256, 4), (128, 6), (128, 4)):
+    for m, stages in ((256, 4), (192, 4), (128, 6), (128, 4)):
         if tokens > m // 2:
             yield PersistentPlan(m, stages)
     if tokens <= 64:

@@ -24,6 +24,8 @@ from rorqual.ops.triton.gemm.linear_plan import (
     SlicedPlan,
     StreamKPlan,
     TilePlan,
+    WholeTilesPlan,
+    whole_tiles,
 )
 from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
@@ -227,7 +229,11 @@ def plan_for(weight: Weight, tokens: int) -> LinearPlan:
         # of 128 x 128: with less than a GPU has multiprocessors, these decide more than the sizes
         "tiles": triton.cdiv(tokens, 128) * triton.cdiv(rows, 128),
     }
-    return tuning.config_for("linear_fp8", LinearPlan, weight.data.device, **shape)
+    device = weight.data.device
+    plan = tuning.config_for("linear_fp8", LinearPlan, device, **shape)
+    if isinstance(plan, WholeTilesPlan):
+        return whole_tiles(tokens, rows, columns, multiprocessors(device))
+    return plan
 
 
 def linear(

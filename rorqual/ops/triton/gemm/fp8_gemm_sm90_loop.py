@@ -28,18 +28,37 @@ from rorqual.ops.triton.runtime.sm90_pipeline import next_stage, thread_barrier
 
 N = 128  # weight rows per tile
 SHARED = 227 * 1024 - 1024  # bytes of stages and of the output buffer
-REGISTERS = (232, 40)  # per thread of the multiplying warpgroups, of copying and scale warps
+# by multiplying warpgroups: per thread of theirs, of copying and scale warps, and of all on average
+REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}
 KEPT_BYTES = 2048
 # number of factors in shared memory: of two units or of four
 FACTORS = gl.constexpr(KEPT_BYTES // 4)
 
 
+def warpgroups_of(m: int) -> int:
+    """Multiplying warpgroups of tiles of m tokens: two with three chunks would take as long as with
+    four."""
+    return 3 if m == 192 else 2
+
+
 def assert_fits(m: int, stages: int) -> None:
     """Shared memory in bytes for tiles of m tokens with this many stages, and 64 x 128 16-bit
     results per warpgroup."""
-    assert m in (128, 256), m
+    assert m in (128, 192, 256), m
     assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
-    assert (m + N) * 128 * stages + 4 * 64 * N + KEPT_BYTES <= SHARED, (m, stages)
+    results = warpgroups_of(m) * 64 * N * 2
+    assert (m + N) * 128 * stages + results + KEPT_BYTES <= SHARED, (m, stages)
+
+
+@gluon.constexpr_function
+def padded(m):
+    """Factors of a unit of m tokens: a power of two."""
+    return 128 if m == 128 else 256
+
+
+@gluon.constexpr_function
+def warpgroups(m):
+    return 3 if m == 192 else 2
 
 
 class Ring(NamedTuple):
@@ -59,16 +78,18 @@ class Ring(NamedTuple):
 def new_ring(x_tma, w_tma, M: gl.constexpr, STAGES: gl.constexpr):
     """Allocate in shared memory and initialize the barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
+    CHUNKS: gl.constexpr = M // 64
+    WARPGROUPS: gl.constexpr = warpgroups(M)
+    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * CHUNKS, 64, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [FACTORS // M, M], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [FACTORS // padded(M), padded(M)], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    for i in gl.static_range(WARPGROUPS):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     return Ring(inputs, weights, factors, full, empty, turns)
@@ -107,9 +128,10 @@ def tile_of(turn, rounds, high, ROWS: gl.constexpr):
 
 @gluon.jit
 def leave(ring, factors, unit, there, stage, free, phase, M: gl.constexpr, STAGES: gl.constexpr):
-    """Write a unit's factors, [M], over those of the unit FACTORS // M earlier, once that unit is
-    done; a no-op if not `there`. free, phase: that unit's stage barrier and its phase."""
-    KEPT: gl.constexpr = FACTORS // M
+    """Write a unit's factors, [padded(M)], over those of the unit FACTORS // padded(M) earlier,
+    once that unit is done; a no-op if not `there`. free, phase: that unit's stage barrier and its
+    phase."""
+    KEPT: gl.constexpr = FACTORS // padded(M)
     if there:
         if unit >= KEPT:
             mbarrier.wait(ring.empty.index(free), phase)
@@ -124,11 +146,11 @@ def leave(ring, factors, unit, there, stage, free, phase, M: gl.constexpr, STAGE
 
 
 @gluon.jit
-def _begin(ring, xt, wt, done, never, turn, by_turns, WHO: gl.constexpr):
+def _begin(ring, xt, wt, done, never, turn, by_turns, WHO: gl.constexpr, M: gl.constexpr):
     """A product in flight, which uses the registers of `done`."""
     mbarrier.wait(ring.turns.index(WHO), turn, pred=by_turns > 0)
     part = warpgroup_mma(xt, wt, done, use_acc=never, is_async=True)
-    mbarrier.arrive(ring.turns.index(1 - WHO), count=1, pred=by_turns > 0)
+    mbarrier.arrive(ring.turns.index((WHO + 1) % warpgroups(M)), count=1, pred=by_turns > 0)
     return part, turn ^ by_turns
 
 
@@ -138,7 +160,7 @@ def _chunk_factors(ring, unit, CHUNK: gl.constexpr, M: gl.constexpr, WIDTH: gl.c
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     chunks = ring.factors._reinterpret(gl.float32, [FACTORS // 64, 64], FLAT)
-    chunk = unit % (FACTORS // M) * (M // 64) + CHUNK
+    chunk = unit % (FACTORS // padded(M)) * (padded(M) // 64) + CHUNK
     return chunks.index(chunk).load(gl.SliceLayout(1, ACC))[:, None]
 
 
@@ -170,17 +192,16 @@ def sums(
     never = tokens < 0
     for unit in range(first, first + BLOCKS):
         mbarrier.wait(ring.full.index(stage), phase)
-        xt = ring.inputs.index(stage)
+        xt = ring.inputs.index(stage * (M // 64) + WHO)
         wt = ring.weights.index(stage).slice(0, WIDTH).permute((1, 0))
-        part, turn = _begin(ring, xt.slice(WHO * 64, 64), wt, done, never, turn, by_turns, WHO)
+        part, turn = _begin(ring, xt, wt, done, never, turn, by_turns, WHO, M)
         low_now = _chunk_factors(ring, unit, WHO, M, WIDTH)
         if TWO:
             high_now = _chunk_factors(ring, unit, WHO + 2, M, WIDTH)
             done = warpgroup_mma_wait(0, deps=[part])
             low = low + done * low_now
-            part, turn = _begin(
-                ring, xt.slice(WHO * 64 + 128, 64), wt, done, never, turn, by_turns, WHO
-            )
+            xt = ring.inputs.index(stage * (M // 64) + WHO + 2)
+            part, turn = _begin(ring, xt, wt, done, never, turn, by_turns, WHO, M)
         done = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         if TWO:

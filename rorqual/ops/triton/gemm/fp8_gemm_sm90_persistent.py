@@ -1,10 +1,10 @@
 """Block-fp8 GEMM for many tokens on Hopper, in Gluon: one warp copies, two load scales, two
-warpgroups multiply.
+warpgroups multiply, or three (tiles of 192 tokens: two would take as long as for 256).
 
 Programs are persistent; tiles and multiplication are those of fp8_gemm_sm90_loop.py. Copies run up
 to STAGES units ahead, also across tiles. The last column of tiles may have 64 weight rows and then
-takes half the time; it is processed last, by the programs with the least work. Scales are loaded
-for four units at once.
+takes three quarters of the time; it is processed last, by the programs with the least work. Scales
+are loaded for four units at once.
 
 The last chunk of 64 tokens begins 64 before the end: copies of which three quarters are out of
 bounds made products of 160 tokens take up to 1.4 times as long as of 256.
@@ -15,8 +15,8 @@ waits for them, which are about to be there, and adds all in the order of the co
 
 The bottleneck is shared memory, 128 bytes per cycle: a product of 64 x 128 x 32 reads 6 KB in its
 64 cycles and a unit of 256 tokens writes 48 KB in 1024, together 144 bytes per cycle, so at most
-0.89 of the tensor cores' rate; with 128 tokens 160 and 0.80, with products of 64 x 64 x 32 (as in
-Triton's kernel with halves) 192 and 0.67.
+0.89 of the tensor cores' rate; with 192 tokens 149 and 0.86, with 128 160 and 0.80, with products
+of 64 x 64 x 32 (narrow tiles, and Triton's kernel with halves) 192 and 0.67.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
     assert_fits,
     leave,
     new_ring,
+    padded,
     share,
     sums,
     tile_of,
+    warpgroups,
+    warpgroups_of,
 )
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
@@ -133,12 +136,12 @@ def _copy(
         mbarrier.wait(ring.empty.index(stage), phase)
         more = unit >= STAGES
         mbarrier.expect(ring.full.index(stage), (M + 128) * 128, pred=more)
-        for chunk in gl.static_range(0, M, 64):
+        for chunk in gl.static_range(M // 64):
             tma.async_copy_global_to_shared(
                 x_tma,
-                [_start_of(m_tile * M + chunk, tokens), block * 128],
+                [_start_of(m_tile * M + 64 * chunk, tokens), block * 128],
                 ring.full.index(stage),
-                ring.inputs.index(stage).slice(chunk, 64),
+                ring.inputs.index(stage * (M // 64) + chunk),
             )
         tma.async_copy_global_to_shared(
             w_tma,
@@ -166,10 +169,10 @@ def _factors_of(
     BLOCKS: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """A unit's factors [M]: its tokens' scales times its weights' scale."""
+    """A unit's factors [padded(M)]: its tokens' scales times its weights' scale."""
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     m_tile, n_tile, block = _unit_at(gl.minimum(unit, units - 1), rounds, high, ROWS, BLOCKS, SPLIT)
-    place = gl.arange(0, M, TOKENS)
+    place = gl.arange(0, padded(M), TOKENS)
     token = _start_of(m_tile * M + place // 64 * 64, tokens) + place % 64
     scale = gl.load(x_scale + block * xs_block + token * xs_row, mask=token < tokens, other=0.0)
     return scale * gl.load(w_scale + n_tile * BLOCKS + block)
@@ -392,12 +395,12 @@ def _multiply(
     BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One of the two warpgroups."""
+    """One of the warpgroups."""
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
     stage = 0
     phase = 0
-    turn = 1 - WHO
+    turn = 1 if WHO == 0 else 0
     tile = 0
     part = 0
     if SPLIT > 1:
@@ -446,42 +449,80 @@ def _tall_kernel(
     COPIER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: at most one program per tile, or if SPLIT > 1 one per part of a tile. M: 128 or 256
-    tokens per tile. partials: [tiles, 2, SPLIT, 64, 128] fp32. counters: of each tile's two chunks
-    of 64 tokens, how many parts are finished and how many of them are written, zero before and
-    after."""
+    """Grid: at most one program per tile, or if SPLIT > 1 one per part of a tile. M: 128, 192 or
+    256 tokens per tile. partials: [tiles, 2, SPLIT, 64, 128] fp32. counters: of each tile's two
+    chunks of 64 tokens, how many parts are finished and how many of them are written, zero before
+    and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
-    outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
+    WARPGROUPS: gl.constexpr = warpgroups(M)
+    outs = gl.allocate_shared_memory(y.dtype.element_ty, [WARPGROUPS, 64, 128], y_tma.layout)
     let_next_start(DEPENDENT)
     ring = new_ring(x_tma, w_tma, M, STAGES)
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
-                    M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
+                    _multiply,
+                    (
+                        bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
+                    ),
                 ),
-            ),
-            (
-                _multiply,
                 (
-                    bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
-                    M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
+                    _multiply,
+                    (
+                        bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
+                    ),
                 ),
-            ),
-            (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
-            (
-                _scale,
+                (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
                 (
-                    x_scale, w_scale, ring, tokens, xs_row, xs_block,
-                    M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
+                    _scale,
+                    (
+                        x_scale, w_scale, ring, tokens, xs_row, xs_block,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1, 2],
-        [MULTIPLIER, COPIER, COPIER],
-    )  # fmt: skip
+            ],
+            [4, 1, 2],
+            [MULTIPLIER, COPIER, COPIER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        bias, y, y_tma, outs.index(2), partials, counters, ring, tokens,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, 2, BIAS, DEPENDENT,
+                    ),
+                ),
+                (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
+                (
+                    _scale,
+                    (
+                        x_scale, w_scale, ring, tokens, xs_row, xs_block,
+                        M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
+                    ),
+                ),
+            ],
+            [4, 4, 1, 2],
+            [MULTIPLIER, MULTIPLIER, COPIER, COPIER],
+        )  # fmt: skip
 
 
 def fits(weight: Weight, y: Tensor) -> bool:
@@ -493,8 +534,9 @@ def launch(
     x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: PersistentPlan
 ) -> None:
     """x [T, columns], weight [rows, columns] with one scale per 128x128 block, bias [rows], y [T,
-    rows] contiguous. m: 128 or 256."""
+    rows] contiguous. m: 128, 192 or 256."""
     m, stages = plan.m, plan.stages
+    multiplier, copier, average = REGISTERS[warpgroups_of(m)]
     (tokens, columns) = x.shape
     rows = weight.data.shape[0]
     device = y.device
@@ -529,8 +571,9 @@ def launch(
         split,
         stages,
         bias is not None,
-        *REGISTERS,
+        multiplier,
+        copier,
         num_warps=4,
-        maxnreg=168,
+        maxnreg=average,
         **dependent(device),
     )

@@ -1,10 +1,11 @@
-"""Plans of fp8 GEMMs: one class for each of four kernels, and the row of a tuning file that all of
-them share."""
+"""Plans of fp8 GEMMs: one class for each of four kernels, one for tiles that the shape decides, and
+the row of a tuning file that all of them share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from rorqual.ops.triton.runtime import tuning
@@ -30,7 +31,7 @@ class LinearRow:
 
 
 class LinearPlan(tuning.StoredConfig):
-    """One of the four below."""
+    """One of those below."""
 
     @staticmethod
     def from_row(data: Mapping[str, Any]) -> LinearPlan:
@@ -40,6 +41,8 @@ class LinearPlan(tuning.StoredConfig):
             return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
         if row.slices:
             return SlicedPlan(row.m, row.slices, row.stages)
+        if row.tall and row.m == 0:
+            return WholeTilesPlan()
         if row.tall:
             return PersistentPlan(row.m, row.stages, row.split)
         return TilePlan(
@@ -108,8 +111,8 @@ class StreamKPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class PersistentPlan(LinearPlan):
-    """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
-    rows. split: so many programs share a tile's columns (m 128 alone)."""
+    """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m (128, 192 or 256)
+    tokens and 128 weight rows. split: so many programs share a tile's columns (m 128 alone)."""
 
     m: int
     stages: int
@@ -141,6 +144,54 @@ class PersistentPlan(LinearPlan):
 
     def portable(self) -> TilePlan:
         return TilePlan(128, 128, 8, 2, swap=False)
+
+
+@dataclass(frozen=True)
+class WholeTilesPlan(LinearPlan):
+    """A PersistentPlan without split whose m the shape decides: see `whole_tiles`."""
+
+    def row(self) -> LinearRow:
+        return LinearRow(0, 128, 4, 0, swap=False, tma=True, tall=True)
+
+
+# of tiles of m tokens: time of 128 columns, in that of 256 tokens; stages that fit
+HEIGHTS = {256: (1.0, 4), 192: (0.87, 4), 128: (0.555, 6)}
+TILE_OVERHEAD = 2.0  # the first copies and the last results of a tile, in the same unit
+NARROW = 0.75  # time of a tile of up to 64 weight rows, in that of one of 128
+TOKEN_TILES = 16  # that iterate over all weight tiles together
+
+
+@lru_cache(4096)
+def whole_tiles(tokens: int, rows: int, columns: int, processors: int) -> PersistentPlan:
+    """The m that takes least time by the number of tiles that a program has, since all wait for
+    those with one more than the others: 768 tokens and 4096 weight rows are 192 tiles of 128
+    tokens, two rounds on 132 multiprocessors; 128 of 192, one; 96 of 256, one that takes longer. Of
+    equal times the highest, which reads least."""
+    blocks = -(-columns // 128)
+
+    def time(m: int) -> float:
+        tile = HEIGHTS[m][0] * blocks + TILE_OVERHEAD
+        return rounds(-(-tokens // m), rows, processors) * tile
+
+    m = min(HEIGHTS, key=time)
+    return PersistentPlan(m, HEIGHTS[m][1])
+
+
+def rounds(high: int, rows: int, processors: int) -> float:
+    """Tiles one after the other on the processor with most work: `high` of tokens by each 128
+    weight rows, in the order of fp8_gemm_sm90_loop.tile_of."""
+    wide = -(-rows // 128)
+    full, left = divmod(high * wide, processors)
+    if not 0 < rows % 128 <= 64:
+        return full + (left > 0)
+    loads = [float(full + (processors - 1 - p < left)) for p in range(processors)]
+    for start in range(0, high, TOKEN_TILES):
+        height = min(TOKEN_TILES, high - start)
+        last = start * wide + height * wide
+        for tile in range(last - height, last):
+            turn, place = divmod(tile, processors)
+            loads[place if turn < full else processors - 1 - place] -= 1 - NARROW
+    return max(loads)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ CASES = [  # tokens, rows, columns, m, stages, programs, parts of a tile
     (300, 320, 512, 128, 4, 15, 2),  # a chunk without tokens; narrow tiles are whole
     (257, 448, 1024, 128, 6, 42, 4),  # narrow tiles of two parts
     (130, 128, 768, 128, 5, 6, 3),
+    (385, 192, 640, 192, 4, 3, 1),  # three warpgroups; a token in the last tile
+    (200, 2112, 256, 192, 4, 7, 1),
 ]
 
 
@@ -78,7 +80,7 @@ def emulate(
         split,
         stages,
         bias is not None,
-        *fp8_gemm_sm90_persistent.REGISTERS,
+        *fp8_gemm_sm90_persistent.REGISTERS[3 if m == 192 else 2][:2],
         False,
     ]
     gluon_emulator.run(fp8_gemm_sm90_persistent, "_tall_kernel", (programs,), args, backwards)
@@ -110,7 +112,8 @@ PLANS = """
 from rorqual.ops.triton.gemm.fp8_gemm import linear
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 PLANS = [(2112, PersistentPlan(256, 4)), (4096, PersistentPlan(256, 4)),
-         (4096, PersistentPlan(128, 6)), (2112, PersistentPlan(128, 6, split=4))]
+         (4096, PersistentPlan(192, 4)), (4096, PersistentPlan(128, 6)),
+         (2112, PersistentPlan(128, 6, split=4))]
 for rows, plan in PLANS:
     tokens = 4096 if plan.split == 1 else 256  # many tiles are not split
     assert plan.split in (1, plan.parts(rows, 7168, -(-tokens // plan.m), 132)[0])
@@ -121,12 +124,13 @@ assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
 for (rows, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
-    # two warpgroups, one product or two of each unit, in narrow tiles too
+    # two or three warpgroups, one product or two of each unit, in narrow tiles too
     product = "wgmma.mma_async.sync.aligned"
-    whole = 2 * 4 * plan.m // 128
+    whole = 4 * plan.m // 64
     assert kernel.ptx.count(product + ".m64n128k32") == whole, plan
     assert kernel.ptx.count(product + ".m64n64k32") == (whole if rows % 128 else 0), plan
-    assert "setmaxnreg.inc.sync.aligned.u32 \\t232;" in kernel.ptx
+    most = 160 if plan.m == 192 else 232
+    assert f"setmaxnreg.inc.sync.aligned.u32 \\t{most};" in kernel.ptx
     assert "griddepcontrol.wait" in kernel.ptx
     assert ("atom.global.gpu.release" in kernel.ptx) == (plan.split > 1)
 """
@@ -137,6 +141,8 @@ FORMS = [  # tokens, rows, columns, m, stages, programs, bias, parts of a tile
     (130, 192, 640, 128, 4, 3, True, 1),
     (260, 264, 384, 128, 5, 4, False, 1),
     (190, 192, 1024, 128, 4, 12, True, 4),
+    (400, 200, 640, 192, 4, 2, True, 1),
+    (150, 168, 384, 192, 4, 1, False, 1),
 ]
 SMALL = f"""
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch

@@ -41,6 +41,9 @@ from rorqual.ops.triton.gemm.linear_plan import (
     SlicedPlan,
     StreamKPlan,
     TilePlan,
+    WholeTilesPlan,
+    rounds,
+    whole_tiles,
 )
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.quantized import experts as quantized_experts
@@ -135,9 +138,44 @@ def test_plans_of_products_are_written_as_they_were_read() -> None:
         TilePlan,
         StreamKPlan,
         PersistentPlan,
+        WholeTilesPlan,
         SlicedPlan,
     }
     assert [asdict(plan.row()) for plan in plans] == rows
+
+
+@pytest.mark.parametrize(
+    ("high", "rows", "processors", "expected"),
+    [
+        (6, 4096, 132, 2),  # 192 tiles
+        (4, 4096, 132, 1),
+        (8, 2112, 132, 1.5),  # 128 whole tiles, and 8 narrow ones for four processors
+        (6, 2112, 132, 1),
+        (16, 2112, 132, 2.5),  # one whole tile and two narrow ones
+        (17, 192, 3, 10.5),  # the last: six whole tiles, then six narrow ones
+        (2, 64, 2, 0.75),
+    ],
+)
+def test_rounds_of_tiles(high: int, rows: int, processors: int, expected: float) -> None:
+    assert rounds(high, rows, processors) == expected
+
+
+def test_no_round_of_tiles_is_taken_for_a_few_tokens() -> None:
+    """The heights that one H200 showed, whose 132 multiprocessors ran shapes of no rule."""
+    measured = {
+        (384, 7168, 16384): 192,
+        (576, 7168, 16384): 128,
+        (1152, 7168, 16384): 128,
+        (1500, 7168, 16384): 256,
+        (768, 4096, 7168): 192,
+        (1500, 4096, 7168): 128,
+        (4096, 4096, 7168): 256,
+        (160, 10240, 5120): 192,
+        (1152, 6144, 4096): 256,
+    }
+    assert {shape: whole_tiles(*shape, 132).m for shape in measured} == measured
+    # with fewer multiprocessors, as beside NCCL's programs, other heights
+    assert whole_tiles(768, 4096, 7168, 116).m == 256
 
 
 def test_a_row_of_kernels_that_were_is_refused() -> None:
@@ -161,11 +199,11 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         128,
         128,
     ]
-    assert [linear_plan(t).m for t in (1024, 1025)] == [128, 256]
-    assert [linear_plan(t, rows=7168, columns=2048).m for t in (256, 257, 513, 769)] == [
+    assert [linear_plan(t).m for t in (1024, 1025, 1344, 1345)] == [128, 192, 192, 256]
+    assert [linear_plan(t, rows=7168, columns=2048).m for t in (256, 257, 385, 897)] == [
         128,
+        192,
         256,
-        128,
         256,
     ]
     sliced = [linear_plan(t) for t in (64, 65, 256, 257, 512, 513)]
