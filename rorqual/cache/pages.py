@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from rorqual.errors import CapacityError
 
@@ -30,12 +31,25 @@ class PageAllocator:
         self.holders[page] = 1
         return page
 
+    def take_many(self, count: int) -> list[int]:
+        """So many free pages, as `take`."""
+        pages = [self.free.popleft() for _ in range(count)]
+        for page in pages:
+            self.holders[page] = 1
+        return pages
+
     def hold(self, page: int) -> None:
         assert self.holders[page] > 0, "a free page cannot be held"
         self.holders[page] += 1
 
     def release(self, page: int) -> None:
-        assert self.holders[page] > 0, "released more often than held"
-        self.holders[page] -= 1
-        if not self.holders[page]:
-            self.free.append(page)
+        self.release_many((page,))
+
+    def release_many(self, pages: Sequence[int]) -> None:
+        """In this order, as `release`."""
+        holders = self.holders
+        for page in pages:
+            assert holders[page] > 0, "released more often than held"
+            holders[page] -= 1
+            if not holders[page]:
+                self.free.append(page)

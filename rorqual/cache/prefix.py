@@ -177,6 +177,12 @@ class PrefixCache:
             self.evict()
         return self.allocator.take()
 
+    def take_many(self, count: int) -> list[int]:
+        """So many pages, as `take`; a prompt of thousands of tokens has hundreds."""
+        while len(self.allocator.free) < count:
+            self.evict()
+        return self.allocator.take_many(count)
+
     def evict(self) -> None:
         page, _ = self.idle.popitem(last=False)
         key = self.keys[page]
@@ -252,9 +258,11 @@ class PrefixCache:
 
     def release(self, pages: Sequence[int]) -> None:
         """Release a request's pages, last first."""
-        for page in reversed(pages):
-            self.allocator.release(page)
-            if page in self.keys and self.allocator.holders[page] == 1:
+        order = pages[::-1]
+        self.allocator.release_many(order)
+        holders = self.allocator.holders
+        for page in order if self.keys else ():
+            if holders[page] == 1 and page in self.keys:
                 self.idle[page] = None
                 self._want_copy(page)
 

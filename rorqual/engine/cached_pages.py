@@ -145,7 +145,7 @@ class CachedPages:
                         prefix.hold(page)
                 else:
                     room = min(count - skipped, prefix.available)
-                    taken = [prefix.take() for _ in range(room)]
+                    taken = prefix.take_many(room)
                     if taken:
                         write(taken, skipped)
                 full = prefix.full_pages(len(tokens))
@@ -164,7 +164,7 @@ class CachedPages:
             prefix = self.prefix(dp_rank)
             if prefix.host is not None or prefix.available < count:
                 return []
-            return [prefix.take() for _ in range(count)]
+            return prefix.take_many(count)
 
     def unreserve(self, prefix: PrefixCache, pages: Sequence[int]) -> None:
         """Pages of a cache that was replaced need no release."""

@@ -128,7 +128,7 @@ class RequestState:
         moved = to_device(torch.from_numpy(known))
         slots = moved[0]
         self.tables.index_fill_(0, slots, 0)
-        self.tables[slots, :width] = moved[8:].T
+        self.tables[:, :width].index_copy_(0, slots, moved[8:].T)
         self.settings.index_copy_(0, slots, moved[4:8].view(torch.float64).T)
         self.seed.index_copy_(0, slots, moved[1])
         if self.most_drafts:

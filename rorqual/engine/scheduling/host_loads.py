@@ -103,7 +103,7 @@ class HostLoads:
         assert host is not None
         for key in reversed(keys):
             host.slots.move_to_end(key)
-        pages = [self.prefix.take() for _ in keys]
+        pages = self.prefix.take_many(len(keys))
         count = sum(1 for _ in takewhile(host.slots.__contains__, keys))
         self.prefix.release(pages[count:])
         return pages[:count]

@@ -445,7 +445,9 @@ class Scheduler:
                 and self._writable_len(sequence, num_speculative_tokens) > sequence.capacity
             ):
                 if self.prefix.available:
-                    output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                    place = len(sequence.pages)
+                    (page,) = self._grow(sequence)
+                    output.pages.append((sequence.slot, place, page))
                 elif self.loads:
                     self._queue_again(self.loads.drop_all())
                 else:
@@ -454,13 +456,14 @@ class Scheduler:
             vacant = frozenset(self.free_slots)
             output.pages[:] = [entry for entry in output.pages if entry[0] not in vacant]
 
-    def _grow(self, sequence: Sequence) -> int:
-        page = self.prefix.take()
+    def _grow(self, sequence: Sequence, count: int = 1) -> list[int]:
+        pages = self.prefix.take_many(count)
         if self.prefix.host is not None:
-            self.prefix.host.given(page)
-        sequence.pages.append(page)
-        sequence.capacity += self.config.page_size
-        return page
+            for page in pages:
+                self.prefix.host.given(page)
+        sequence.pages += pages
+        sequence.capacity += count * self.config.page_size
+        return pages
 
     def _running(self) -> list[Sequence]:
         return [*self.decoding.values(), *self.prefilling.values()]
@@ -610,8 +613,7 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.collected = found.entries
         if sequence.num_cached_prompt is None:
             sequence.num_cached_prompt = min(sequence.num_computed_tokens, sequence.prompt_len)
-        for _ in range(need):
-            self._grow(sequence)
+        self._grow(sequence, need)
         sequence.slot = self.free_slots.pop()
         self._count_row(sequence, 1)
         reserve(
@@ -800,7 +802,8 @@ class Scheduler:
         full = min(written, len(sequence.tokens) - self.config.lookahead) // size
         if full <= sequence.num_hashed_pages:
             return
-        for i in range(sequence.num_hashed_pages, full):
+        new = range(sequence.num_hashed_pages, full) if self.prefix.enabled else ()
+        for i in new:
             sequence.key = self.prefix.insert(
                 sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i]
             )
