@@ -37,6 +37,9 @@ EXE_MODES = {
 }
 MAX_SPECULATIVE_TOKENS = 8
 MAX_PIECEWISE = 65_536
+# of max_num_seqs: for most devices, and for one with large memory
+DEFAULT_NUM_SEQS = 256
+MOST_NUM_SEQS = 1024
 MAX_HOST_MEMORY = 16_384  # GiB
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -117,8 +120,11 @@ class EngineConfig:
     max_model_len: int | None = _scheduling(
         None, "Longest sequence, prompt and output together.", at_least_one=True
     )
-    max_num_seqs: int = _scheduling(
-        256, "Sequences that run at once in one engine.", at_least_one=True
+    max_num_seqs: int | None = _scheduling(
+        None,
+        f"Sequences that run at once in one engine. If left out {DEFAULT_NUM_SEQS}, or "
+        f"{MOST_NUM_SEQS:,} on one GPU with 100 GiB of memory or more, without drafts.",
+        at_least_one=True,
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "Tokens of one step; 8192 on a GPU, 2048 on a CPU if left out.", at_least_one=True
@@ -628,10 +634,9 @@ class EngineConfig:
             raise ConfigError(f"cudagraph_capture_sizes={sizes!r} must be a list of batch sizes")
         for size in sizes:
             check_positive("cudagraph_capture_sizes", size)
-            if size > self.max_num_seqs:
-                raise ConfigError(
-                    f"cudagraph_capture_sizes={size} exceeds max_num_seqs={self.max_num_seqs}"
-                )
+            most = self.max_num_seqs or DEFAULT_NUM_SEQS
+            if size > most:
+                raise ConfigError(f"cudagraph_capture_sizes={size} exceeds max_num_seqs={most}")
 
     def _check_launch(self) -> None:
         if self.single_rank_bench and (

@@ -118,7 +118,7 @@ class Engine:
         config = self.config
         worker = self.worker
         return SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=worker.max_num_seqs,
             max_num_batched_tokens=worker.batched_tokens,
             max_model_len=worker.max_model_len,
             num_pages=worker.num_pages,

@@ -45,6 +45,7 @@ class Platform:
     has_graphs: `capture` works. compiles: kernels are compiled at or before their first launch.
     asynchronous: launched work runs later; else it is done when the call returns.
     copies_pages: pages are copied to the host beside steps, whose results must not wait for them.
+    has_large_memory: for steps of a thousand sequences, whose logits and sampling take some GiB.
     """
 
     name = "base"
@@ -57,6 +58,7 @@ class Platform:
     compiles = False
     asynchronous = False
     copies_pages = False
+    has_large_memory = False
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -17,6 +17,8 @@ from rorqual.errors import CapacityError
 from rorqual.platforms import pinned
 from rorqual.platforms.base import Pieces, Platform, Replay, Staging, T
 
+LARGE_MEMORY = 100 * 2**30
+
 
 class CudaPlatform(Platform):
     name = "cuda"
@@ -106,6 +108,10 @@ class CudaPlatform(Platform):
 
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
+
+    @property
+    def has_large_memory(self) -> bool:  # type: ignore[override]
+        return self.total_memory() >= LARGE_MEMORY
 
     def available_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]

@@ -23,6 +23,7 @@ from rorqual import errors, request
 from rorqual.config.option import options_of
 from rorqual.engine import config as engine_config
 from rorqual.engine.config import EngineConfig
+from rorqual.platforms import cuda
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.platforms.cuda import CudaPlatform
 from rorqual.serve import errors as serve_errors
@@ -106,7 +107,11 @@ ROWS: dict[str, list[Any]] = {
     "time to send each request": [SERVER.patience],
     "time between requests": [UVICORN.timeout_keep_alive],
     "time a request may take": [SERVER.timeout],
-    "sequences that run": [EngineConfig.max_num_seqs],
+    "sequences that run": [
+        engine_config.DEFAULT_NUM_SEQS,
+        engine_config.MOST_NUM_SEQS,
+        cuda.LARGE_MEMORY,
+    ],
     "sequences that wait": [SERVER.waiting],
     "sequences that one client": [SERVER.client_sequences],
     "tokens of one client's open": [SERVER.client_tokens],

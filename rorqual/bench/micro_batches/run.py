@@ -129,8 +129,8 @@ def _cells(engine: Engine, sizes: BenchSizes, times: StepTimes) -> Iterator[Cell
             )
         yield _cell(PROMPTS, tokens, sizes.requests, times, engine.config.dp)
     for batch in sizes.batches:
-        if batch > engine.config.max_num_seqs:
-            raise ConfigError(f"batch {batch} exceeds max_num_seqs={engine.config.max_num_seqs}")
+        if batch > engine.worker.max_num_seqs:
+            raise ConfigError(f"batch {batch} exceeds max_num_seqs={engine.worker.max_num_seqs}")
         yield _cell(DECODE, batch, batch, times, engine.config.dp)
 
 

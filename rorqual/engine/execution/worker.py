@@ -35,7 +35,13 @@ from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.captured_forward import CapturedForward
-from rorqual.engine.config import EXE_MODES, OFF, EngineConfig
+from rorqual.engine.config import (
+    DEFAULT_NUM_SEQS,
+    EXE_MODES,
+    MOST_NUM_SEQS,
+    OFF,
+    EngineConfig,
+)
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
@@ -211,7 +217,7 @@ class Worker:
         self.host_pages, self.host_step_pages = self._host_pages()
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
         self.compiled = self._compiled(pool)
-        sizes = (config.max_num_seqs, self.max_row_len)
+        sizes = (self.max_num_seqs, self.max_row_len)
         self.runner = ModelRunner(
             self.model,
             pool,
@@ -270,7 +276,7 @@ class Worker:
         width = self.config.num_speculative_tokens + 1
         captured = self.runner.graphs is not None
         limits = Limits(
-            self.config.max_num_seqs,
+            self.max_num_seqs,
             width,
             self.batched_tokens,
             self.max_model_len,
@@ -477,7 +483,7 @@ class Worker:
     @property
     def decode_rows(self) -> int:
         """Most rows of a decode step."""
-        return self.config.max_num_seqs * (self.config.num_speculative_tokens + 1)
+        return self.max_num_seqs * (self.config.num_speculative_tokens + 1)
 
     def _on_group_lost(self) -> None:
         """A server is lost, and with it the process group: captured steps cannot be replayed any
@@ -602,7 +608,7 @@ class Worker:
             model,
             pool,
             self.platform,
-            self.config.max_num_seqs,
+            self.max_num_seqs,
             self.max_row_len,
             True,
             self.speculation,
@@ -635,7 +641,7 @@ class Worker:
         config = self.config
         model = self.model_config
         device = self.platform.device
-        rows = config.max_num_seqs * (config.num_speculative_tokens + 1)
+        rows = self.max_num_seqs * (config.num_speculative_tokens + 1)
         dtype = getattr(torch, self.dtype)
         sizes = rows, model.hidden_size, model.moe, dtype, device, config.p2p_memory
         self.allreduce_backend = self.mesh.allreduce_backend(*sizes)
@@ -722,7 +728,7 @@ class Worker:
         spec = self.spec
         if config.num_pages:
             return config.num_pages
-        most = config.max_num_seqs * -(-self.max_model_len // spec.page_size)
+        most = self.max_num_seqs * -(-self.max_model_len // spec.page_size)
         pages = min(most, self._cache_bytes() // spec.bytes_per_page)
         if pages < 1:
             beside = f" beside {self.workspace} bytes for attention" if self.workspace else ""
@@ -743,10 +749,23 @@ class Worker:
             DTYPE_BYTES[self.dtype],
             self.platform.device.type,
             self.spec.page_size,
-            requests=config.max_num_seqs,
+            requests=self.max_num_seqs,
             longest=self.max_row_len,
             queries=min(self.batched_tokens, config.chunked_prefill_size or self.max_row_len),
         )
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once. By default many where memory allows: beyond what the cache
+        holds they wait, or are preempted, but until then each adds to tokens/s and none waits for
+        its first token. Several ranks and expert servers have buffers for all of them, and with
+        drafts several rows of each are sampled: there fewer."""
+        config = self.config
+        if config.max_num_seqs is not None:
+            return config.max_num_seqs
+        alone = config.parallel.is_single and not config.experts
+        many = alone and not config.num_speculative_tokens and self.platform.has_large_memory
+        return MOST_NUM_SEQS if many else DEFAULT_NUM_SEQS
 
     @property
     def batched_tokens(self) -> int:
@@ -754,7 +773,7 @@ class Worker:
         config = self.config
         if config.max_num_batched_tokens is not None:
             return config.max_num_batched_tokens
-        least = config.max_num_seqs * (config.num_speculative_tokens + 1)
+        least = self.max_num_seqs * (config.num_speculative_tokens + 1)
         return max(self.platform.default_batched_tokens, least)
 
     def _cache_bytes(self) -> int:

@@ -14,7 +14,7 @@ from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Worker
-from rorqual.errors import CapacityError
+from rorqual.errors import CapacityError, ConfigError
 from rorqual.ops.stretch import SCORE_BYTES, workspace_bytes
 from rorqual.planner.costs.costs import Format
 from rorqual.planner.timing.roofline import activation_bytes
@@ -64,6 +64,30 @@ def test_the_cache_of_a_card_gets_what_the_workspace_leaves(tp: int, stretch: in
     left = int(40 * GIB - rank.workspace - (1 - 0.9) * 80 * GIB)
     assert abs(rank._cache_bytes() - left) <= 1
     assert rank._num_pages() == left // rank.spec.bytes_per_page + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "large", "most"),
+    [
+        ({}, True, 1024),
+        ({}, False, 256),
+        ({"tp": 2}, True, 256),
+        ({"num_speculative_tokens": 1, "drafter": "ngram"}, True, 256),
+        ({"experts": ("10.0.0.1:7000",)}, True, 256),
+        ({"max_num_seqs": 300}, True, 300),
+        ({"max_num_seqs": 2000}, False, 2000),
+    ],
+)
+def test_sequences_that_run_at_once(options: dict[str, Any], large: bool, most: int) -> None:
+    rank = Worker.__new__(Worker)
+    rank.config = EngineConfig("qwen3-30b-a3b", **options)
+    rank.platform = SimpleNamespace(has_large_memory=large)  # type: ignore[assignment]
+    assert rank.max_num_seqs == most
+
+
+def test_a_captured_size_above_the_default_names_it() -> None:
+    with pytest.raises(ConfigError, match="cudagraph_capture_sizes=257 exceeds max_num_seqs=256"):
+        EngineConfig("qwen3-30b-a3b", cudagraph_capture_sizes=[257])
 
 
 def test_shorter_chunks_need_less() -> None:
