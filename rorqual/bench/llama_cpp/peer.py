@@ -20,6 +20,7 @@ from rorqual.errors import ConfigError, EngineError
 
 MARK = peer_process.MARK.encode()
 PATIENCE = 1200.0  # seconds for one answer: a file of 17 GB is read and laid out anew
+ERROR_BYTES = 1 << 16  # of its standard error that are searched
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,12 @@ class LlamaCpp:
             self.waiting += more
 
     def _said(self) -> str:
-        """The end of what it wrote to standard error."""
+        """The failed assertion that it wrote to standard error, which a debugger's long trace
+        follows; else the end of what it wrote."""
         self.errors.flush()
         size = os.fstat(self.errors.fileno()).st_size
-        text = os.pread(self.errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
+        start = max(0, size - ERROR_BYTES)
+        text = os.pread(self.errors.fileno(), ERROR_BYTES, start).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-4:])[-600:] or "nothing was said"
+        failed = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line]
+        return " | ".join(failed[-1:] or lines[-4:])[-600:] or "nothing was said"

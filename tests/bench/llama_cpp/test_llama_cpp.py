@@ -41,6 +41,7 @@ has_llama = pytest.mark.skipif(
 # llama.h's functions as far as they are called. The next token is the last one and 1.
 STAND_IN = """
 import ctypes
+import os
 
 __version__ = "stand-in"
 VOCABULARY = 11
@@ -54,6 +55,10 @@ def llama_backend_init(): print("a line of the library's own")
 def llama_model_default_params(): return Struct(use_extra_bufts=None, n_gpu_layers=99)
 def llama_model_load_from_file(path, params):
     assert params.n_gpu_layers == 0
+    if path.endswith(b"asserts.gguf"):
+        lines = ["backend.cpp:1: GGML_ASSERT(id != -1) failed", *["#0 a frame"] * 900]
+        os.write(2, "\\n".join(lines).encode())
+        os._exit(134)
     return Struct() if path.endswith(b"good.gguf") else None
 def llama_model_get_vocab(model): return None
 def llama_vocab_n_tokens(vocab): return VOCABULARY
@@ -170,6 +175,10 @@ def test_failures_are_told(stand_in: str, tmp_path: Path) -> None:
         peer.process.kill()
         with pytest.raises(EngineError, match=r"llama\.cpp has ended"):
             peer.ask("decode", steps=1)
+    with LlamaCpp(stand_in) as peer:
+        said = r"llama\.cpp has ended: backend\.cpp:1: GGML_ASSERT\(id != -1\) failed$"
+        with pytest.raises(EngineError, match=said):
+            peer.use(Path("asserts.gguf"), PeerSetting(threads=2), 1, 20)
     with pytest.raises(ConfigError, match=r"llama_python='/no/such' does not start"):
         LlamaCpp("/no/such")
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('built for another machine')")
