@@ -123,7 +123,7 @@ class EngineConfig:
     max_num_seqs: int | None = _scheduling(
         None,
         f"Sequences that run at once in one engine. If left out {DEFAULT_NUM_SEQS}, or "
-        f"{MOST_NUM_SEQS:,} on one GPU with 100 GiB of memory or more, without drafts.",
+        f"{MOST_NUM_SEQS:,} on one GPU with 100 GiB of memory to use, without drafts.",
         at_least_one=True,
     )
     max_num_batched_tokens: int | None = _scheduling(
@@ -634,9 +634,12 @@ class EngineConfig:
             raise ConfigError(f"cudagraph_capture_sizes={sizes!r} must be a list of batch sizes")
         for size in sizes:
             check_positive("cudagraph_capture_sizes", size)
-            most = self.max_num_seqs or DEFAULT_NUM_SEQS
-            if size > most:
-                raise ConfigError(f"cudagraph_capture_sizes={size} exceeds max_num_seqs={most}")
+            if size > (self.max_num_seqs or DEFAULT_NUM_SEQS):
+                left_out = f"; left out, it may be {DEFAULT_NUM_SEQS}"
+                raise ConfigError(
+                    f"cudagraph_capture_sizes={size} exceeds max_num_seqs={self.max_num_seqs}"
+                    f"{'' if self.max_num_seqs else left_out}"
+                )
 
     def _check_launch(self) -> None:
         if self.single_rank_bench and (

@@ -45,7 +45,6 @@ class Platform:
     has_graphs: `capture` works. compiles: kernels are compiled at or before their first launch.
     asynchronous: launched work runs later; else it is done when the call returns.
     copies_pages: pages are copied to the host beside steps, whose results must not wait for them.
-    has_large_memory: for steps of a thousand sequences, whose logits and sampling take some GiB.
     """
 
     name = "base"
@@ -58,7 +57,6 @@ class Platform:
     compiles = False
     asynchronous = False
     copies_pages = False
-    has_large_memory = False
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -80,6 +78,11 @@ class Platform:
     def total_memory(self) -> int:
         """Bytes of device memory."""
         raise AssertionError("platforms say how much memory they have")
+
+    def has_large_memory(self, share: float) -> bool:
+        """Whether this share of the device's memory has room for steps of a thousand sequences,
+        whose logits and sampling take some GiB."""
+        return False
 
     def available_memory(self) -> int:
         """Bytes that can be allocated now."""

@@ -109,9 +109,8 @@ class CudaPlatform(Platform):
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
 
-    @property
-    def has_large_memory(self) -> bool:  # type: ignore[override]
-        return self.total_memory() >= LARGE_MEMORY
+    def has_large_memory(self, share: float) -> bool:
+        return share * self.total_memory() >= LARGE_MEMORY
 
     def available_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]

@@ -59,11 +59,17 @@ def noted() -> Iterator[set[Variant]]:
     from triton.runtime.jit import JITFunction
 
     from rorqual.ops.triton.quantized.backend import QuantizedTritonOps
+    from rorqual.ops.triton.runtime.launch import ahead
     from rorqual.ops.triton.runtime.precompile import blank
+
+    @contextmanager
+    def _ahead() -> Iterator[None]:
+        with ahead(), blank():
+            yield
 
     class NotedOps(QuantizedTritonOps):
         def compiling(self) -> AbstractContextManager[None]:
-            return blank()  # for the thread that compiles while weights are read
+            return _ahead()  # also for the thread that compiles while weights are read
 
     found: set[Variant] = set()
 
@@ -143,14 +149,15 @@ def main(model: str, options: str = "{}") -> int:
     def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         return x.new_zeros(*x.shape[:-1], y.shape[-1]) if out is None else out
 
-    length = 8192
+    asked = json.loads(options)
+    length = asked.get("max_model_len", 8192)
     given = {
         "max_num_seqs": 256,
         "max_model_len": length,
         "max_num_batched_tokens": length,
         "page_size": 64,
         "num_pages": 3000,
-        **json.loads(options),
+        **asked,
     }
     with ExitStack() as stack:
         # before the modules of kernels are imported

@@ -48,7 +48,9 @@ SOME = [
         (128, 3, 6),
     )
 ]
-MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))]
+MANY = [
+    PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (192, 4), (192, 3), (128, 6))
+]
 
 
 def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:

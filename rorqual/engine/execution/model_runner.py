@@ -459,15 +459,27 @@ class ModelRunner:
         for count in draft_counts:
             for tokens, decoding in (*few, *many):
                 self._run_ahead(tokens, min(decoding, tokens // (2 * (count + 1))), count)
+        if self.pieces is None:  # else `_warm_mixed_steps` has run these
+            longest = self.max_len - 1 - self.rows.most_drafts
+            half = min(longest, most) // 2
+            for tokens in (n for n in (16, 64, half) if 0 < n <= half):
+                chunk = PrefillChunk(self.rows.padding, half, [0] * tokens, sample=True)
+                self._run_ahead(tokens, 0, 0, [chunk])
 
-    def _run_ahead(self, tokens: int, decoding: int, num_speculative_tokens: int) -> None:
-        """A step of so many tokens: whole prompts, and requests that decode."""
+    def _run_ahead(
+        self,
+        tokens: int,
+        decoding: int,
+        num_speculative_tokens: int,
+        chunks: list[PrefillChunk] | None = None,
+    ) -> None:
+        """A step of so many tokens: requests that decode, and `chunks`, or whole prompts."""
         padding = self.rows.padding
         rest = tokens - decoding * (num_speculative_tokens + 1)
         output = SchedulerOutput(
             decode_slots=[padding] * decoding,
             decode_bounds=[self.max_len - 1] * decoding,
-            chunks=self._padding_chunks(rest),
+            chunks=chunks or self._padding_chunks(rest),
             num_speculative_tokens=num_speculative_tokens,
         )
         metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)

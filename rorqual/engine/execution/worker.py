@@ -763,9 +763,13 @@ class Worker:
         config = self.config
         if config.max_num_seqs is not None:
             return config.max_num_seqs
-        alone = config.parallel.is_single and not config.experts
-        many = alone and not config.num_speculative_tokens and self.platform.has_large_memory
-        return MOST_NUM_SEQS if many else DEFAULT_NUM_SEQS
+        alone = config.parallel.is_single and not config.remote
+        large = self.platform.has_large_memory(config.memory_utilization)
+        if not (alone and large) or config.num_speculative_tokens:
+            return DEFAULT_NUM_SEQS
+        # a step has room for all of them
+        room = config.max_num_batched_tokens or MOST_NUM_SEQS
+        return max(DEFAULT_NUM_SEQS, min(MOST_NUM_SEQS, room))
 
     @property
     def batched_tokens(self) -> int:

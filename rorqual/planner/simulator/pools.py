@@ -22,9 +22,10 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 @dataclass(frozen=True)
 class PoolSettings:
     """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as
-    have pages at `context` tokens each, 256 at most. acceptance: probability of each of
-    num_speculative_tokens drafts, given that those before it were right. expert_drift: how experts
-    over so many ranks are used. Defaults are those of SimulationSettings."""
+    have pages at `context` tokens each, 256 at most (an engine alone on a large GPU runs more).
+    acceptance: probability of each of num_speculative_tokens drafts, given that those before it
+    were right. expert_drift: how experts over so many ranks are used. Defaults are those of
+    SimulationSettings."""
 
     context: int
     max_num_seqs: int | None = None

@@ -139,7 +139,8 @@ class SimulationSettings:
     )
     max_num_seqs: int | None = _engine(
         None,
-        "Sequences at once on a rank; as many as fit, 256 at most, if left out.",
+        "Sequences at once on a rank. If left out as many as fit, 256 at most, also where `serve` "
+        "takes more.",
         least=1,
         most=1_000_000,
     )

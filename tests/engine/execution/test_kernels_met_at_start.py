@@ -83,6 +83,17 @@ def test_no_kernel_is_met_first_while_serving(
         ("qwen3-30b-a3b", {"num_layers": 2}),
         ("qwen3-30b-a3b", {"num_layers": 2, "quantization": "w4a16"}),
         ("deepseek-v2-lite", {"num_layers": 3}),
+        # block-fp8, and steps with prompts that are never captured
+        (
+            "deepseek-v3",
+            {
+                "num_layers": 4,
+                "piecewise_tokens": 0,
+                "max_model_len": 2048,
+                "max_num_batched_tokens": 1024,
+                "max_num_seqs": 64,
+            },
+        ),
     ],
     ids=str,
 )

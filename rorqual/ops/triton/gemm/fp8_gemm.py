@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.linear_plan import (
+    HEIGHTS,
     LinearPlan,
     PersistentPlan,
     SlicedPlan,
@@ -31,6 +32,7 @@ from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     dependent,
+    is_ahead,
     is_hopper,
     multiprocessors,
     wait_for_inputs,
@@ -254,6 +256,10 @@ def linear(
     if tokens == 0:
         return y
     plan = plan or plan_for(weight, tokens)
+    if is_hopper(device) and isinstance(plan, PersistentPlan) and is_ahead():
+        # ranges of tokens with one height may be too narrow for any step of a start
+        for m, (_, stages) in HEIGHTS.items():
+            _run(x, weight, bias, y, PersistentPlan(m, stages))
     _run(x, weight, bias, y, plan if is_hopper(device) else plan.portable())
     return y
 

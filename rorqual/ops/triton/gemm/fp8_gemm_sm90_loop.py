@@ -1,10 +1,10 @@
 """Main loop of the persistent block-fp8 kernel on Hopper (fp8_gemm_sm90_persistent.py): the order
 of tiles (also used by moe/grouped_gemm_sm90_fp8.py), the stages between the copying warps and the
-two multiplying warpgroups, and the multiplication.
+two or three multiplying warpgroups, and the multiplication.
 
 A program processes tiles of M tokens and 128 weight rows, one unit of 128 columns at a time. Chunks
-of 64 tokens alternate between the two warpgroups, which start their products alternately: while one
-promotes its partial sums to fp32, the tensor cores work for the other.
+of 64 tokens alternate between the warpgroups, which start their products in turn: while one
+promotes its partial sums to fp32, the tensor cores work for another.
 
 The factors of sums (a token's scale times the weights' scale) are written to shared memory by two
 dedicated warps. Fetched by the warpgroups one unit ahead, scales would arrive after the bulk copies
@@ -62,7 +62,7 @@ def warpgroups(m):
 
 
 class Ring(NamedTuple):
-    """Buffers between the copying warps and the two multiplying warpgroups: stages with tiles of
+    """Buffers between the copying warps and the multiplying warpgroups: stages with tiles of
     both operands, `factors` of the latest units, and barriers for full stages, full factors and
     empty stages. turns: barriers for which warpgroup may start a product."""
 
@@ -181,7 +181,7 @@ def sums(
     WIDTH: gl.constexpr,
 ):
     """Sums of a tile's chunk WHO of 64 tokens and, with TWO, of chunk WHO + 2, over WIDTH weight
-    rows and the program's BLOCKS units from `first` on. by_turns: 1 if the other warpgroup has
+    rows and the program's BLOCKS units from `first` on. by_turns: 1 if the others have
     equally many products, else 0. tokens: any non-negative number unknown to the compiler."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)

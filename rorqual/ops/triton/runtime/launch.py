@@ -44,6 +44,7 @@ def keep_compiled() -> None:
 # NCCL's programs, one a channel, each keep a multiprocessor while they run
 NCCL_CHANNELS = 16
 _reserved: list[int] = []
+_ahead: set[int] = set()  # threads
 
 
 @cache
@@ -58,6 +59,25 @@ def _multiprocessors(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """For programs that stay on their multiprocessor: all, less those that `beside_nccl` leaves."""
     return _multiprocessors(device) - (_reserved[-1] if _reserved else 0)
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """Inside, this thread's launches are for what comes later: see `is_ahead`."""
+    own = threading.get_ident()
+    entered = own not in _ahead
+    _ahead.add(own)
+    try:
+        yield
+    finally:
+        if entered:
+            _ahead.discard(own)
+
+
+def is_ahead() -> bool:
+    """Whether this thread's launches only compile kernels. Where the number of tokens decides
+    between some, all of them should be launched."""
+    return threading.get_ident() in _ahead
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rorqual.ops.triton.runtime.launch import ahead
+
 EMPTY = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -67,6 +69,7 @@ def compiling() -> Iterator[None]:
 
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         with (
+            ahead(),
             mock.patch.object(JITFunction, "run", compile_only),
             triton.AsyncCompileMode(pool, ignore_errors=True),
             blank(),

@@ -35,6 +35,8 @@ CASES = [  # tokens, rows, columns, m, stages, programs, parts of a tile
     (130, 128, 768, 128, 5, 6, 3),
     (385, 192, 640, 192, 4, 3, 1),  # three warpgroups; a token in the last tile
     (200, 2112, 256, 192, 4, 7, 1),
+    (40, 192, 256, 192, 3, 2, 1),  # chunks without tokens
+    (100, 128, 384, 192, 4, 1, 1),
 ]
 
 
@@ -112,7 +114,8 @@ PLANS = """
 from rorqual.ops.triton.gemm.fp8_gemm import linear
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 PLANS = [(2112, PersistentPlan(256, 4)), (4096, PersistentPlan(256, 4)),
-         (4096, PersistentPlan(192, 4)), (4096, PersistentPlan(128, 6)),
+         (2112, PersistentPlan(192, 4)), (4096, PersistentPlan(192, 4)),
+         (4096, PersistentPlan(128, 6)),
          (2112, PersistentPlan(128, 6, split=4))]
 for rows, plan in PLANS:
     tokens = 4096 if plan.split == 1 else 256  # many tiles are not split
@@ -123,7 +126,9 @@ CHECKS = """
 assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
 for (rows, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
-    assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
+    # with narrow tiles and three warpgroups one value, loaded once by each partition
+    stack = 8 if plan.m == 192 and rows % 128 else 0
+    assert found["shared"] <= SHARED[90] and found["stack"] == stack, (rows, plan, found)
     # two or three warpgroups, one product or two of each unit, in narrow tiles too
     product = "wgmma.mma_async.sync.aligned"
     whole = 4 * plan.m // 64
@@ -162,10 +167,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
 
 @pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
-    for kernel in kernels[: -len(FORMS)]:
+    for number, kernel in enumerate(kernels[: -len(FORMS)]):
         said = assembled(kernel, tmp_path)
         assert "serialized" not in said
-        assert " 0 bytes spill stores" in said
+        # number 2 of PLANS: one value, stored at the kernel's start
+        assert f" {4 if number == 2 else 0} bytes spill stores" in said
 
 
 def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:

@@ -26,10 +26,12 @@ from rorqual.bench.kernels import gemm_and_experts, moe
 from rorqual.bench.kernels import tuning as kernels_tuning
 from rorqual.config.model import MoEConfig
 from rorqual.errors import ConfigError
+from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
 from rorqual.ops.triton.gemm import (
     fp8_gemm,
+    fp8_gemm_sm90_loop,
     fp8_gemm_sm90_sliced,
     gemv,
     int4_gemm,
@@ -158,6 +160,22 @@ def test_plans_of_products_are_written_as_they_were_read() -> None:
 )
 def test_rounds_of_tiles(high: int, rows: int, processors: int, expected: float) -> None:
     assert rounds(high, rows, processors) == expected
+
+
+def test_a_start_meets_every_height(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of tokens with one height may have no size that the start goes through."""
+    run: list[LinearPlan] = []
+    monkeypatch.setattr(fp8_gemm, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm, "_run", lambda x, weight, bias, y, plan: run.append(plan))
+    weight = Weight(torch.empty(4096, 7168, device=DEVICE))
+    x = Quantized(torch.empty(1500, 7168, device=DEVICE), torch.empty(1500, 56, device=DEVICE))
+    fp8_gemm.linear(x, weight)
+    assert run == [PersistentPlan(128, 6)]
+    with launch.ahead(), launch.ahead():
+        fp8_gemm.linear(x, weight)
+    assert [plan.m for plan in run[1:]] == [256, 192, 128, 128]
+    fp8_gemm.linear(x, weight)
+    assert run[5:] == [PersistentPlan(128, 6)]
 
 
 def test_no_round_of_tiles_is_taken_for_a_few_tokens() -> None:
@@ -482,8 +500,9 @@ def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
             tall = isinstance(plan, PersistentPlan)
             rows = 128 if tall else plan.n
             assert tall != isinstance(plan, StreamKPlan)
-            beside = 32_768 + 2048 if tall else 0
-            assert (rows + plan.m) * 128 * plan.stages + beside <= 226 * 1024, plan
+            if isinstance(plan, PersistentPlan):
+                fp8_gemm_sm90_loop.assert_fits(plan.m, plan.stages)
+            assert (rows + plan.m) * 128 * plan.stages <= 226 * 1024, plan
 
 
 def test_no_shipped_rule_slices_what_does_not_fit() -> None:
