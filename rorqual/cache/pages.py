@@ -27,9 +27,7 @@ class PageAllocator:
 
     def take(self) -> int:
         """A free page, with one holder. The caller has checked that there is one."""
-        page = self.free.popleft()
-        self.holders[page] = 1
-        return page
+        return self.take_many(1)[0]
 
     def take_many(self, count: int) -> list[int]:
         """So many free pages, as `take`."""

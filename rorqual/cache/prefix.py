@@ -173,9 +173,7 @@ class PrefixCache:
 
     def take(self) -> int:
         """A page for new content, evicting the least recently used cached one if none is free."""
-        if not self.allocator.free:
-            self.evict()
-        return self.allocator.take()
+        return self.take_many(1)[0]
 
     def take_many(self, count: int) -> list[int]:
         """So many pages, as `take`; a prompt of thousands of tokens has hundreds."""

@@ -256,11 +256,12 @@ def linear(
     if tokens == 0:
         return y
     plan = plan or plan_for(weight, tokens)
-    if is_hopper(device) and isinstance(plan, PersistentPlan) and is_ahead():
+    hopper = is_hopper(device)
+    if hopper and isinstance(plan, PersistentPlan) and is_ahead():
         # ranges of tokens with one height may be too narrow for any step of a start
         for m, (_, stages) in HEIGHTS.items():
             _run(x, weight, bias, y, PersistentPlan(m, stages))
-    _run(x, weight, bias, y, plan if is_hopper(device) else plan.portable())
+    _run(x, weight, bias, y, plan if hopper else plan.portable())
     return y
 
 

@@ -35,7 +35,8 @@ KEPT_BYTES = 2048
 FACTORS = gl.constexpr(KEPT_BYTES // 4)
 
 
-def warpgroups_of(m: int) -> int:
+@gluon.constexpr_function
+def warpgroups(m):
     """Multiplying warpgroups of tiles of m tokens: two with three chunks would take as long as with
     four."""
     return 3 if m == 192 else 2
@@ -46,7 +47,7 @@ def assert_fits(m: int, stages: int) -> None:
     results per warpgroup."""
     assert m in (128, 192, 256), m
     assert stages * m * 4 >= KEPT_BYTES, "no factors are kept for longer than their stage"
-    results = warpgroups_of(m) * 64 * N * 2
+    results = warpgroups(m) * 64 * N * 2
     assert (m + N) * 128 * stages + results + KEPT_BYTES <= SHARED, (m, stages)
 
 
@@ -54,11 +55,6 @@ def assert_fits(m: int, stages: int) -> None:
 def padded(m):
     """Factors of a unit of m tokens: a power of two."""
     return 128 if m == 128 else 256
-
-
-@gluon.constexpr_function
-def warpgroups(m):
-    return 3 if m == 192 else 2
 
 
 class Ring(NamedTuple):

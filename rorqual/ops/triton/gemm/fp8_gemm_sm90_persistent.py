@@ -45,7 +45,6 @@ from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import (
     sums,
     tile_of,
     warpgroups,
-    warpgroups_of,
 )
 from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, zeroed_counters
@@ -536,7 +535,7 @@ def launch(
     """x [T, columns], weight [rows, columns] with one scale per 128x128 block, bias [rows], y [T,
     rows] contiguous. m: 128, 192 or 256."""
     m, stages = plan.m, plan.stages
-    multiplier, copier, average = REGISTERS[warpgroups_of(m)]
+    multiplier, copier, average = REGISTERS[warpgroups(m)]
     (tokens, columns) = x.shape
     rows = weight.data.shape[0]
     device = y.device
