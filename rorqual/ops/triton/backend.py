@@ -722,7 +722,7 @@ def _gqa_decode(
     sizes = (known.longest, known.most_queries, heads, groups, width)
     plan = known.plan(
         (config, heads, width, groups, shared is None),
-        lambda: gqa.gqa_plan(lens, *sizes, config, shared is not None),
+        lambda: gqa.gqa_plan(lens, *sizes, config, shared),
     )
     cached = (where.tables, where.kv_lens, scale, known.longest, plan)
     return gqa.gqa_decode(q, k_plane, v_plane, *cached, config=config, scales=scales, shared=shared)

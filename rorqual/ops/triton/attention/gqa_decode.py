@@ -31,6 +31,7 @@ from rorqual.ops.triton.attention.shared_prefix import (
     SharedPrefixes,
     attend_prefixes,
     combine_shared,
+    fetch_prefix_ahead,
 )
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
@@ -51,7 +52,9 @@ CACHES = {torch.uint8: "fp8", torch.int8: "int8"}
 class GqaDecodeConfig:
     """block_n: tokens per tile. per_sm: programs per multiprocessor. min_tiles: least tiles per
     program. tma: bulk copies, if block_n divides a page. finish: the last program of a request's
-    head merges the partial results, instead of a second kernel."""
+    head merges the partial results, instead of a second kernel. masked: a request's last tile is
+    loaded ahead as all others are, and all are masked, instead of a loop of its own for it (without
+    bulk copies)."""
 
     block_n: int
     warps: int
@@ -60,14 +63,19 @@ class GqaDecodeConfig:
     min_tiles: int = 1
     tma: bool = True
     finish: bool = False
+    masked: bool = False
 
 
 def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> GqaDecodeConfig:
-    """The configuration for this number of requests of this length."""
+    """The configuration for this number of requests of this length. rows: of queries that a cached
+    key meets, a head's query tokens times its share of heads."""
+    tokens, heads, _ = q.shape
+    groups = k_plane.shape[2]
     shape = {
         "cache": CACHES.get(k_plane.dtype, "plain"),
-        "heads": q.shape[1],
-        "groups": k_plane.shape[2],
+        "heads": heads,
+        "groups": groups,
+        "rows": tokens * heads // (requests * groups),
         "width": q.shape[2],
         "requests": requests,
         "kv": max_kv_len,
@@ -99,8 +107,10 @@ def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaD
         GqaDecodeConfig(128, 8, 3, tma=False),
     ]
     if max_kv_len > 2048:
-        return long + many + short
+        ends = [replace(config, finish=True, masked=True) for config in long]
+        return long + ends + many + short
     short += [replace(config, finish=True) for config in short]
+    short += [replace(config, finish=True, masked=True) for config in (short[0], long[0])]
     many += [replace(config, finish=True) for config in many[1:3]]
     return short + many + long if requests * max_kv_len <= 2048 else many + long + short
 
@@ -164,6 +174,7 @@ def _gqa_decode_kernel(
     prefix_members,
     prefix_partial,
     prefix_lse,
+    own_workers,
     factor,
     q_token,
     q_head,
@@ -185,6 +196,7 @@ def _gqa_decode_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
+    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     FINISH: tl.constexpr,
     SCALED: tl.constexpr,
@@ -198,8 +210,8 @@ def _gqa_decode_kernel(
     head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
     key/value heads], where FINISH: zero, and left zero. SCALED: the cache is an 8-bit one; a key's
     scale goes to its scores, a value's to its weights. PREFIX_ROWS > 0: kv_lens count
-    what follows prefixes, which are attended to in tiles of PREFIX_ROWS rows and PREFIX_TILE
-    tokens (shared_prefix.py)."""
+    what follows prefixes, which workers from own_workers [1] on attend to in tiles of PREFIX_ROWS
+    rows and PREFIX_TILE tokens (shared_prefix.py)."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -217,12 +229,15 @@ def _gqa_decode_kernel(
     # The schedule is in L2: its kernel ends with `split_kv.stored`, and lets no later one start
     # before. L1 may have the previous step's.
     all_tiles = tl.load(starts + requests, cache_modifier=".cg")
-    chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
+    workers = tl.num_programs(1)
+    if PREFIX_ROWS > 0:
+        workers = tl.load(own_workers, cache_modifier=".cg")
+    chunk = _chunk(all_tiles, workers, min_tiles)
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
     request = tl.load(first + worker, cache_modifier=".cg")
     begin, end, length = request_at(starts, kv_lens, request, requests)
-    if DEPENDENT:  # noqa: SIM102 - known to the compiler
+    if DEPENDENT:
         if position < last:
             tile = position - begin
             table = tables + request.to(tl.int64) * table_row
@@ -232,6 +247,24 @@ def _gqa_decode_kernel(
             bytes_of: tl.constexpr = SIZE * k_plane.dtype.element_ty.primitive_bitwidth // 8
             fetch_rows_ahead(k_plane + group * kv_head + slots, bytes_of, DEPENDENT)
             fetch_rows_ahead(v_plane + group * kv_head + slots, bytes_of, DEPENDENT)
+        if PREFIX_ROWS > 0:
+            fetch_prefix_ahead(
+                k_plane + group * kv_head,
+                v_plane + group * kv_head,
+                tables,
+                prefix_starts,
+                prefix_owners,
+                kv_row,
+                table_row,
+                requests,
+                worker - workers,
+                tl.num_programs(1) - workers,
+                SIZE,
+                PAGE,
+                PREFIX_TILE,
+                REQUESTS,
+                DEPENDENT,
+            )
     wait_for_inputs(DEPENDENT)
     if PREFIX_ROWS > 0:
         attend_prefixes(
@@ -254,8 +287,8 @@ def _gqa_decode_kernel(
             table_row,
             requests,
             group,
-            worker,
-            tl.num_programs(1),
+            worker - workers,
+            tl.num_programs(1) - workers,
             SHARE,
             QUERIES,
             MEMBERS,
@@ -304,6 +337,8 @@ def _gqa_decode_kernel(
             high = stop - begin
             # tiles that every query token sees in full
             plain = tl.minimum(high, tl.maximum((length - QUERIES + 1) // BLOCK_N, low))
+            if MASKED:
+                plain = low
 
             for j in tl.range(low, plain, num_stages=STAGES):
                 if TMA:
@@ -328,9 +363,12 @@ def _gqa_decode_kernel(
                 acc *= shrink[:, None]
                 acc = tl.dot(weights.to(DTYPE), widened(v, DTYPE), acc, input_precision=PRECISION)
 
-            for j in tl.range(plain, high, num_stages=1):
+            for j in tl.range(plain, high, num_stages=STAGES if MASKED else 1):
                 n = j * BLOCK_N + offsets
-                slots = _slots(table, n, length, PAGE)
+                if MASKED and PAGE % BLOCK_N == 0:
+                    slots = _row(table, j * BLOCK_N, PAGE) + offsets
+                else:
+                    slots = _slots(table, n, length, PAGE)
                 # values past the end may be NaN, which a weight of zero does not cancel
                 ok = (n < length)[:, None] & inside
                 k = tl.load(k_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
@@ -432,16 +470,17 @@ def gqa_plan(
     groups: int,
     width: int,
     config: GqaDecodeConfig,
-    shared: bool = False,
+    shared: SharedPrefixes | None = None,
 ) -> SplitPlan:
     """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R],
-    known on the host. shared: kv_lens are SharedPrefixes.own_lens, and each request has a slot for
-    a partial result."""
+    known on the host. shared: kv_lens are its own_lens, and each request has a slot for a partial
+    result."""
     requests = kv_lens.shape[0]
     workers = gqa_workers(requests, max_kv_len, groups, config, kv_lens.device)
     rows = queries * heads
-    plan = split_plan(kv_lens, workers, config.block_n, config.min_tiles, rows, padded(width))
-    if not shared:
+    busy = None if shared is None else shared.own_workers
+    plan = split_plan(kv_lens, workers, config.block_n, config.min_tiles, rows, padded(width), busy)
+    if shared is None:
         return plan
     slots = 2 * workers + requests
     partial = plan.partial.new_empty(slots, rows, padded(width))
@@ -491,7 +530,7 @@ def gqa_decode(
         k_plane, v_plane = k_plane.view(number), v_plane.view(number)
     kv_lens = kv_lens if shared is None else shared.own_lens
     sizes = (max_kv_len, tokens // requests, heads, k_plane.shape[2], width)
-    plan = plan or gqa_plan(kv_lens, *sizes, config, shared is not None)
+    plan = plan or gqa_plan(kv_lens, *sizes, config, shared)
     assert shared is None or shared.workers == plan.workers
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
     finish = config.finish and shared is None and requests * k_plane.shape[2] <= COUNTERS
@@ -541,7 +580,7 @@ def _launch(
         plan.partial,
         plan.lse,
         zeroed_counters(q.device, requests * groups) if finish else None,
-        *(shared.tensors if shared else (None,) * 8),
+        *(shared.tensors if shared else (None,) * 9),
         factor,
         *q.stride()[:2],
         *planes[0].stride()[1:3],
@@ -560,6 +599,7 @@ def _launch(
         config.block_n,
         config.stages,
         tma,
+        config.masked and not tma,
         "ieee" if q.dtype == torch.float32 else "tf32",
         finish,
         scales is not None,

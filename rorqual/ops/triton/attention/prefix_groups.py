@@ -21,6 +21,7 @@ FEWEST_REQUESTS = 32  # below, a step's attention takes little
 SHORTEST_PREFIX = 512  # tokens; a shorter one is read by each of its requests
 MOST_PROGRAMS = 2  # a multiprocessor has registers for, with a tile of ROWS rows
 ROWS = 64  # of a tile: query heads of a key/value head, times query tokens, times requests
+REQUEST_COST = tl.constexpr(128)  # tokens read in the time in which a worker begins a request
 COMPARED = 8192  # table entries that a program compares at a time
 
 
@@ -156,6 +157,7 @@ def _find_kernel(
 
 @triton.jit(do_not_specialize=["requests", "workers"])
 def _number_kernel(
+    own_lens,
     group_of,
     place_of,
     group_lens,
@@ -163,13 +165,15 @@ def _number_kernel(
     starts,
     owners,
     parts,
+    own_workers,
     requests,
     workers,
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """One program: number the groups without gaps, lay their tiles in a row, and tell each request
-    where its partial results will be. numbers [R]: room for a group's number."""
+    """One program: number the groups without gaps, lay their tiles in a row, share the workers out
+    between prefixes and what follows, and tell each request where its partial results will be.
+    numbers [R]: room for a group's number."""
     index = tl.arange(0, REQUESTS)
     inside = index < requests
     tiles = tl.load(group_lens + index, mask=inside, other=0) // BLOCK_N
@@ -189,7 +193,14 @@ def _number_kernel(
     mine = tl.load(numbers + group, mask=shares, other=0)
     begin = tl.load(starts + mine, mask=shares, other=0)
     stop = tl.load(starts + mine + 1, mask=shares, other=1)
-    chunk = tl.maximum(_chunk(total, workers, MIN_TILES), 1)
+    lens = tl.load(own_lens + index, mask=inside, other=-REQUEST_COST)
+    own = tl.sum((lens + REQUEST_COST).to(tl.float32))
+    share = (total * BLOCK_N).to(tl.float32)
+    share = workers * (share / tl.maximum(share + own, 1.0)) + 0.5
+    for_prefixes = tl.minimum(tl.maximum(share.to(tl.int32), 1), workers - 1)
+    for_prefixes = tl.where(total > 0, for_prefixes, 0)
+    tl.store(own_workers, workers - for_prefixes)
+    chunk = _chunk(total, tl.maximum(for_prefixes, 1), MIN_TILES)
     head = begin // chunk
     tl.store(parts + 3 * index, head + mine, mask=inside)
     splits = tl.where(shares, (stop - 1) // chunk - head + 1, 0)
@@ -211,12 +222,13 @@ def find(
     """The groups of one step. tables [R, columns] int64 and kv_lens [R] int64 on the device, as
     gqa_decode takes them; heads: of queries and of keys; width: columns of a partial result, a
     power of two; workers: gqa_decode.gqa_workers; shortest: tokens of a prefix, SHORTEST_PREFIX if
-    left out. Returns None where a tile has no room for the queries of two requests."""
+    left out. Returns None where a tile has no room for the queries of two requests, or there are no
+    two workers."""
     device = kv_lens.device
     requests = kv_lens.shape[0]
     each = heads[0] // heads[1] * queries
     members = ROWS // each
-    if members < 2:
+    if members < 2 or workers < 2:
         return None
     block_n = 16 if dtype == torch.float32 else 64
     if block_n % page and page % block_n:
@@ -242,6 +254,7 @@ def find(
         requests=numbers(requests, members),
         partial=numbers(slots, heads[1], rows, width, kind=torch.float32),
         lse=numbers(slots, heads[1], rows, kind=torch.float32),
+        own_workers=numbers(1),
         workers=workers,
         block_n=block_n,
     )
@@ -271,6 +284,7 @@ def find(
         num_warps=8,
     )
     _number_kernel[(1,)](
+        groups.own_lens,
         group_of,
         place_of,
         group_lens,
@@ -278,6 +292,7 @@ def find(
         groups.starts,
         groups.owners,
         groups.parts,
+        groups.own_workers,
         requests,
         workers,
         block_n,

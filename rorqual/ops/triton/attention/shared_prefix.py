@@ -1,11 +1,12 @@
 """Decode attention that reads a shared prefix once for several requests (arXiv 2402.05099,
 2402.15220).
 
-Requests whose block tables begin with the same pages form groups (prefix_groups.py). Each worker of
-the decode kernel first attends to its part of the groups' common pages, with the queries of all of
-a group's requests as the rows of one tile, then to its part of what follows in each request, and
-`combine_shared` merges both. A separate kernel for the first part took 1 % of a step in which
-nothing is shared.
+Requests whose block tables begin with the same pages form groups (prefix_groups.py). Some workers
+of the decode kernel attend to the groups' common pages, with the queries of all of a group's
+requests as the rows of one tile, the others to what follows in each request; they are shared out by
+the tokens of both, and `combine_shared` merges the results. A separate kernel for the first part
+took 1 % of a step in which nothing is shared; workers with a part of both, one after the other,
+waited twice for their schedule and first tiles.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from rorqual.ops.triton.attention.mla_decode import (
     _whole,
     widened,
 )
-from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk
+from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, rows_at_once
 from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
+from rorqual.ops.triton.runtime.prefetch import fetch_rows_ahead
 
 MIN_TILES = tl.constexpr(4)  # of a program
 
@@ -43,7 +45,8 @@ class SharedPrefixes:
     read, and its number of requests. requests [R, members] int32: those of the group that begins
     with a request. partial [slots, key/value heads, rows, width] fp32, lse [slots, key/value heads,
     rows] fp32: results of a worker for a group (normalized) and their log2-sum-exp2; rows are
-    (place, query token, head).
+    (place, query token, head). own_workers [1] int32: workers of what follows prefixes, the first
+    ones; the others have the prefixes.
     """
 
     own_lens: Tensor
@@ -55,6 +58,7 @@ class SharedPrefixes:
     requests: Tensor
     partial: Tensor
     lse: Tensor
+    own_workers: Tensor
     workers: int
     block_n: int
 
@@ -71,8 +75,55 @@ class SharedPrefixes:
         """Arguments of the decode kernel, in its order."""
         return (
             *(self.first_pages, self.parts, self.starts, self.owners, self.counts),
-            *(self.requests, self.partial, self.lse),
+            *(self.requests, self.partial, self.lse, self.own_workers),
         )
+
+
+@triton.jit
+def _group_at(starts, position, requests, REQUESTS: tl.constexpr):
+    """Whose tile it is."""
+    index = tl.arange(0, REQUESTS)
+    ends = tl.load(
+        starts + 1 + index, mask=index < requests, other=2147483647, cache_modifier=".cg"
+    )
+    return tl.sum((ends <= position).to(tl.int32))
+
+
+@triton.jit
+def fetch_prefix_ahead(
+    k_head,
+    v_head,
+    tables,
+    starts,
+    owners,
+    kv_row,
+    table_row,
+    requests,
+    worker,
+    workers,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Prefetch the first tiles of `attend_prefixes`, before the wait for the kernel before: the
+    pages of prefixes were complete before the step, and their schedule is in L2 as the others'."""
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
+    position = worker * _chunk(all_tiles, tl.maximum(workers, 1), MIN_TILES)
+    if (worker >= 0) & (position < all_tiles):
+        group = _group_at(starts, position, requests, REQUESTS)
+        owner = tl.load(owners + group, cache_modifier=".cg")
+        table = tables + owner.to(tl.int64) * table_row
+        tile = position - tl.load(starts + group, cache_modifier=".cg")
+        left = (tl.load(starts + group + 1, cache_modifier=".cg") - position) * BLOCK_N
+        offsets = tl.arange(0, 2 * BLOCK_N)
+        token = tile * BLOCK_N + tl.minimum(offsets, left - 1)
+        page = tl.load(table + token // PAGE, cache_modifier=".cg").to(tl.int64)
+        rows = (page * PAGE + token % PAGE) * kv_row
+        each: tl.constexpr = SIZE * k_head.dtype.element_ty.primitive_bitwidth // 8
+        fetch_rows_ahead(k_head + rows, each, DEPENDENT)
+        fetch_rows_ahead(v_head + rows, each, DEPENDENT)
 
 
 @triton.jit
@@ -110,15 +161,16 @@ def attend_prefixes(
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """One worker's tiles of one key/value head. Worker w stores its result for group g in slot
-    w + g: of the pairs that occur, one ends where the next begins, so no two have the same sum.
-    k_head, v_head [WIDTH], scale_head: columns of this head in the first row of the cache."""
+    """One worker's tiles of one key/value head; worker: of the `workers` of prefixes, none if
+    negative. Worker w stores its result for group g in slot w + g: of the pairs that occur, one
+    ends where the next begins, so no two have the same sum. k_head, v_head [WIDTH], scale_head:
+    columns of this head in the first row of the cache."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     all_tiles = tl.load(starts + requests)
-    chunk = _chunk(all_tiles, workers, MIN_TILES)
+    chunk = _chunk(all_tiles, tl.maximum(workers, 1), MIN_TILES)
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
-    if position < last:
+    if (worker >= 0) & (position < last):
         rows = tl.arange(0, BLOCK_H)
         member = rows // (QUERIES * SHARE)
         query = rows // SHARE % QUERIES
@@ -126,9 +178,7 @@ def attend_prefixes(
         columns = tl.arange(0, WIDTH)
         offsets = tl.arange(0, BLOCK_N)
         inside = (columns < SIZE)[None, :]
-        index = tl.arange(0, REQUESTS)
-        ends = tl.load(starts + 1 + index, mask=index < requests, other=2147483647)
-        group = tl.sum((ends <= position).to(tl.int32))
+        group = _group_at(starts, position, requests, REQUESTS)
         while position < last:
             begin = tl.load(starts + group)
             stop = tl.minimum(tl.load(starts + group + 1), last)
@@ -195,6 +245,7 @@ def _combine_kernel(
     prefix_partial,
     prefix_lse,
     parts,
+    own_workers,
     out,
     out_token,
     out_head,
@@ -220,7 +271,7 @@ def _combine_kernel(
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     begin = tl.load(starts + request)
     end = tl.load(starts + request + 1)
-    chunk = _chunk(tl.load(starts + requests), workers, min_tiles)
+    chunk = _chunk(tl.load(starts + requests), tl.load(own_workers), min_tiles)
     slot = tl.load(parts + 3 * request)
     prefixed = tl.load(parts + 3 * request + 1)
     place = tl.load(parts + 3 * request + 2)
@@ -260,8 +311,7 @@ def combine_shared(plan: SplitPlan, groups: SharedPrefixes, out: Tensor) -> None
     prefixes. plan: of groups.own_lens, with a slot for each request."""
     requests = groups.own_lens.shape[0]
     rows = plan.partial.shape[1]
-    few = requests * rows < 4096
-    block_r, step = (1, 16) if few else (8, 2)
+    block_r, step = rows_at_once(requests * rows)
     _combine_kernel[(requests, triton.cdiv(rows, block_r))](
         plan.partial,
         plan.lse,
@@ -269,6 +319,7 @@ def combine_shared(plan: SplitPlan, groups: SharedPrefixes, out: Tensor) -> None
         groups.partial,
         groups.lse,
         groups.parts,
+        groups.own_workers,
         out,
         out.stride(0),
         out.stride(1),

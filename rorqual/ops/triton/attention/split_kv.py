@@ -113,18 +113,21 @@ def _plan_kernel(
     kv_lens,
     starts,
     first,
+    busy,
     requests,
     min_tiles,
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """DEPENDENT: attention behind it reads the schedule before it waits."""
+    """busy [1]: how many workers have tiles, all if left out. DEPENDENT: attention behind it reads
+    the schedule before it waits."""
     worker = tl.program_id(0)
+    workers = tl.num_programs(0) if busy is None else tl.load(busy)
     index = tl.arange(0, REQUESTS)
     tiles = tl.cdiv(tl.load(kv_lens + index, mask=index < requests, other=0), BLOCK_N).to(tl.int32)
     ends = tl.cumsum(tiles, 0)
-    position = worker * _chunk(tl.sum(tiles), tl.num_programs(0), min_tiles)
+    position = worker * _chunk(tl.sum(tiles), workers, min_tiles)
     before = tl.sum(((ends <= position) & (index < requests)).to(tl.int32))
     tl.store(first + worker, before)
     if worker == 0:
@@ -134,10 +137,16 @@ def _plan_kernel(
 
 
 def split_plan(
-    kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows: int, width: int
+    kv_lens: Tensor,
+    workers: int,
+    block_n: int,
+    min_tiles: int,
+    rows: int,
+    width: int,
+    busy: Tensor | None = None,
 ) -> SplitPlan:
     """kv_lens [R] int on the device. rows: query tokens a request times heads; width: columns of
-    the output."""
+    the output. busy [1] int32 on the device: only the first so many workers get tiles."""
     requests = kv_lens.shape[0]
     device = kv_lens.device
     starts = torch.empty(requests + 1, dtype=torch.int32, device=device)
@@ -147,7 +156,7 @@ def split_plan(
     size = triton.next_power_of_2(max(requests, 2))
     # not a dependent launch, so all that kernels before have stored is there, for attention as well
     _plan_kernel[(workers,)](
-        kv_lens, starts, first, requests, min_tiles, block_n, size, is_hopper(device)
+        kv_lens, starts, first, busy, requests, min_tiles, block_n, size, is_hopper(device)
     )
     return SplitPlan(starts, first, partial, lse, block_n, min_tiles)
 
@@ -234,15 +243,24 @@ def _combine_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < SIZE)[None, :])
 
 
+def rows_at_once(rows: int) -> tuple[int, int]:
+    """(rows of a program that merges, partial results that it reads at once). Few rows have many
+    results each, so they are spread, and their results read in parallel; of many the programs take
+    most of the time."""
+    if rows < 512:
+        return 1, 16
+    if rows < 1024:
+        return 2, 8
+    return (4, 4) if rows < 4096 else (8, 2)
+
+
 def combine(plan: SplitPlan, out: Tensor, requests: int) -> None:
     """Finish `out` [T, H, width] in place: the requests that several workers shared, and those
     of length 0."""
     rows = plan.partial.shape[1]
     width = plan.partial.shape[2]
     heads = out.shape[1]
-    # few rows: many splits each, so spread the rows and read the splits in parallel
-    few = requests * rows < 4096
-    block_r, step = (1, 16) if few else (8, 2)
+    block_r, step = rows_at_once(requests * rows)
     grid = (requests, triton.cdiv(rows, block_r))
     _combine_kernel[grid](
         plan.partial,

@@ -157,6 +157,11 @@ def test_requests_of_a_prefix_form_groups(
         assert sum(sizes) == len(held)
         assert len(sizes) == -(-len(held) // most)
         assert max(sizes) - min(sizes) <= len(sizes)
+    # workers are shared out by what they read, and a request that begins counts as some tokens
+    prefixes = int(groups.starts[-1]) * groups.block_n
+    weight = sum(own) + count * prefix_groups.REQUEST_COST.value
+    workers = 7 - int(groups.own_workers)
+    assert workers == (max(1, int(7 * prefixes / (prefixes + weight) + 0.5)) if shared else 0)
     slots = 7 + len(found) - 1  # as many as a staircase of workers and groups has steps
     assert groups.partial.shape[0] >= slots
 
@@ -214,6 +219,8 @@ def test_attention_in_bf16(page: int) -> None:
     """Pages of 32 are half a tile."""
     config = gqa.GqaDecodeConfig(64, 4, 3, tma=False)
     attended(MANY, 1, (32, 4), 128, page, torch.bfloat16, config)
+    masked = gqa.GqaDecodeConfig(128, 4, 2, tma=False, masked=True)
+    attended(MANY, 1, (32, 4), 128, page, torch.bfloat16, masked)
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8], ids=str)
@@ -244,8 +251,10 @@ def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
 
 
 def test_a_tile_without_room_for_two_requests_shares_nothing() -> None:
+    """Nor does a single worker, which cannot have both."""
     lens = torch.tensor([200, 200], device=DEVICE)
     tables = torch.ones(2, 16, dtype=torch.int64, device=DEVICE)
+    assert prefix_groups.find(tables, lens, 1, 16, (8, 1), 128, torch.float32, 1, 32) is None
     assert prefix_groups.find(tables, lens, 1, 16, (64, 1), 128, torch.float32, 8) is None
 
 

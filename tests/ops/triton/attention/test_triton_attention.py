@@ -219,9 +219,12 @@ def test_gqa_decode(
 
 
 @pytest.mark.parametrize("lens", [LENS, [0, 0, 90], [40, 0, 0], [0, 0]], ids=str)
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 24)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "masked"),
+    [(torch.float32, 64, False), (torch.bfloat16, 24, False), (torch.bfloat16, 64, True)],
+)
 def test_the_last_program_of_a_request_puts_it_together(
-    lens: list[int], dtype: torch.dtype, width: int
+    lens: list[int], dtype: torch.dtype, width: int, masked: bool
 ) -> None:
     """The parts in the order of the cache, whichever program is last: twice the same bits, and
     counters that are zero again. Requests without cache give zeros."""
@@ -235,7 +238,9 @@ def test_the_last_program_of_a_request_puts_it_together(
     expected = Ops().attention(q, k_plane, v_plane, where, 0.1)
     found = []
     for min_tiles in (1, 1, 3, 100):
-        config = gqa.GqaDecodeConfig(16, 4, 1, min_tiles=min_tiles, tma=False, finish=True)
+        config = gqa.GqaDecodeConfig(
+            16, 4, 1, min_tiles=min_tiles, tma=False, finish=True, masked=masked
+        )
         out = poisoned(*q.shape, dtype=dtype)
         gqa.gqa_decode(q, k_plane, v_plane, tables, where.kv_lens, 0.1, 200, out=out, config=config)
         check(out, expected)

@@ -283,16 +283,31 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
     assert small_batch.direct_plan_for(wide, 8).down_rows == 64
     q = torch.empty(1, 32, 128, dtype=torch.bfloat16)
-    plane = torch.empty(2, 16, 4, 128)
-    assert [
-        gqa_decode.config_for(q, plane, *at).block_n
-        for at in ((1, 2048), (64, 1024), (1, 2049), (2, 2049))
-    ] == [64, 64, 64, 128]
-    assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [1, 5]
-    assert [
-        gqa_decode.config_for(q, plane, *at).finish
-        for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024), (4, 2049), (5, 2049))
-    ] == [False, True] * 3
+    plane = torch.empty(2, 16, 4, 128, dtype=torch.bfloat16)
+
+    def decode(requests: int, longest: int, queries: int = 1) -> gqa_decode.GqaDecodeConfig:
+        return gqa_decode.config_for(q.expand(requests * queries, -1, -1), plane, requests, longest)
+
+    at = ((1, 2048), (3, 2048), (32, 2048), (1, 2049), (2, 2049), (1, 4609), (4, 2049), (8, 512))
+    found = [decode(*each) for each in at]
+    assert [config.block_n for config in found] == [64, 128, 64, 64, 128, 128, 128, 64]
+    assert [config.masked for config in found] == [False] * 6 + [True, False]
+    assert [config.finish for config in found] == [False] * 6 + [True, True]
+    assert [decode(*each).stages for each in ((1, 2048), (64, 1024), (32, 2048))] == [1, 2, 5]
+    # more rows than a product has at least: tiles of 64, and two programs a multiprocessor
+    more = [decode(*each, 2) for each in ((8, 1024), (16, 1500), (64, 1024), (256, 1024))]
+    assert [(config.block_n, config.tma, config.per_sm) for config in more] == [
+        (64, False, 2),
+        (64, False, 2),
+        (64, True, 2),
+        (64, True, 2),
+    ]
+    assert not decode(5, 2049, 2).masked
+    assert decode(256, 1024).per_sm == 3
+    held = plane.to(torch.int8)  # no masked tiles were timed over 8-bit caches
+    assert not any(
+        gqa_decode.config_for(q, held, *each).masked for each in ((8, 1024), (8, 4096), (64, 512))
+    )
     assert [
         mla_decode.config_for(q, 16, q.dtype, *at).block_n
         for at in ((128, 1024), (256, 1024), (256, 4096))
