@@ -32,12 +32,14 @@ from rorqual.ops.triton.attention.shared_prefix import (
     attend_prefixes,
     combine_shared,
     fetch_prefix_ahead,
+    prefix_share,
 )
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     COUNTERS,
     dependent,
+    is_hopper,
     multiprocessors,
     next_power,
     wait_for_inputs,
@@ -202,6 +204,7 @@ def _gqa_decode_kernel(
     SCALED: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
     PREFIX_TILE: tl.constexpr,
+    PREFIX_STAGES: tl.constexpr,
     MEMBERS: tl.constexpr,
     REQUESTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -237,7 +240,7 @@ def _gqa_decode_kernel(
     last = tl.minimum(position + chunk, all_tiles)
     request = tl.load(first + worker, cache_modifier=".cg")
     begin, end, length = request_at(starts, kv_lens, request, requests)
-    if DEPENDENT:
+    if DEPENDENT:  # noqa: SIM102 - known to the compiler
         if position < last:
             tile = position - begin
             table = tables + request.to(tl.int64) * table_row
@@ -247,24 +250,31 @@ def _gqa_decode_kernel(
             bytes_of: tl.constexpr = SIZE * k_plane.dtype.element_ty.primitive_bitwidth // 8
             fetch_rows_ahead(k_plane + group * kv_head + slots, bytes_of, DEPENDENT)
             fetch_rows_ahead(v_plane + group * kv_head + slots, bytes_of, DEPENDENT)
-        if PREFIX_ROWS > 0:
-            fetch_prefix_ahead(
-                k_plane + group * kv_head,
-                v_plane + group * kv_head,
-                tables,
-                prefix_starts,
-                prefix_owners,
-                kv_row,
-                table_row,
-                requests,
-                worker - workers,
-                tl.num_programs(1) - workers,
-                SIZE,
-                PAGE,
-                PREFIX_TILE,
-                REQUESTS,
-                DEPENDENT,
-            )
+    if PREFIX_ROWS > 0:
+        prefix_tile, prefix_last, prefix_group, prefix_owner = prefix_share(
+            prefix_starts,
+            prefix_owners,
+            requests,
+            worker - workers,
+            tl.num_programs(1) - workers,
+            REQUESTS,
+        )
+        fetch_prefix_ahead(
+            k_plane + group * kv_head,
+            v_plane + group * kv_head,
+            tables,
+            prefix_starts,
+            kv_row,
+            table_row,
+            prefix_tile,
+            prefix_last,
+            prefix_group,
+            prefix_owner,
+            SIZE,
+            PAGE,
+            PREFIX_TILE,
+            DEPENDENT,
+        )
     wait_for_inputs(DEPENDENT)
     if PREFIX_ROWS > 0:
         attend_prefixes(
@@ -285,10 +295,12 @@ def _gqa_decode_kernel(
             kv_row,
             scale_row,
             table_row,
-            requests,
             group,
             worker - workers,
-            tl.num_programs(1) - workers,
+            prefix_tile,
+            prefix_last,
+            prefix_group,
+            prefix_owner,
             SHARE,
             QUERIES,
             MEMBERS,
@@ -297,7 +309,7 @@ def _gqa_decode_kernel(
             PAGE,
             PREFIX_ROWS,
             PREFIX_TILE,
-            REQUESTS,
+            PREFIX_STAGES,
             PRECISION,
             SCALED,
         )
@@ -567,6 +579,8 @@ def _launch(
     share = heads // groups
     tma = config.tma and page % config.block_n == 0 and padded(width) == width
     describe = [_descriptor(x, config.block_n) if tma else None for x in planes]
+    # of prefixes: 128 KB of keys and values under way, where a multiprocessor has room for them
+    stages = 5 if is_hopper(q.device) and padded(width) <= 128 else 3
     _gqa_decode_kernel[(groups, plan.workers)](
         q,
         *planes,
@@ -603,7 +617,7 @@ def _launch(
         "ieee" if q.dtype == torch.float32 else "tf32",
         finish,
         scales is not None,
-        *((shared.rows, shared.block_n, shared.members) if shared else (0, 0, 0)),
+        *((shared.rows, shared.block_n, stages, shared.members) if shared else (0,) * 4),
         next_power(max(requests, 2)) if shared else 0,
         num_warps=config.warps,
         **dependent(q.device),

@@ -80,13 +80,20 @@ class SharedPrefixes:
 
 
 @triton.jit
-def _group_at(starts, position, requests, REQUESTS: tl.constexpr):
-    """Whose tile it is."""
+def prefix_share(starts, owners, requests, worker, workers, REQUESTS: tl.constexpr):
+    """(first tile, the one after the last, group of the first tile, its first request) of a worker
+    for prefixes, `worker` of `workers`; no tile if it is negative. Read before the wait for the
+    kernel before, as all of the schedule."""
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
+    chunk = _chunk(all_tiles, tl.maximum(workers, 1), MIN_TILES)
+    position = tl.where(worker < 0, all_tiles, worker * chunk)
     index = tl.arange(0, REQUESTS)
     ends = tl.load(
         starts + 1 + index, mask=index < requests, other=2147483647, cache_modifier=".cg"
     )
-    return tl.sum((ends <= position).to(tl.int32))
+    group = tl.sum((ends <= position).to(tl.int32))
+    owner = tl.load(owners + group, mask=position < all_tiles, other=0, cache_modifier=".cg")
+    return position, tl.minimum(position + chunk, all_tiles), group, owner
 
 
 @triton.jit
@@ -95,31 +102,26 @@ def fetch_prefix_ahead(
     v_head,
     tables,
     starts,
-    owners,
     kv_row,
     table_row,
-    requests,
-    worker,
-    workers,
+    position,
+    last,
+    group,
+    owner,
     SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    REQUESTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Prefetch the first tiles of `attend_prefixes`, before the wait for the kernel before: the
-    pages of prefixes were complete before the step, and their schedule is in L2 as the others'."""
-    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
-    position = worker * _chunk(all_tiles, tl.maximum(workers, 1), MIN_TILES)
-    if (worker >= 0) & (position < all_tiles):
-        group = _group_at(starts, position, requests, REQUESTS)
-        owner = tl.load(owners + group, cache_modifier=".cg")
+    """Prefetch a worker's first two tiles, before the wait for the kernel before: pages of prefixes
+    were complete before the step."""
+    if position < last:
         table = tables + owner.to(tl.int64) * table_row
-        tile = position - tl.load(starts + group, cache_modifier=".cg")
-        left = (tl.load(starts + group + 1, cache_modifier=".cg") - position) * BLOCK_N
-        offsets = tl.arange(0, 2 * BLOCK_N)
-        token = tile * BLOCK_N + tl.minimum(offsets, left - 1)
-        page = tl.load(table + token // PAGE, cache_modifier=".cg").to(tl.int64)
+        begin = tl.load(starts + group, cache_modifier=".cg")
+        stop = tl.load(starts + group + 1, cache_modifier=".cg")
+        token = (position - begin) * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        token = tl.minimum(token, (stop - begin) * BLOCK_N - 1)
+        page = tl.load(table + token // PAGE).to(tl.int64)
         rows = (page * PAGE + token % PAGE) * kv_row
         each: tl.constexpr = SIZE * k_head.dtype.element_ty.primitive_bitwidth // 8
         fetch_rows_ahead(k_head + rows, each, DEPENDENT)
@@ -145,10 +147,12 @@ def attend_prefixes(
     kv_row,
     scale_row,
     table_row,
-    requests,
     key_head,
     worker,
-    workers,
+    position,
+    last,
+    group,
+    owner,
     SHARE: tl.constexpr,
     QUERIES: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -157,20 +161,16 @@ def attend_prefixes(
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """One worker's tiles of one key/value head; worker: of the `workers` of prefixes, none if
-    negative. Worker w stores its result for group g in slot w + g: of the pairs that occur, one
+    """One worker's share (`prefix_share`) of one key/value head; worker: its number among those of
+    prefixes. Worker w stores its result for group g in slot w + g: of the pairs that occur, one
     ends where the next begins, so no two have the same sum. k_head, v_head [WIDTH], scale_head:
     columns of this head in the first row of the cache."""
     DTYPE: tl.constexpr = q.dtype.element_ty
-    all_tiles = tl.load(starts + requests)
-    chunk = _chunk(all_tiles, tl.maximum(workers, 1), MIN_TILES)
-    position = worker * chunk
-    last = tl.minimum(position + chunk, all_tiles)
-    if (worker >= 0) & (position < last):
+    if position < last:
         rows = tl.arange(0, BLOCK_H)
         member = rows // (QUERIES * SHARE)
         query = rows // SHARE % QUERIES
@@ -178,11 +178,9 @@ def attend_prefixes(
         columns = tl.arange(0, WIDTH)
         offsets = tl.arange(0, BLOCK_N)
         inside = (columns < SIZE)[None, :]
-        group = _group_at(starts, position, requests, REQUESTS)
         while position < last:
             begin = tl.load(starts + group)
             stop = tl.minimum(tl.load(starts + group + 1), last)
-            owner = tl.load(owners + group)
             row_ok = (rows < MEMBERS * QUERIES * SHARE) & (member < tl.load(counts + owner))
             request = tl.load(members + owner * MEMBERS + member, mask=row_ok, other=0)
             q_rows = q + (request.to(tl.int64) * QUERIES + query) * q_token + head * q_head
@@ -193,7 +191,7 @@ def attend_prefixes(
             acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
             peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
-            for j in tl.range(position - begin, stop - begin, num_stages=3):
+            for j in tl.range(position - begin, stop - begin, num_stages=STAGES):
                 if PAGE % BLOCK_N == 0:
                     slots = _row(table, j * BLOCK_N, PAGE) + offsets
                 else:
@@ -216,6 +214,7 @@ def attend_prefixes(
             )
             position = stop
             group += 1
+            owner = tl.load(owners + group, mask=position < last, other=0)
 
 
 @triton.jit
@@ -266,15 +265,17 @@ def _combine_kernel(
     result also where one worker computed it all: that of slot 2 workers + request."""
     ROWS: tl.constexpr = QUERIES * HEADS
     SHARE: tl.constexpr = HEADS // KEY_HEADS
-    wait_for_inputs(DEPENDENT)
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin = tl.load(starts + request)
-    end = tl.load(starts + request + 1)
-    chunk = _chunk(tl.load(starts + requests), tl.load(own_workers), min_tiles)
-    slot = tl.load(parts + 3 * request)
-    prefixed = tl.load(parts + 3 * request + 1)
-    place = tl.load(parts + 3 * request + 2)
+    # before the wait, as in decode attention: the schedule is there (`split_kv.stored`)
+    begin = tl.load(starts + request, cache_modifier=".cg")
+    end = tl.load(starts + request + 1, cache_modifier=".cg")
+    all_tiles = tl.load(starts + requests, cache_modifier=".cg")
+    chunk = _chunk(all_tiles, tl.load(own_workers, cache_modifier=".cg"), min_tiles)
+    slot = tl.load(parts + 3 * request, cache_modifier=".cg")
+    prefixed = tl.load(parts + 3 * request + 1, cache_modifier=".cg")
+    place = tl.load(parts + 3 * request + 2, cache_modifier=".cg")
+    wait_for_inputs(DEPENDENT)  # even without work
     head_worker = begin // chunk
     count = tl.where(end > begin, (end - 1) // chunk - head_worker + 1, 0)
     if (count == 1) & (prefixed == 0):
