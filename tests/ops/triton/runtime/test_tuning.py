@@ -288,11 +288,11 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(requests: int, longest: int, queries: int = 1) -> gqa_decode.GqaDecodeConfig:
         return gqa_decode.config_for(q.expand(requests * queries, -1, -1), plane, requests, longest)
 
-    at = ((1, 2048), (3, 2048), (32, 2048), (1, 2049), (2, 2049), (1, 4609), (4, 2049), (8, 512))
+    at = ((1, 2048), (32, 2048), (1, 2049), (2, 2049), (4, 1024), (8, 512), (8, 513), (5, 2049))
     found = [decode(*each) for each in at]
-    assert [config.block_n for config in found] == [64, 128, 64, 64, 128, 128, 128, 64]
-    assert [config.masked for config in found] == [False] * 6 + [True, False]
-    assert [config.finish for config in found] == [False] * 6 + [True, True]
+    assert [config.block_n for config in found] == [64, 64, 64, 128, 64, 64, 128, 128]
+    assert [config.masked for config in found] == [False] * 6 + [True, True]
+    assert [config.finish for config in found] == [False] * 4 + [True] * 4
     assert [decode(*each).stages for each in ((1, 2048), (64, 1024), (32, 2048))] == [1, 2, 5]
     # more rows than a product has at least: tiles of 64, and two programs a multiprocessor
     more = [decode(*each, 2) for each in ((8, 1024), (16, 1500), (64, 1024), (256, 1024))]
