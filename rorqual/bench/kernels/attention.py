@@ -377,6 +377,7 @@ class GqaSetup:
             "cache": gqa.CACHES.get(shape.held, "plain"),
             "heads": shape.heads,
             "groups": shape.groups,
+            "rows": shape.queries * shape.heads // shape.groups,
             "width": shape.width,
         }
         data = (self.q, self.k, self.v, self.tables, self.kv_lens, shape.queries, self.scale)

@@ -193,12 +193,12 @@ def _number_kernel(
     mine = tl.load(numbers + group, mask=shares, other=0)
     begin = tl.load(starts + mine, mask=shares, other=0)
     stop = tl.load(starts + mine + 1, mask=shares, other=1)
-    lens = tl.load(own_lens + index, mask=inside, other=-REQUEST_COST)
-    own = tl.sum((lens + REQUEST_COST).to(tl.float32))
+    lens = tl.load(own_lens + index, mask=inside, other=0)
+    own = tl.sum(tl.where(lens > 0, lens + REQUEST_COST, 0).to(tl.float32))  # 0: padding
     share = (total * BLOCK_N).to(tl.float32)
     share = workers * (share / tl.maximum(share + own, 1.0)) + 0.5
     for_prefixes = tl.minimum(tl.maximum(share.to(tl.int32), 1), workers - 1)
-    for_prefixes = tl.where(total > 0, for_prefixes, 0)
+    for_prefixes = tl.minimum(for_prefixes, tl.cdiv(total, MIN_TILES))  # 0 without prefixes
     tl.store(own_workers, workers - for_prefixes)
     chunk = _chunk(total, tl.maximum(for_prefixes, 1), MIN_TILES)
     head = begin // chunk

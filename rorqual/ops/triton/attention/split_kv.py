@@ -105,8 +105,9 @@ def _chunk(total, workers, min_tiles):
     return tl.maximum(tl.cdiv(total, workers), min_tiles)
 
 
+# block_n no constant: a step of short requests may have other tiles than any step of the start
 @triton.jit(
-    do_not_specialize=["requests", "min_tiles"],
+    do_not_specialize=["requests", "min_tiles", "block_n"],
     do_not_specialize_on_alignment=["kv_lens", "starts", "first"],
 )
 def _plan_kernel(
@@ -116,7 +117,7 @@ def _plan_kernel(
     busy,
     requests,
     min_tiles,
-    BLOCK_N: tl.constexpr,
+    block_n,
     REQUESTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -125,7 +126,8 @@ def _plan_kernel(
     worker = tl.program_id(0)
     workers = tl.num_programs(0) if busy is None else tl.load(busy)
     index = tl.arange(0, REQUESTS)
-    tiles = tl.cdiv(tl.load(kv_lens + index, mask=index < requests, other=0), BLOCK_N).to(tl.int32)
+    lens = tl.load(kv_lens + index, mask=index < requests, other=0)
+    tiles = tl.cdiv(lens, block_n).to(tl.int32)
     ends = tl.cumsum(tiles, 0)
     position = worker * _chunk(tl.sum(tiles), workers, min_tiles)
     before = tl.sum(((ends <= position) & (index < requests)).to(tl.int32))

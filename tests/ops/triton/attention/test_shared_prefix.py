@@ -159,11 +159,24 @@ def test_requests_of_a_prefix_form_groups(
         assert max(sizes) - min(sizes) <= len(sizes)
     # workers are shared out by what they read, and a request that begins counts as some tokens
     prefixes = int(groups.starts[-1]) * groups.block_n
-    weight = sum(own) + count * prefix_groups.REQUEST_COST.value
-    workers = 7 - int(groups.own_workers)
-    assert workers == (max(1, int(7 * prefixes / (prefixes + weight) + 0.5)) if shared else 0)
+    weight = sum(n + prefix_groups.REQUEST_COST.value for n in own if n)
+    wanted = max(1, int(7 * prefixes / (prefixes + weight) + 0.5))
+    assert 7 - int(groups.own_workers) == min(wanted, -(-starts[-1] // 4))
     slots = 7 + len(found) - 1  # as many as a staircase of workers and groups has steps
     assert groups.partial.shape[0] >= slots
+
+
+@pytest.mark.parametrize(("workers", "for_prefixes"), [(2, 1), (5, 4), (40, 20)])
+def test_workers_of_prefixes(workers: int, for_prefixes: int) -> None:
+    """One is left for what follows; and prefixes of 80 tiles are parts of four at least."""
+    page = 16
+    tables = torch.tensor([[*range(1, 81), 90 + i] for i in range(4)], device=DEVICE)
+    lens = torch.tensor([80 * page + 1] * 4, device=DEVICE)
+    shape = (1, page, (8, 1), 16, torch.float32)
+    groups = prefix_groups.find(tables, lens, *shape, workers, 2 * page)
+    assert groups is not None
+    assert groups.starts.tolist() == [0, 80, 80, 80, 80]
+    assert workers - int(groups.own_workers) == for_prefixes
 
 
 def attended(
@@ -200,6 +213,9 @@ def attended(
         (MANY, 1, (20, 4), 16, 64, 1),
         (ALONE + MANY, 1, (16, 1), 32, 32, 4),
         (NESTED, 1, (16, 2), 32, 16, 1),
+        # enough rows for programs that merge two and four of them
+        (MANY, 1, (64, 8), 16, 16, 1),
+        (MANY, 1, (80, 10), 16, 64, 1),
     ],
 )
 def test_attention_with_shared_prefixes(
@@ -219,12 +235,15 @@ def test_attention_in_bf16(page: int) -> None:
     """Pages of 32 are half a tile."""
     config = gqa.GqaDecodeConfig(64, 4, 3, tma=False)
     attended(MANY, 1, (32, 4), 128, page, torch.bfloat16, config)
-    masked = gqa.GqaDecodeConfig(128, 4, 2, tma=False, masked=True)
-    attended(MANY, 1, (32, 4), 128, page, torch.bfloat16, masked)
+    for block_n in (16, 128):
+        masked = gqa.GqaDecodeConfig(block_n, 4, 2, tma=False, masked=True)
+        attended(MANY, 1, (32, 4), 128, page, torch.bfloat16, masked)
 
 
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int8], ids=str)
-def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "masked"), [(torch.uint8, False), (torch.int8, False), (torch.int8, True)], ids=str
+)
+def test_attention_over_an_8_bit_cache(kind: torch.dtype, masked: bool) -> None:
     page = 64
     held = (60, page, 2, 64)
     packed = [reference.pack_heads(random(60 * page, 2, 64, dtype=torch.bfloat16), kind)] * 2
@@ -234,7 +253,7 @@ def test_attention_over_an_8_bit_cache(kind: torch.dtype) -> None:
     q = random(len(lens), 8, 64, dtype=torch.bfloat16)
     where = segment(tables, lens, 1)
     dtype = torch.bfloat16
-    config = gqa.GqaDecodeConfig(32, 4, 2, tma=False)
+    config = gqa.GqaDecodeConfig(32, 4, 2, tma=False, masked=masked)
     workers = gqa.gqa_workers(len(lens), max(lens), 2, config, q.device)
     shape = (1, page, (8, 2), 64, dtype)
     shared = prefix_groups.find(tables, where.kv_lens, *shape, workers, 2 * page)

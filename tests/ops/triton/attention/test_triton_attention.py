@@ -392,7 +392,7 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
     gqa.gqa_decode(m(40, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(40, 9), i(40), 0.1, 512,
         config=joint, shared=groups)
     masked = gqa.GqaDecodeConfig(128, 4, 2, tma=False, finish=True, masked=True)
-    for shared in (groups, None) if fp8 else ():
+    for shared in (groups, None):
         gqa.gqa_decode(m(40, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(40, 9), i(40), 0.1,
             512, config=masked, shared=shared)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1,

@@ -290,10 +290,10 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     at = ((1, 2048), (32, 2048), (1, 2049), (2, 2049), (4, 1024), (8, 512), (8, 513), (5, 2049))
     found = [decode(*each) for each in at]
-    assert [config.block_n for config in found] == [64, 64, 64, 128, 64, 64, 128, 128]
-    assert [config.masked for config in found] == [False] * 6 + [True, True]
-    assert [config.finish for config in found] == [False] * 4 + [True] * 4
-    assert [decode(*each).stages for each in ((1, 2048), (64, 1024), (32, 2048))] == [1, 2, 5]
+    assert [config.block_n for config in found] == [64, 128, 64, 128, 64, 64, 128, 128]
+    assert [config.masked for config in found] == [False, True] + [False] * 4 + [True, True]
+    assert [config.finish for config in found] == [False, True, False, False] + [True] * 4
+    assert [decode(*each).stages for each in ((1, 2048), (64, 1024), (256, 1024))] == [1, 2, 5]
     # more rows than a product has at least: tiles of 64, and two programs a multiprocessor
     more = [decode(*each, 2) for each in ((8, 1024), (16, 1500), (64, 1024), (256, 1024))]
     assert [(config.block_n, config.tma, config.per_sm) for config in more] == [
@@ -303,6 +303,10 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         (64, True, 2),
     ]
     assert not decode(5, 2049, 2).masked
+    assert [config.masked for config in more] == [True, True, False, False]
+    plane = plane[:, :, :1]  # where all rows share keys, such tiles were slower
+    assert not decode(8, 1024).masked
+    plane = plane.expand(-1, -1, 4, -1)
     assert decode(256, 1024).per_sm == 3
     held = plane.to(torch.int8)  # no masked tiles were timed over 8-bit caches
     assert not any(
