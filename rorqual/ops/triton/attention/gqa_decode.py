@@ -579,7 +579,7 @@ def _launch(
     share = heads // groups
     tma = config.tma and page % config.block_n == 0 and padded(width) == width
     describe = [_descriptor(x, config.block_n) if tma else None for x in planes]
-    # of prefixes: 128 KB of keys and values under way, where a multiprocessor has room for them
+    # of prefixes: three tiles under way, 115 KB a program, of which two fit a multiprocessor
     stages = 5 if is_hopper(q.device) and padded(width) <= 128 else 3
     _gqa_decode_kernel[(groups, plan.workers)](
         q,
