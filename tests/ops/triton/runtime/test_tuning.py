@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,10 +25,12 @@ import triton
 from rorqual.bench.kernels import gemm_and_experts, moe
 from rorqual.bench.kernels import tuning as kernels_tuning
 from rorqual.config.model import MoEConfig
+from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.errors import ConfigError
 from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
+from rorqual.ops.triton.attention.prefix_groups import FEWEST_REQUESTS, MOST_PROGRAMS
 from rorqual.ops.triton.gemm import (
     fp8_gemm,
     fp8_gemm_sm90_loop,
@@ -176,6 +178,40 @@ def test_a_start_meets_every_height(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plan.m for plan in run[1:]] == [256, 192, 128, 128]
     fp8_gemm.linear(x, weight)
     assert run[5:] == [PersistentPlan(128, 6)]
+
+
+@pytest.mark.parametrize("longest", [1023, 2047, 4095, 40959])
+@pytest.mark.parametrize(
+    ("heads", "groups", "queries"), [(32, 4, 1), (32, 4, 2), (64, 4, 1), (8, 1, 1)]
+)
+def test_a_start_meets_all_tiles_of_gqa_decode(
+    longest: int, heads: int, groups: int, queries: int
+) -> None:
+    """Of every number of requests and every length: as ModelRunner._warm_mixed_steps goes through
+    them. Where prefixes may be shared, a kernel is also of a power of two of requests."""
+    most = 1024
+    plane = torch.empty(2, 16, groups, 128, dtype=torch.bfloat16)
+
+    def variants(counts: Iterable[int], lengths: Iterable[int]) -> dict[object, tuple[int, int]]:
+        found: dict[object, tuple[int, int]] = {}
+        for count in counts:
+            q = torch.empty(1, heads, 128, dtype=torch.bfloat16).expand(count * queries, -1, -1)
+            for length in lengths:
+                config = gqa_decode.config_for(q, plane, count, max(length, queries))
+                shares = count >= FEWEST_REQUESTS and config.per_sm <= MOST_PROGRAMS
+                size = launch.next_power(count) if shares else 0
+                found.setdefault((config, size), (count, length))
+        return found
+
+    met = variants(
+        bucket_sizes(most), [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
+    )
+    near = {1 << power for power in range(longest.bit_length())}  # rules change at such lengths
+    near |= {limit // count for limit in (2048, 16384, 131072) for count in (5, 33, 100, 300, 700)}
+    lengths = sorted({n + by for n in near for by in (-1, 0, 1) if 0 < n + by <= longest})
+    counts = (1, 2, 3, 4, 5, 7, 9, 24, 25, 31, 32, 33, 40, 63, 64, 65, 200, 256, 257, 700, 1024)
+    unmet = {key: at for key, at in variants(counts, lengths).items() if key not in met}
+    assert not unmet, list(unmet.items())[:3]
 
 
 def test_no_round_of_tiles_is_taken_for_a_few_tokens() -> None:
