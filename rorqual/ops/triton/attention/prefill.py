@@ -81,7 +81,8 @@ def takes_parts(
 
     wanted = config_for(q, k_nope.shape[1], False, queries).gluon
     if first and not wanted:
-        wanted = prefill_sm90.splits_for(q, queries, requests, k_nope.shape[0]) > 1
+        keys = k_nope.shape[0]
+        wanted = prefill_sm90.division(q, k_nope.shape[1], queries, requests, keys).splits > 1
     return wanted and prefill_sm90.supported(q, k_nope, v, 0, k_rope)
 
 
@@ -343,14 +344,15 @@ def _launch(
     if is_hopper(q.device) and scales is None:
         from rorqual.ops.triton.attention import prefill_sm90
 
-        splits = 1
+        divided = prefill_sm90.Division()
         if so_far is None:
             keys = k.shape[0] if tables is None else tables.numel() * page
-            splits = prefill_sm90.splits_for(q, max_query_len, kv_lens.shape[0], keys)
-        wanted = config.gluon or splits > 1
+            sizes = (max_query_len, kv_lens.shape[0], keys)
+            divided = prefill_sm90.division(q, k.shape[1], *sizes)
+        wanted = config.gluon or divided.splits > 1
         if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)
-            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, splits)
+            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, divided)
             return out
     if k_rope is not None:
         k = whole_keys(k, k_rope)

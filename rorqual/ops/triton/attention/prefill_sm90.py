@@ -6,8 +6,12 @@ warp copies. The scores of the next tile are under way before the values of this
 so a tile's weights are computed beside products (the order of FlashAttention-3, arXiv 2407.08608).
 Tiles come from the last to the first: those that need a mask are the first ones.
 
-A short chunk behind a long context has fewer blocks than the GPU has multiprocessors. Its keys are
-then split: each program takes some of the tiles, and a second kernel merges what they found.
+With grouped-query attention a block has 16 queries of eight heads, which share keys, where it can:
+200 tokens of 32 heads are 52 blocks instead of 64, 16 tokens 4 instead of 32.
+
+Blocks that do not fill the GPU's multiprocessors, all of a short chunk behind a long context or
+those after the last full round, are split: each of several programs takes some of the tiles, and a
+second kernel merges what they found.
 
 Cycles of a tile on a multiprocessor that multiplies 64 x 64 x 16 in 32: 2 x 512 for scores of 128
 columns, 2 x 768 of 192, and 2 x 512 for the values; 16,384 exponentials at 16 a cycle take 1,024
@@ -15,6 +19,9 @@ beside them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -41,38 +48,101 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
 )
 
 ROWS = 128  # queries of a block
+PACK = 8  # heads of a block, where they share keys
 TOKENS = 128  # keys of a tile
 PIECE = 64  # rows and columns of a bulk copy: a page of 64 tokens is two of them
 STAGES = 2
 MOST_SPLITS = 16
 LEAST_TILES = 2  # of a part
+# times of `division`, in tiles of 128 columns (1.5 us on an H200)
+START = 4.0  # of a program, before its first tile and after its last one
+MERGE = 2.5  # of the second kernel
+MERGED = 0.05  # of the rows of a program, written and read
+WORTH = 0.95  # a division must be so much faster than without parts
 MERGED_ROWS = 4  # of a program
-FEWEST_MERGED = 4  # fewer parts have the kernel of so many: one variant less to compile
+FEW_SPLITS = 4
 REGISTERS = (240, 24)  # of a thread that computes, of one that copies
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows that leave
 
 
 @gluon.jit
-def _span(query_starts, kv_lens, firsts, splits, SO_FAR: gl.constexpr, SPLIT: gl.constexpr):
-    """(first query of the request, its queries, its keys, what query 0 sees besides its own
-    place's keys, this program's block, its tiles: the first and the one after the last)."""
-    request = gl.program_id(2)
+def _span(
+    query_starts,
+    kv_lens,
+    firsts,
+    places,
+    heads,
+    whole,
+    splits,
+    SO_FAR: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACK: gl.constexpr,
+):
+    """What this program computes: (request, first of PACK heads, first query of the request, its
+    queries, its keys, what query 0 sees besides its own place's keys, the block of 128 / PACK
+    queries, its tiles: the first and the one after the last; with SPLIT, where its result goes, -1
+    if it has all tiles of the block)."""
+    program = gl.program_id(0)
+    part = program
+    if SPLIT:
+        part = gl.maximum(program - whole, -1)
+        number = gl.minimum(program, whole) + gl.maximum(part, 0) // splits
+        place = number % places
+        head = number // places % heads * PACK
+        request = number // (places * heads)
+    else:
+        place = program
+        head = gl.program_id(1) * PACK
+        request = gl.program_id(2)
     begin = gl.load(query_starts + request)
     queries = (gl.load(query_starts + request + 1) - begin).to(gl.int32)
     length = gl.load(kv_lens + request).to(gl.int32)
     shift = length - queries
     if SO_FAR:
         shift = gl.load(firsts + request).to(gl.int32)
-    place = gl.program_id(0)
+    block = (queries * PACK + 127) // 128 - 1 - place
     low = 0
-    if SPLIT:
-        place = place // splits
-    block = (queries + 127) // 128 - 1 - place
-    high = gl.maximum(gl.minimum(shift + (block + 1) * 128, length) + 127, 0) // 128
-    if SPLIT:
-        each = (high + splits - 1) // splits
-        low = (gl.program_id(0) - place * splits) * each
-        high = gl.minimum(high, low + each)
-    return begin, queries, length, shift, block, low, high
+    high = gl.maximum(gl.minimum(shift + (block + 1) * (128 // PACK), length) + 127, 0) // 128
+    if SPLIT:  # noqa: SIM102 - known to the compiler
+        if part >= 0:
+            each = (high + splits - 1) // splits
+            low = part % splits * each
+            high = gl.minimum(high, low + each)
+    return request, head, begin, queries, length, shift, block, low, high, part
+
+
+@gluon.jit
+def _query_of(row, block, PACK: gl.constexpr):
+    """The request's query of a row of a block, whose rows are PACK heads of 128 / PACK queries."""
+    if PACK == 1:
+        return block * 128 + row
+    else:
+        return block * (128 // PACK) + row % (128 // PACK)
+
+
+@gluon.jit
+def _store_rows(
+    rows, first_row, out, out_token, out_head, begin, queries, head, block, PACK: gl.constexpr
+):
+    """rows [64, 128], of a block from first_row on."""
+    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, COPY))
+    column = gl.arange(0, 128, gl.SliceLayout(0, COPY))
+    query = _query_of(row, block, PACK)
+    token = begin.to(gl.int64) + query
+    place = out + (token * out_token + (head + row // (128 // PACK)) * out_head)[:, None]
+    gl.store(place + column[None, :], rows, mask=(query < queries)[:, None])
+
+
+@gluon.jit
+def _finish(
+    place, acc, first_row, out, out_token, out_head, begin, queries, head, block, PACK: gl.constexpr
+):
+    """Store a block's sums, through `place`, the shared memory of its queries: whole rows leave
+    together."""
+    place.store(acc.to(gl.bfloat16))
+    thread_barrier()
+    row = first_row + opaque_zero()
+    _store_rows(place.load(COPY), row, out, out_token, out_head, begin, queries, head, block, PACK)
 
 
 @gluon.jit
@@ -102,37 +172,57 @@ def _copy(
     tail_first,
     v_head,
     table_row,
+    places,
+    heads,
+    whole,
     splits,
     SO_FAR: gl.constexpr,
     SPLIT: gl.constexpr,
     SHARE: gl.constexpr,
+    PACK: gl.constexpr,
     WIDTH: gl.constexpr,
     TAIL: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):
-    begin, _, length, _, block, start, high = _span(
-        query_starts, kv_lens, firsts, splits, SO_FAR, SPLIT
+    request, head, begin, _, length, _, block, start, high, _ = _span(
+        query_starts, kv_lens, firsts, places, heads, whole, splits, SO_FAR, SPLIT, PACK
     )
     if (block >= 0) & (high > start):
-        head = gl.program_id(1)
-        request = gl.program_id(2)
         group = head // SHARE
         mbarrier.expect(q_full.index(0), 128 * (WIDTH + TAIL) * 2)
         for half in gl.static_range(2):
-            row = begin.to(gl.int32) + block * 128 + half * 64
-            parts = queries_main.index(half)._reinterpret(
-                gl.bfloat16, [WIDTH // 64, 64, 64], SHARED
-            )
-            for c in gl.static_range(WIDTH // 64):
-                tma.async_copy_global_to_shared(
-                    q_tma, [row, head * q_head + c * 64], q_full.index(0), parts.index(c)
+            if PACK == 1:
+                row = begin.to(gl.int32) + block * 128 + half * 64
+                parts = queries_main.index(half)._reinterpret(
+                    gl.bfloat16, [WIDTH // 64, 64, 64], SHARED
                 )
-            if TAIL > 0:
-                tma.async_copy_global_to_shared(
-                    q_tma, [row, head * q_head + WIDTH], q_full.index(0), queries_tail.index(half)
+                for c in gl.static_range(WIDTH // 64):
+                    tma.async_copy_global_to_shared(
+                        q_tma, [row, head * q_head + c * 64], q_full.index(0), parts.index(c)
+                    )
+                if TAIL > 0:
+                    tma.async_copy_global_to_shared(
+                        q_tma,
+                        [row, head * q_head + WIDTH],
+                        q_full.index(0),
+                        queries_tail.index(half),
+                    )
+            else:
+                row = begin.to(gl.int32) + block * (128 // PACK)
+                parts = queries_main.index(half)._reinterpret(
+                    gl.bfloat16, [WIDTH // 64 * (PACK // 2), 128 // PACK, 64], SHARED
                 )
+                for i in gl.static_range(PACK // 2):
+                    column = (head + half * (PACK // 2) + i) * q_head
+                    for c in gl.static_range(WIDTH // 64):
+                        tma.async_copy_global_to_shared(
+                            q_tma,
+                            [row, column + c * 64],
+                            q_full.index(0),
+                            parts.index(c * (PACK // 2) + i),
+                        )
         stage = 0
         phase = 1
         for i in range(high - start):
@@ -259,6 +349,7 @@ def _attend(
     firsts,
     totals,
     out,
+    partial,
     queries_main,
     queries_tail,
     keys,
@@ -275,11 +366,13 @@ def _attend(
     total_head,
     out_token,
     out_head,
+    places,
+    heads,
+    whole,
     splits,
-    total_split,
-    out_split,
     SO_FAR: gl.constexpr,
     SPLIT: gl.constexpr,
+    PACK: gl.constexpr,
     TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     WHO: gl.constexpr,
@@ -288,17 +381,16 @@ def _attend(
     """One of the two warpgroups that compute."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    begin, queries, length, shift, block, low, high = _span(
-        query_starts, kv_lens, firsts, splits, SO_FAR, SPLIT
+    _, head, begin, queries, length, shift, block, low, high, part = _span(
+        query_starts, kv_lens, firsts, places, heads, whole, splits, SO_FAR, SPLIT, PACK
     )
+    first_row: gl.constexpr = WHO * 64
     if (block >= 0) & (high > low):
-        head = gl.program_id(1)
-        first_row = block * 128 + WHO * 64
-        row = first_row + gl.arange(0, 64, ROW)
-        seen_until = gl.minimum(shift + row, length - 1)
+        first_query = _query_of(first_row, block, PACK)
+        row_query = _query_of(first_row + gl.arange(0, 64, ROW), block, PACK)
+        seen_until = gl.minimum(shift + row_query, length - 1)
         # tiles that every row sees in full
-        plain = gl.minimum(gl.maximum(shift + first_row + 1, 0), length) // 128
+        plain = gl.minimum(gl.maximum(shift + first_query + 1, 0), length) // 128
         plain = gl.maximum(plain, low)
         peak = gl.full([64], -1e30, gl.float32, ROW)  # finite: a row that sees nothing makes no NaN
         total = gl.full([64], 0.0, gl.float32, ROW)
@@ -390,8 +482,8 @@ def _attend(
         )
         some = gl.where(total > 0, total, 1.0)
         acc = acc * (1.0 / some)[:, None]
-        if SO_FAR:
-            row_end = (first_row + opaque_zero()) + gl.arange(0, 64, ROW)
+        if SO_FAR:  # one head a block
+            row_end = (block * 128 + first_row + opaque_zero()) + gl.arange(0, 64, ROW)
             token_end = begin.to(gl.int64) + row_end
             place_end = totals + token_end * total_token + head * total_head
             before = gl.load(place_end, mask=row_end < queries, other=float("-inf"))
@@ -419,51 +511,60 @@ def _attend(
             acc = acc + found_before * (weight_before * share)[:, None]
             gl.store(place_acc, acc, mask=there)
         elif SPLIT:
-            row_part = (first_row + opaque_zero()) + gl.arange(0, 64, ROW)
-            token_part = begin.to(gl.int64) + row_part
-            part = (gl.program_id(0) % splits).to(gl.int64)
-            log_part = gl.where(total > 0, peak + gl.log2(some), float("-inf"))
-            place_log = totals + part * total_split + token_part * total_token + head * total_head
-            gl.store(place_log, log_part, mask=row_part < queries)
-            column_part = opaque_zero() + gl.arange(0, 128, gl.SliceLayout(0, ACC))
-            token_place = token_part * out_token + head * out_head
-            place_part = (out + part * out_split + token_place[:, None]) + column_part[None, :]
-            gl.store(place_part, acc, mask=(row_part < queries)[:, None])
+            if part >= 0:
+                row_part = (first_row + opaque_zero()) + gl.arange(0, 64, ROW)
+                there_part = _query_of(row_part, block, PACK) < queries
+                log_part = gl.where(total > 0, peak + gl.log2(some), float("-inf"))
+                gl.store(totals + (part * 128 + row_part), log_part, mask=there_part)
+                column_part = opaque_zero() + gl.arange(0, 128, gl.SliceLayout(0, ACC))
+                place_part = partial + part.to(gl.int64) * (128 * 128)
+                place_part = (place_part + (row_part * 128)[:, None]) + column_part[None, :]
+                gl.store(place_part, acc, mask=there_part[:, None])
+            else:
+                _finish(
+                    query,
+                    acc,
+                    first_row,
+                    out,
+                    out_token,
+                    out_head,
+                    begin,
+                    queries,
+                    head,
+                    block,
+                    PACK,
+                )
         else:
-            # through the queries' place: whole rows leave together
-            query.store(acc.to(gl.bfloat16))
-            thread_barrier()
-            row_out = (first_row + opaque_zero()) + gl.arange(0, 64, gl.SliceLayout(1, COPY))
-            column_out = gl.arange(0, 128, gl.SliceLayout(0, COPY))
-            token_out = begin.to(gl.int64) + row_out
-            place_out = out + (token_out * out_token + head * out_head)[:, None]
-            gl.store(
-                place_out + column_out[None, :], query.load(COPY), mask=(row_out < queries)[:, None]
+            _finish(
+                query,
+                acc,
+                first_row,
+                out,
+                out_token,
+                out_head,
+                begin,
+                queries,
+                head,
+                block,
+                PACK,
             )
-    elif block >= 0:
-        if SPLIT:  # no tiles are left for this program
-            row_left = block * 128 + WHO * 64 + gl.arange(0, 64, ROW)
-            token_left = begin.to(gl.int64) + row_left
-            part_left = (gl.program_id(0) % splits).to(gl.int64)
-            head_left = gl.program_id(1) * total_head
-            place_left = totals + part_left * total_split + token_left * total_token + head_left
-            none = gl.full([64], float("-inf"), gl.float32, ROW)
-            gl.store(place_left, none, mask=row_left < queries)
-        elif not SO_FAR:  # no keys at all
-            row_none = block * 128 + WHO * 64 + gl.arange(0, 64, gl.SliceLayout(1, COPY))
-            column_none = gl.arange(0, 128, gl.SliceLayout(0, COPY))
-            token_none = begin.to(gl.int64) + row_none
-            place_none = out + (token_none * out_token + gl.program_id(1) * out_head)[:, None]
-            gl.store(
-                place_none + column_none[None, :],
-                gl.full([64, 128], 0.0, out.dtype.element_ty, COPY),
-                mask=(row_none < queries)[:, None],
+    elif block >= 0:  # no tiles
+        left = 0
+        if SPLIT:  # noqa: SIM102 - known to the compiler
+            if part >= 0:
+                none = gl.full([64], float("-inf"), gl.float32, ROW)
+                gl.store(totals + (part * 128 + first_row + gl.arange(0, 64, ROW)), none)
+                left = queries  # nothing more to do
+        if not SO_FAR:
+            zeros = gl.full([64, 128], 0.0, out.dtype.element_ty, COPY)
+            _store_rows(
+                zeros, first_row, out, out_token, out_head, begin, queries - left, head, block, PACK
             )
 
 
 # how many requests and pages a step has must not compile the kernel anew
 @gluon.jit(
-    do_not_specialize=["table_row", "splits", "total_split", "out_split"],
+    do_not_specialize=["table_row", "places", "heads", "whole", "splits"],
     do_not_specialize_on_alignment=["tables", "query_starts", "key_starts", "kv_lens", "firsts"],
 )
 def _prefill_sm90_kernel(
@@ -478,6 +579,7 @@ def _prefill_sm90_kernel(
     firsts,
     totals,
     out,
+    partial,
     factor,
     q_head,
     k_head,
@@ -489,12 +591,14 @@ def _prefill_sm90_kernel(
     total_head,
     out_token,
     out_head,
+    places,
+    heads,
+    whole,
     splits,
-    total_split,
-    out_split,
     SO_FAR: gl.constexpr,
     SPLIT: gl.constexpr,
     SHARE: gl.constexpr,
+    PACK: gl.constexpr,
     WIDTH: gl.constexpr,
     TAIL: gl.constexpr,
     PAGE: gl.constexpr,
@@ -505,8 +609,13 @@ def _prefill_sm90_kernel(
     """Grid and arguments as of `prefill._prefill_kernel`; heads of WIDTH + TAIL columns, values of
     128. A head's TAIL columns begin at tail_head times the head's number + tail_first.
 
-    SPLIT: `splits` times as many programs, each with as many of a block's tiles. out [splits, T, H,
-    128] fp32 and totals [splits, T, H] fp32 get their results, and the log2 of their sums."""
+    PACK: heads of each block, which then has 128 / PACK queries.
+
+    SPLIT: the grid has one dimension. Its first `whole` programs have as many blocks, in the order
+    (request, PACK heads of PACK * heads, block of `places` from the last one); of each of the
+    others `splits` programs have some of the tiles. What these find goes to partial [programs, 128,
+    128] fp32, the log2 of their sums to totals [programs, 128] fp32; programs beyond the first
+    `whole` ones."""
     SHARED: gl.constexpr = q_tma.layout
     queries_main = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], SHARED)
     queries_tail = gl.allocate_shared_memory(gl.bfloat16, [2, 64 if TAIL > 0 else 8, 64], SHARED)
@@ -537,6 +646,7 @@ def _prefill_sm90_kernel(
                     firsts,
                     totals,
                     out,
+                    partial,
                     queries_main,
                     queries_tail,
                     keys,
@@ -553,11 +663,13 @@ def _prefill_sm90_kernel(
                     total_head,
                     out_token,
                     out_head,
+                    places,
+                    heads,
+                    whole,
                     splits,
-                    total_split,
-                    out_split,
                     SO_FAR,
                     SPLIT,
+                    PACK,
                     TAIL,
                     STAGES,
                     0,
@@ -572,6 +684,7 @@ def _prefill_sm90_kernel(
                     firsts,
                     totals,
                     out,
+                    partial,
                     queries_main,
                     queries_tail,
                     keys,
@@ -588,11 +701,13 @@ def _prefill_sm90_kernel(
                     total_head,
                     out_token,
                     out_head,
+                    places,
+                    heads,
+                    whole,
                     splits,
-                    total_split,
-                    out_split,
                     SO_FAR,
                     SPLIT,
+                    PACK,
                     TAIL,
                     STAGES,
                     1,
@@ -627,10 +742,14 @@ def _prefill_sm90_kernel(
                     tail_first,
                     v_head,
                     table_row,
+                    places,
+                    heads,
+                    whole,
                     splits,
                     SO_FAR,
                     SPLIT,
                     SHARE,
+                    PACK,
                     WIDTH,
                     TAIL,
                     PAGE,
@@ -644,11 +763,12 @@ def _prefill_sm90_kernel(
     )
 
 
-def _descriptor(rows: Tensor) -> TensorDescriptor:
-    """Of rows [N, G, D], heads side by side in one long row, gaps between them included."""
+def _descriptor(rows: Tensor, box: int = PIECE) -> TensorDescriptor:
+    """Of rows [N, G, D], heads side by side in one long row, gaps between them included; copies of
+    `box` rows."""
     length = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
     return TensorDescriptor(
-        rows, [rows.shape[0], length], [rows.stride(0), 1], [PIECE, PIECE], bulk_layout(16)
+        rows, [rows.shape[0], length], [rows.stride(0), 1], [box, PIECE], bulk_layout(16)
     )
 
 
@@ -675,49 +795,101 @@ def _bulk(rows: Tensor) -> bool:
     return rows.stride(2) == 1 and all(step % 16 == 0 for step in steps)
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "part_rows"])
+@triton.jit(
+    do_not_specialize=["places", "heads", "whole", "splits", "pack"],
+    do_not_specialize_on_alignment=["query_starts"],
+)
 def _merge_kernel(
-    parts,
+    partial,
     logs,
+    query_starts,
     out,
     out_token,
     out_head,
-    rows,
+    places,
+    heads,
+    whole,
     splits,
-    part_rows,
-    HEADS: tl.constexpr,
+    pack,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Rows (token, head) of 128 columns: sums weighted by the powers of two of their `logs`.
-    part_rows: rows of a part. A row without keys is zero."""
+    """Rows of split blocks, as `_prefill_sm90_kernel` found them: sums weighted by the powers of
+    two of their `logs`. A row without keys is zero. Grid: (128 / BLOCK, split blocks)."""
+    split_block = tl.program_id(1)
+    number = whole + split_block
+    place = number % places
+    head = number // places % heads * pack
+    request = number // (places * heads)
+    begin = tl.load(query_starts + request)
+    queries = (tl.load(query_starts + request + 1) - begin).to(tl.int32)
+    block = (queries * pack + 127) // 128 - 1 - place
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = row < rows
+    query = block * (128 // pack) + row % (128 // pack)
+    there = (block >= 0) & (query < queries)
     columns = tl.arange(0, 128)
     split = tl.arange(0, SPLITS)
-    place = split.to(tl.int64)[None, :] * part_rows + row[:, None]
+    at = ((split_block * splits + split) * 128)[None, :] + row[:, None]
     known = there[:, None] & (split < splits)[None, :]
-    log = tl.load(logs + place, mask=known, other=float("-inf"))
+    log = tl.load(logs + at, mask=known, other=float("-inf"))
     weights = tl.exp2(log - tl.maximum(tl.max(log, 1), -1e30)[:, None])
     total = tl.sum(weights, 1)
     weights = weights / tl.where(total > 0, total, 1.0)[:, None]
     values = tl.load(
-        parts + place[:, :, None] * 128 + columns[None, None, :],
+        partial + at.to(tl.int64)[:, :, None] * 128 + columns[None, None, :],
         mask=(weights > 0)[:, :, None],  # a part without keys was not written
         other=0.0,
     )
     found = tl.sum(values * weights[:, :, None], 1)
-    token = (row // HEADS).to(tl.int64)
-    target = out + token[:, None] * out_token + (row % HEADS)[:, None] * out_head
+    token = begin + query
+    target = out + (token * out_token + (head + row // (128 // pack)) * out_head)[:, None]
     tl.store(target + columns[None, :], found.to(out.dtype.element_ty), mask=there[:, None])
 
 
-def splits_for(q: Tensor, queries: int, requests: int, keys: int) -> int:
-    """Into how many parts to split the keys of each block. queries: of a request; keys: a bound for
-    those of all requests together."""
-    blocks = triton.cdiv(queries, ROWS) * q.shape[1] * requests
-    each = multiprocessors(q.device) // blocks
-    return max(1, min(each, MOST_SPLITS, keys // requests // (TOKENS * LEAST_TILES)))
+@dataclass(frozen=True)
+class Division:
+    """Blocks of how many heads; how many of them one program computes each; and how many programs
+    share the keys of each of the others (1: there are no others)."""
+
+    pack: int = 1
+    whole: int = 0
+    splits: int = 1
+
+
+def division(q: Tensor, groups: int, queries: int, requests: int, keys: int) -> Division:
+    """The one that should take the least time. queries: of a request; keys: a bound for those of
+    all requests together."""
+    heads, width = q.shape[1:]
+    pack = PACK if width == 128 and heads // groups % PACK == 0 else 1
+    blocks = triton.cdiv(queries * pack, ROWS)
+    filled = queries * pack / (blocks * ROWS)
+    blocks *= heads // pack * requests
+    if keys < 2 * queries * requests and blocks > multiprocessors(q.device):
+        return Division(pack)  # little before the chunks: blocks of one tile and of many even out
+    size = (width + 128) / 256
+    tiles = triton.cdiv(keys // requests, TOKENS)
+    return _division(blocks, filled, tiles, size, pack, multiprocessors(q.device))
+
+
+@lru_cache(maxsize=4096)
+def _division(
+    blocks: int, filled: float, tiles: int, size: float, pack: int, processors: int
+) -> Division:
+    """Times are in tiles of 128 columns. Programs come in rounds, one on each multiprocessor."""
+    whole = blocks // processors * processors
+    full_rounds = whole // processors * (tiles * size + START)
+    best = Division(pack)
+    least = WORTH * (full_rounds + (tiles * size + START if blocks > whole else 0))
+    for splits in range(2, min(MOST_SPLITS, tiles // LEAST_TILES) + 1):
+        programs = (blocks - whole) * splits
+        if not 0 < programs <= processors:
+            break
+        last_round = triton.cdiv(tiles, splits) * size + START
+        time = full_rounds + last_round + MERGE + MERGED * programs * filled
+        if time < least:
+            best = Division(pack, whole, splits)
+            least = time
+    return best
 
 
 def launch(
@@ -735,22 +907,27 @@ def launch(
     factor: float,
     out: Tensor,
     k_rope: Tensor | None = None,
-    splits: int = 1,
+    divided: Division = Division(),
 ) -> None:
     """As `prefill._launch`. factor: the softmax scale times log2(e). firsts and totals: of keys
-    before these, as `prefill.SoFar`. splits: into how many parts the keys are split."""
-    heads = q.shape[1]
-    blocks = -(-max_query_len // ROWS)
+    before these, as `prefill.SoFar`; their blocks are neither split nor of several heads."""
+    assert firsts is None or divided == Division()
+    pack = divided.pack
+    places = triton.cdiv(max_query_len * pack, ROWS)
+    heads = q.shape[1] // pack
+    split = divided.splits > 1
+    partial = None
+    grid: tuple[int, ...] = (places, heads, kv_lens.shape[0])
+    if split:
+        blocks = places * heads * kv_lens.shape[0]
+        programs = (blocks - divided.whole) * divided.splits
+        totals = torch.empty(programs, ROWS, dtype=torch.float32, device=q.device)
+        partial = torch.empty(programs, ROWS, 128, dtype=torch.float32, device=q.device)
+        grid = (divided.whole + programs,)
     whole = _descriptor(k)
-    merged = out
-    parts = (0, 0, 0)  # how many, and the strides between them
-    if splits > 1:
-        assert totals is None, "what was found so far is not split"
-        totals = torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
-        out = torch.empty(*totals.shape, v.shape[2], dtype=torch.float32, device=q.device)
-        parts = (splits, totals.stride(0), out.stride(0))
-    _prefill_sm90_kernel[blocks * splits, heads, kv_lens.shape[0]](
-        _descriptor(q),
+    parts = (places, heads, divided.whole, divided.splits)
+    _prefill_sm90_kernel[grid](
+        _descriptor(q, ROWS // pack if pack > 1 else PIECE),
         whole,
         whole if k_rope is None else _descriptor(k_rope[:, None]),
         _descriptor(v),
@@ -761,18 +938,20 @@ def launch(
         firsts,
         totals,
         out,
+        partial,
         factor,
         q.stride(1),
         k.stride(1),
         *((k.stride(1), 128) if k_rope is None else (0, 0)),
         v.stride(1),
         0 if tables is None else tables.stride(0),
-        *((0, 0) if totals is None else totals.stride()[-2:]),
-        *out.stride()[-3:-1],
+        *((0, 0) if firsts is None or totals is None else totals.stride()),
+        *out.stride()[:2],
         *parts,
         firsts is not None,
-        splits > 1,
-        heads // k.shape[1],
+        split,
+        q.shape[1] // k.shape[1],
+        pack,
         128,
         q.shape[2] - 128,
         page,
@@ -781,26 +960,38 @@ def launch(
         num_warps=4,
         maxnreg=168,
     )
-    if splits > 1:
+    if split:
+        assert partial is not None
         assert totals is not None
-        merge(out, totals, merged)
+        merge(partial, totals, query_starts, out, parts, pack)
 
 
-def merge(parts: Tensor, logs: Tensor, out: Tensor) -> None:
-    """parts [splits, T, H, 128] fp32 with the log2 of their sums, logs [splits, T, H] fp32 (-inf:
-    no keys), to out [T, H, 128]."""
-    splits, tokens, heads = logs.shape
-    rows = tokens * heads
-    _merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
-        parts,
+def merged_parts(splits: int) -> int:
+    """That the merging kernel is compiled for: one of two, so that a start compiles both."""
+    return FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
+
+
+def merge(
+    partial: Tensor,
+    logs: Tensor,
+    query_starts: Tensor,
+    out: Tensor,
+    parts: tuple[int, int, int, int],
+    pack: int,
+) -> None:
+    """partial [P, 128, 128] fp32 with the log2 of their sums, logs [P, 128] fp32 (-inf: no keys),
+    to the split blocks' rows of out [T, H, 128]. parts: (blocks of a request's PACK heads, H /
+    PACK, blocks that are not split, programs of one that is)."""
+    splits = parts[3]
+    _merge_kernel[ROWS // MERGED_ROWS, partial.shape[0] // splits](
+        partial,
         logs,
+        query_starts,
         out,
         *out.stride()[:2],
-        rows,
-        splits,
-        rows,
-        heads,
+        *parts,
+        pack,
         MERGED_ROWS,
-        triton.next_power_of_2(max(splits, FEWEST_MERGED)),
+        merged_parts(splits),
         num_warps=4,
     )

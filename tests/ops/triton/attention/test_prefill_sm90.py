@@ -49,11 +49,17 @@ class Case:
     page: int
     groups: int = 2
     split: bool = False  # keys' last 64 columns apart, the same for all heads
+    pack: int = 1
 
     def __post_init__(self) -> None:
         torch.manual_seed(len(self.lens) + self.width + self.page)
         page = self.page
-        self.q = torch.randn(sum(q for q, _ in self.lens), 2 * self.groups, self.width).bfloat16()
+        tokens = sum(q for q, _ in self.lens)
+        heads = max(2, self.pack) * self.groups
+        # as in a joint projection: between tokens there is something else
+        joint = torch.full((tokens, heads + 3, self.width), float("nan"), dtype=torch.bfloat16)
+        self.q = joint[:, :heads] if self.pack > 1 else torch.empty(tokens, heads, self.width)
+        self.q = self.q.bfloat16().copy_(torch.randn(tokens, heads, self.width))
         columns = -(-max(n for _, n in self.lens) // page) + 1 if page else 0
         rows = (1 + len(self.lens) * columns) * page if page else sum(n for _, n in self.lens)
         self.tables = (
@@ -94,18 +100,22 @@ class Case:
         machine: Kernel | None = None,
         seed: int | None = None,
         splits: int = 1,
+        whole: int = 0,
     ) -> Tensor:
         """Every program, from the kernel's Python or from what it was compiled to."""
         heads = self.q.shape[1]
-        merged = out = torch.full((len(self.q), heads, 128), float("nan"), dtype=torch.bfloat16)
-        totals = None
+        out = torch.full((len(self.q), heads, 128), float("nan"), dtype=torch.bfloat16)
+        partial = totals = None
         if earlier is not None:
             out, totals = earlier.out, earlier.totals
+        places = -(-max(q for q, _ in self.lens) * self.pack // 128)
+        parts = (places, heads // self.pack, whole, splits)
+        grid: tuple[int, ...] = (*parts[:2], len(self.lens))
         if splits > 1:
-            out = torch.full((splits, *out.shape), float("nan"))
-            totals = torch.full(out.shape[:-1], float("nan"))
-        blocks = -(-max(q for q, _ in self.lens) // 128)
-        grid = (blocks * splits, heads, len(self.lens))
+            programs = (places * parts[1] * len(self.lens) - whole) * splits
+            partial = torch.full((programs, 128, 128), float("nan"))
+            totals = torch.full((programs, 128), float("nan"))
+            grid = (whole + programs,)
         rest = [
             self.tables if self.page else None,
             self.query_starts,
@@ -114,28 +124,32 @@ class Case:
             None if earlier is None else earlier.firsts,
             totals,
             out,
+            partial,
             self.width**-0.5 * mla_decode.LOG2E,
             self.width,
             *((128, 0, 0) if self.split else (self.width, self.width, 128)),
             128,
             self.tables.shape[1],
-            *((0, 0) if totals is None else totals.stride()[-2:]),
-            *out.stride()[-3:-1],
-            *((splits, totals.stride(0), out.stride(0)) if splits > 1 else (0, 0, 0)),
+            *((0, 0) if earlier is None else earlier.totals.stride()),
+            *out.stride()[:2],
         ]
-        matrices = [x.flatten(1) for x in (self.q, self.k, self.k, self.v)]
+        box = (64 if self.pack == 1 else 128 // self.pack, 64)
+        queries = self.q.as_strided((len(self.q), heads * self.width), (self.q.stride(0), 1))
+        matrices = [queries, *(x.flatten(1) for x in (self.k, self.k, self.v))]
         if self.split:
             matrices[1] = self.k[..., :128].flatten(1)
             matrices[2] = self.k[:, 0, 128:]
         if machine is not None:
-            maps = [TensorMap(x, (64, 64), 128) for x in matrices]
-            arguments = run_time(*maps, *rest)
+            boxes = (box, (64, 64), (64, 64), (64, 64))
+            maps = [TensorMap(x, each, 128) for x, each in zip(matrices, boxes, strict=True)]
+            arguments = [*run_time(*maps, *rest), *parts]  # ones are not constants there
             assert ptx_interpreter.run(machine.ptx, machine.shared, grid, arguments, seed=seed) > 0
-            return out if splits == 1 else self.merge(out, totals, merged)
+            return self.merged(out, partial, totals, parts)
         constants = [
             earlier is not None,
             splits > 1,
             heads // self.groups,
+            self.pack,
             128,
             self.width - 128,
             self.page,
@@ -146,15 +160,26 @@ class Case:
             prefill_sm90,
             "_prefill_sm90_kernel",
             grid,
-            [*(Descriptor(x, [64, 64]) for x in matrices), *rest, *constants],
+            [
+                *(Descriptor(x, list(box) if i == 0 else [64, 64]) for i, x in enumerate(matrices)),
+                *rest,
+                *parts,
+                *constants,
+            ],
             opaque_zero=lambda: 0,
         )
-        return out if splits == 1 else self.merge(out, totals, merged)
+        return self.merged(out, partial, totals, parts)
 
-    @staticmethod
-    def merge(parts: Tensor, logs: Tensor | None, out: Tensor) -> Tensor:
-        assert logs is not None
-        prefill_sm90.merge(parts, logs, out)
+    def merged(
+        self,
+        out: Tensor,
+        partial: Tensor | None,
+        logs: Tensor | None,
+        parts: tuple[int, int, int, int],
+    ) -> Tensor:
+        if partial is not None:
+            assert logs is not None
+            prefill_sm90.merge(partial, logs, self.query_starts, out, parts, self.pack)
         return out
 
     def check(self, out: Tensor) -> None:
@@ -171,30 +196,72 @@ def test_emulated_result(lens: list[tuple[int, int]], width: int, page: int) -> 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels' Python is interpreted")
 @pytest.mark.parametrize(
-    ("lens", "splits"),
+    ("lens", "splits", "whole"),
     [
         # more parts than the short ones have tiles; queries that see nothing of the last part
-        ([(70, 1300), (3, 130), (64, 64)], 4),
-        ([(130, 520), (0, 0), (1, 700)], 2),
-        ([(200, 200)], 3),
+        ([(70, 1300), (3, 130), (64, 64)], 4, 0),
+        ([(130, 520), (0, 0), (1, 700)], 2, 0),
+        ([(200, 200)], 3, 0),
+        # some blocks whole: a request's, and of one head of the next; all but the last
+        ([(130, 520), (0, 0), (200, 700)], 3, 5),
+        ([(0, 0), (130, 520)], 2, 15),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("width", "page"), [(128, 64), (192, 0)])
-def test_keys_are_split(lens: list[tuple[int, int]], splits: int, width: int, page: int) -> None:
+def test_keys_are_split(
+    lens: list[tuple[int, int]], splits: int, whole: int, width: int, page: int
+) -> None:
     case = Case(lens, width, page)
-    case.check(case.run(splits=splits))
+    case.check(case.run(splits=splits, whole=whole))
 
 
-def test_how_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(DEVICE != "cpu", reason="the kernels' Python is interpreted")
+@pytest.mark.parametrize(
+    ("lens", "splits", "whole"),
+    [
+        ([(130, 130), (1, 300), (20, 64), (0, 0)], 1, 0),
+        ([(17, 385), (3, 130)], 1, 0),
+        ([(20, 1300), (3, 130), (1, 64)], 4, 0),
+        ([(20, 1300), (3, 130), (17, 64)], 3, 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("page", "groups"), [(64, 2), (0, 1)])
+def test_blocks_of_eight_heads(
+    lens: list[tuple[int, int]], splits: int, whole: int, page: int, groups: int
+) -> None:
+    case = Case(lens, 128, page, groups=groups, pack=prefill_sm90.PACK)
+    case.check(case.run(splits=splits, whole=whole))
+
+
+def divided(
+    heads: int, groups: int, queries: int, requests: int, keys: int, width: int = 128
+) -> str:
+    """`division` of so many keys a request: pack / whole / splits."""
+    q = torch.empty(1, heads, width)
+    found = prefill_sm90.division(q, groups, queries, requests, keys * requests)
+    return f"{found.pack}/{found.whole}/{found.splits}"
+
+
+def test_how_blocks_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_sm90, "multiprocessors", lambda device: 132)
-    found = [
-        prefill_sm90.splits_for(torch.empty(128, heads, 128), 128, 1, keys)
-        for heads, keys in [(32, 8000), (32, 600), (32, 500), (16, 8000), (1, 10**6), (67, 8000)]
-    ]
-    assert found == [4, 2, 1, 8, prefill_sm90.MOST_SPLITS, 1]
-    # three requests of two blocks each, of 2,000 keys in all
-    assert prefill_sm90.splits_for(torch.empty(600, 4, 128), 200, 3, 2000) == 2
+    # four heads share keys, so blocks have one head
+    assert [divided(32, 8, 128, 1, n) for n in (8000, 1900, 500)] == ["1/0/4", "1/0/3", "1/0/1"]
+    assert divided(1, 1, 128, 1, 10**6) == "1/0/16"
+    assert divided(67, 67, 128, 1, 8000) == "1/0/1"
+    # 64 blocks a request: all of two fit, of three the last 60 are split
+    assert [divided(32, 8, 200, n, 4200) for n in (1, 2)] == ["1/0/2", "1/0/1"]
+    assert divided(32, 8, 200, 3, 4200) == "1/132/2"
+    # 52 blocks of eight heads
+    found = [divided(32, 4, 200, n, 4200) for n in (2, 3, 4, 5, 6)]
+    assert found == ["8/0/1", "8/132/5", "8/0/1", "8/0/1", "8/264/2"]
+    assert divided(32, 4, 16, 1, 8000) == "8/0/16"
+    # nothing before: blocks of many sizes
+    assert [divided(32, 4, n, 8, n) for n in (1000, 8000)] == ["8/0/1", "8/0/1"]
+    # heads of two parts are not packed
+    assert divided(16, 1, 64, 1, 8000, 192) == "1/0/8"
+    assert divided(16, 16, 200, 5, 4200, 192) == "1/132/4"
 
 
 def test_keys_in_two_parts() -> None:
@@ -220,7 +287,7 @@ def test_it_goes_on_from_earlier_keys() -> None:
 
 
 LAUNCHES = """
-from rorqual.ops.triton.attention import prefill
+from rorqual.ops.triton.attention import prefill, prefill_sm90
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
 config = prefill.PrefillConfig(128, 64, 8, 3, gluon=True)
@@ -234,10 +301,15 @@ prefill.dense_prefill(m(512, 4, 192), kv[..., :128], kv[..., 128:], i(3), i(2), 
     config=config, so_far=so_far, k_rope=m(512, 576)[:, 512:])
 prefill.paged_prefill(m(73, 4, 128), m(99, 64, 2, 128), m(99, 64, 2, 128),
     torch.empty(2, 30, dtype=torch.int32), i(3), i(2), 70, 0.1, config=config)
+for splits in (1, 3):
+    prefill_sm90.division = lambda *shape: prefill_sm90.Division(prefill_sm90.PACK, 0, splits)
+    prefill.paged_prefill(m(40, 19, 128)[:, :16], m(9, 64, 2, 128), m(9, 64, 2, 128),
+        torch.empty(2, 7, dtype=torch.int32), i(3), i(2), 20, 0.1, config=config)
 """
 CHECKS = """
 names = [kernel.name for kernel in launched]
-assert names == ["_prefill_sm90_kernel"] * 4 + ["_merge_kernel"], names
+prefills = ["_prefill_sm90_kernel"] * 6
+assert names == [*prefills[:4], "_merge_kernel", *prefills[4:], "_merge_kernel"], names
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
@@ -246,13 +318,14 @@ for kernel in launched:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
-    """Packed keys, pages, packed keys in two parts behind others, and pages that are split."""
+    """Packed keys, pages, packed keys in two parts behind others, pages that are split, the merge,
+    and blocks of eight heads, whole and split."""
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 
 @pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
-    for kernel in kernels[:4]:
+    for kernel in (*kernels[:4], *kernels[5:7]):
         said = assembled(kernel, tmp_path)
         assert "serialized" not in said
         assert "setmaxnreg" not in said
@@ -272,3 +345,16 @@ def test_compiled_code_is_right_and_free_of_races(
 def test_compiled_code_splits_keys(kernels: list[Kernel]) -> None:
     case = Case([(70, 1300), (3, 200)], 128, 64)
     case.check(case.run(machine=kernels[3], splits=4, seed=1))
+    case.check(case.run(machine=kernels[3], splits=2, whole=3))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="executed without a GPU")
+@pytest.mark.parametrize(
+    ("lens", "splits", "whole"),
+    [([(20, 300), (3, 200)], 1, 0), ([(20, 700)], 2, 0), ([(20, 700)], 2, 1)],
+)
+def test_compiled_code_packs_heads(
+    kernels: list[Kernel], lens: list[tuple[int, int]], splits: int, whole: int
+) -> None:
+    case = Case(lens, 128, 64, pack=prefill_sm90.PACK)
+    case.check(case.run(machine=kernels[4 + splits], splits=splits, whole=whole, seed=splits))
