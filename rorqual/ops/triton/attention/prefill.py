@@ -82,7 +82,8 @@ def takes_parts(
     wanted = config_for(q, k_nope.shape[1], False, queries).gluon
     if first and not wanted:
         keys = k_nope.shape[0]
-        wanted = prefill_sm90.division(q, k_nope.shape[1], queries, requests, keys).splits > 1
+        divided = prefill_sm90.division(q, k_nope.shape[1], queries, requests, keys)
+        wanted = divided.takes_few_queries(keys // requests)
     return wanted and prefill_sm90.supported(q, k_nope, v, 0, k_rope)
 
 
@@ -345,11 +346,12 @@ def _launch(
         from rorqual.ops.triton.attention import prefill_sm90
 
         divided = prefill_sm90.Division()
+        wanted = config.gluon
         if so_far is None:
             keys = k.shape[0] if tables is None else tables.numel() * page
-            sizes = (max_query_len, kv_lens.shape[0], keys)
-            divided = prefill_sm90.division(q, k.shape[1], *sizes)
-        wanted = config.gluon or divided.splits > 1
+            requests = kv_lens.shape[0]
+            divided = prefill_sm90.division(q, k.shape[1], max_query_len, requests, keys)
+            wanted = wanted or divided.takes_few_queries(keys // requests)
         if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)
             prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, divided)

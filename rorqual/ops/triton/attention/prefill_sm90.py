@@ -855,6 +855,11 @@ class Division:
     whole: int = 0
     splits: int = 1
 
+    def takes_few_queries(self, keys: int) -> bool:
+        """Whether this kernel is the faster one where a block has fewer queries than rows, and
+        `prefill.config_for` has another. keys: of a request."""
+        return self.splits > 1 or (self.pack > 1 and keys > TOKENS)
+
 
 def division(q: Tensor, groups: int, queries: int, requests: int, keys: int) -> Division:
     """The one that should take the least time. queries: of a request; keys: a bound for those of

@@ -264,6 +264,13 @@ def test_how_blocks_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert divided(16, 16, 200, 5, 4200, 192) == "1/132/4"
 
 
+def test_which_kernel_takes_few_queries() -> None:
+    whole = prefill_sm90.Division(prefill_sm90.PACK)
+    assert [whole.takes_few_queries(keys) for keys in (17, 128, 129)] == [False, False, True]
+    assert not prefill_sm90.Division().takes_few_queries(8000)
+    assert prefill_sm90.Division(1, 132, 2).takes_few_queries(8000)
+
+
 def test_keys_in_two_parts() -> None:
     case = Case([(130, 200), (3, 3)], 192, 0, split=True)
     case.check(case.run())
@@ -301,6 +308,10 @@ prefill.dense_prefill(m(512, 4, 192), kv[..., :128], kv[..., 128:], i(3), i(2), 
     config=config, so_far=so_far, k_rope=m(512, 576)[:, 512:])
 prefill.paged_prefill(m(73, 4, 128), m(99, 64, 2, 128), m(99, 64, 2, 128),
     torch.empty(2, 30, dtype=torch.int32), i(3), i(2), 70, 0.1, config=config)
+few = prefill.PrefillConfig(16, 64, 4, 3)  # Triton's kernel, but for heads that share long keys
+for pages in (2, 3):
+    prefill.paged_prefill(m(32, 16, 128), m(9, 64, 2, 128), m(9, 64, 2, 128),
+        torch.empty(2, pages, dtype=torch.int32), i(3), i(2), 16, 0.1, config=few)
 for splits in (1, 3):
     prefill_sm90.division = lambda *shape: prefill_sm90.Division(prefill_sm90.PACK, 0, splits)
     prefill.paged_prefill(m(40, 19, 128)[:, :16], m(9, 64, 2, 128), m(9, 64, 2, 128),
@@ -308,8 +319,9 @@ for splits in (1, 3):
 """
 CHECKS = """
 names = [kernel.name for kernel in launched]
-prefills = ["_prefill_sm90_kernel"] * 6
-assert names == [*prefills[:4], "_merge_kernel", *prefills[4:], "_merge_kernel"], names
+prefills = ["_prefill_sm90_kernel"] * 4
+few = ["_prefill_kernel", "_prefill_sm90_kernel"]
+assert names == [*prefills, "_merge_kernel", *few, *prefills[:2], "_merge_kernel"], names
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
@@ -319,13 +331,13 @@ for kernel in launched:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     """Packed keys, pages, packed keys in two parts behind others, pages that are split, the merge,
-    and blocks of eight heads, whole and split."""
+    16 queries of few keys and of more, and blocks of eight heads, whole and split."""
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 
 @pytest.mark.longest
 def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
-    for kernel in (*kernels[:4], *kernels[5:7]):
+    for kernel in (*kernels[:4], *kernels[7:9]):
         said = assembled(kernel, tmp_path)
         assert "serialized" not in said
         assert "setmaxnreg" not in said
@@ -357,4 +369,4 @@ def test_compiled_code_packs_heads(
     kernels: list[Kernel], lens: list[tuple[int, int]], splits: int, whole: int
 ) -> None:
     case = Case(lens, 128, 64, pack=prefill_sm90.PACK)
-    case.check(case.run(machine=kernels[4 + splits], splits=splits, whole=whole, seed=splits))
+    case.check(case.run(machine=kernels[6 + splits], splits=splits, whole=whole, seed=splits))
