@@ -176,29 +176,8 @@ def _fold(p, FOLDED: gl.constexpr):
 
 @gluon.jit
 def _score(
-    q_latent,
-    q_rope,
-    kv_lens,
-    starts,
-    first,
-    lse,
-    query_ends,
-    query_ropes,
-    latents,
-    ropes,
-    shrinks,
-    totals,
-    full,
-    rope_full,
-    ready,
-    go,
+    given,
     factor,
-    q_token,
-    q_head,
-    qr_token,
-    qr_head,
-    requests,
-    min_tiles,
     HEADS: gl.constexpr,
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
@@ -220,6 +199,10 @@ def _score(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
     )
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    schedule, queries, shared, kv_lens, lse = given
+    starts, first, requests, min_tiles = schedule
+    q_latent, q_token, q_head, q_rope, qr_token, qr_head, query_ends, query_ropes = queries
+    latents, ropes, shrinks, totals, full, rope_full, ready, go, _ = shared
     wait_for_inputs(DEPENDENT)
     block = gl.program_id(0)
     tile, last = span(starts, requests, min_tiles)
@@ -326,27 +309,7 @@ def _score(
 
 @gluon.jit
 def _add_up(
-    latent_tma,
-    rope_tma,
-    tables,
-    table_row,
-    starts,
-    first,
-    out,
-    partial,
-    latents,
-    ropes,
-    shrinks,
-    totals,
-    full,
-    rope_full,
-    ready,
-    go,
-    empty,
-    out_token,
-    out_head,
-    requests,
-    min_tiles,
+    given,
     HEADS: gl.constexpr,
     QUERIES: gl.constexpr,
     PAGE: gl.constexpr,
@@ -364,6 +327,11 @@ def _add_up(
     HALF: gl.constexpr = RANK // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    schedule, cache, shared, results = given
+    starts, first, requests, min_tiles = schedule
+    latent_tma, rope_tma, tables, table_row = cache
+    latents, ropes, shrinks, totals, full, rope_full, ready, go, empty = shared
+    out, out_token, out_head, partial = results
     wait_for_inputs(DEPENDENT)
     tile, last = span(starts, requests, min_tiles)
     if tile < last:
@@ -489,115 +457,26 @@ def _mla_hopper_kernel(
         mbarrier.init(go.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    schedule = (starts, first, requests, min_tiles)
+    queries = (q_latent, q_token, q_head, q_rope, qr_token, qr_head, query_ends, query_ropes)
+    cache = (latent_tma, rope_tma, tables, table_row)
+    shared = (latents, ropes, shrinks, totals, full, rope_full, ready, go, empty)
+    results = (out, out_token, out_head, partial)
+    scored = (schedule, queries, shared, kv_lens, lse)
+    added = (schedule, cache, shared, results)
     gl.warp_specialize(
         [
             (
                 _score,
-                (
-                    q_latent,
-                    q_rope,
-                    kv_lens,
-                    starts,
-                    first,
-                    lse,
-                    query_ends,
-                    query_ropes,
-                    latents,
-                    ropes,
-                    shrinks,
-                    totals,
-                    full,
-                    rope_full,
-                    ready,
-                    go,
-                    factor,
-                    q_token,
-                    q_head,
-                    qr_token,
-                    qr_head,
-                    requests,
-                    min_tiles,
-                    HEADS,
-                    QUERIES,
-                    ROWS,
-                    TOKENS,
-                    RANK,
-                    STAGES,
-                    SHARED,
-                    DEPENDENT,
-                ),
+                (scored, factor, HEADS, QUERIES, ROWS, TOKENS, RANK, STAGES, SHARED, DEPENDENT),
             ),
             (
                 _add_up,
-                (
-                    latent_tma,
-                    rope_tma,
-                    tables,
-                    table_row,
-                    starts,
-                    first,
-                    out,
-                    partial,
-                    latents,
-                    ropes,
-                    shrinks,
-                    totals,
-                    full,
-                    rope_full,
-                    ready,
-                    go,
-                    empty,
-                    out_token,
-                    out_head,
-                    requests,
-                    min_tiles,
-                    HEADS,
-                    QUERIES,
-                    PAGE,
-                    ROWS,
-                    TOKENS,
-                    RANK,
-                    STAGES,
-                    0,
-                    SHARED,
-                    DEPENDENT,
-                ),
+                (added, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK, STAGES, 0, SHARED, DEPENDENT),
             ),
             (
                 _add_up,
-                (
-                    latent_tma,
-                    rope_tma,
-                    tables,
-                    table_row,
-                    starts,
-                    first,
-                    out,
-                    partial,
-                    latents,
-                    ropes,
-                    shrinks,
-                    totals,
-                    full,
-                    rope_full,
-                    ready,
-                    go,
-                    empty,
-                    out_token,
-                    out_head,
-                    requests,
-                    min_tiles,
-                    HEADS,
-                    QUERIES,
-                    PAGE,
-                    ROWS,
-                    TOKENS,
-                    RANK,
-                    STAGES,
-                    1,
-                    SHARED,
-                    DEPENDENT,
-                ),
+                (added, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK, STAGES, 1, SHARED, DEPENDENT),
             ),
         ],
         [4, 4],

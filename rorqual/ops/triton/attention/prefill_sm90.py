@@ -66,22 +66,12 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows t
 
 
 @gluon.jit
-def _span(
-    query_starts,
-    kv_lens,
-    firsts,
-    places,
-    heads,
-    whole,
-    splits,
-    SO_FAR: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACK: gl.constexpr,
-):
+def _span(requests, SO_FAR: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr):
     """What this program computes: (request, first of PACK heads, first query of the request, its
     queries, its keys, what query 0 sees besides its own place's keys, the block of 128 / PACK
     queries, its tiles: the first and the one after the last; with SPLIT, where its result goes, -1
     if it has all tiles of the block)."""
+    query_starts, kv_lens, firsts, places, heads, whole, splits = requests
     program = gl.program_id(0)
     part = program
     if SPLIT:
@@ -147,35 +137,7 @@ def _finish(
 
 @gluon.jit
 def _copy(
-    q_tma,
-    k_tma,
-    tail_tma,
-    v_tma,
-    tables,
-    query_starts,
-    key_starts,
-    kv_lens,
-    firsts,
-    queries_main,
-    queries_tail,
-    keys,
-    tails,
-    values,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    q_head,
-    k_head,
-    tail_head,
-    tail_first,
-    v_head,
-    table_row,
-    places,
-    heads,
-    whole,
-    splits,
+    given,
     SO_FAR: gl.constexpr,
     SPLIT: gl.constexpr,
     SHARE: gl.constexpr,
@@ -186,9 +148,13 @@ def _copy(
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):
-    request, head, begin, _, length, _, block, start, high, _ = _span(
-        query_starts, kv_lens, firsts, places, heads, whole, splits, SO_FAR, SPLIT, PACK
-    )
+    """The warp that copies."""
+    descriptors, tables, table_row, key_starts, steps, requests, queries, ring = given
+    q_tma, k_tma, tail_tma, v_tma = descriptors
+    q_head, k_head, tail_head, tail_first, v_head = steps
+    queries_main, queries_tail, q_full = queries
+    keys, tails, values, k_full, k_empty, v_full, v_empty = ring
+    request, head, begin, _, length, _, block, start, high, _ = _span(requests, SO_FAR, SPLIT, PACK)
     if (block >= 0) & (high > start):
         group = head // SHARE
         mbarrier.expect(q_full.index(0), 128 * (WIDTH + TAIL) * 2)
@@ -304,13 +270,7 @@ def _step(
     total,
     query,
     query_tail,
-    keys,
-    tails,
-    values,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    ring,
     k_stage,
     k_phase,
     v_stage,
@@ -324,6 +284,7 @@ def _step(
     ACC: gl.constexpr,
 ):
     """Scores of the tile at `first`, beside the values of the tile before it."""
+    keys, tails, values, k_full, k_empty, v_full, v_empty = ring
     mbarrier.wait(k_full.index(k_stage), k_phase)
     scores = _scores(query, query_tail, keys.index(k_stage), tails.index(k_stage), TAIL, ACC)
     mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -344,32 +305,8 @@ def _step(
 
 @gluon.jit
 def _attend(
-    query_starts,
-    kv_lens,
-    firsts,
-    totals,
-    out,
-    partial,
-    queries_main,
-    queries_tail,
-    keys,
-    tails,
-    values,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    cleared,
+    given,
     factor,
-    total_token,
-    total_head,
-    out_token,
-    out_head,
-    places,
-    heads,
-    whole,
-    splits,
     SO_FAR: gl.constexpr,
     SPLIT: gl.constexpr,
     PACK: gl.constexpr,
@@ -381,8 +318,12 @@ def _attend(
     """One of the two warpgroups that compute."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    _, head, begin, queries, length, shift, block, low, high, part = _span(
-        query_starts, kv_lens, firsts, places, heads, whole, splits, SO_FAR, SPLIT, PACK
+    requests, queries, ring, cleared, results = given
+    queries_main, queries_tail, q_full = queries
+    keys, tails, values, k_full, k_empty, v_full, _v_empty = ring
+    out, out_token, out_head, totals, total_token, total_head, partial = results
+    _, head, begin, count, length, shift, block, low, high, part = _span(
+        requests, SO_FAR, SPLIT, PACK
     )
     first_row: gl.constexpr = WHO * 64
     if (block >= 0) & (high > low):
@@ -429,13 +370,7 @@ def _attend(
                 total,
                 query,
                 query_tail,
-                keys,
-                tails,
-                values,
-                k_full,
-                k_empty,
-                v_full,
-                v_empty,
+                ring,
                 k_stage,
                 k_phase,
                 v_stage,
@@ -457,13 +392,7 @@ def _attend(
                 total,
                 query,
                 query_tail,
-                keys,
-                tails,
-                values,
-                k_full,
-                k_empty,
-                v_full,
-                v_empty,
+                ring,
                 k_stage,
                 k_phase,
                 v_stage,
@@ -486,7 +415,7 @@ def _attend(
             row_end = (block * 128 + first_row + opaque_zero()) + gl.arange(0, 64, ROW)
             token_end = begin.to(gl.int64) + row_end
             place_end = totals + token_end * total_token + head * total_head
-            before = gl.load(place_end, mask=row_end < queries, other=float("-inf"))
+            before = gl.load(place_end, mask=row_end < count, other=float("-inf"))
             before = before * 1.4426950408889634
             here = gl.where(total > 0, peak + gl.log2(some), float("-inf"))
             # finite: a row that has seen nothing at all makes no NaN
@@ -500,12 +429,12 @@ def _attend(
                 (most + gl.log2(gl.where(both > 0, both, 1.0))) * 0.6931471805599453,
                 float("-inf"),
             )
-            gl.store(place_end, log, mask=row_end < queries)
+            gl.store(place_end, log, mask=row_end < count)
             column_end = opaque_zero() + gl.arange(0, 128, gl.SliceLayout(0, ACC))
             place_acc = (out + (token_end * out_token + head * out_head)[:, None]) + column_end[
                 None, :
             ]
-            there = (row_end < queries)[:, None]
+            there = (row_end < count)[:, None]
             found_before = gl.load(place_acc, mask=there, other=0.0)
             acc = acc * (weight_here * share)[:, None]
             acc = acc + found_before * (weight_before * share)[:, None]
@@ -513,7 +442,7 @@ def _attend(
         elif SPLIT:
             if part >= 0:
                 row_part = (first_row + opaque_zero()) + gl.arange(0, 64, ROW)
-                there_part = _query_of(row_part, block, PACK) < queries
+                there_part = _query_of(row_part, block, PACK) < count
                 log_part = gl.where(total > 0, peak + gl.log2(some), float("-inf"))
                 gl.store(totals + (part * 128 + row_part), log_part, mask=there_part)
                 column_part = opaque_zero() + gl.arange(0, 128, gl.SliceLayout(0, ACC))
@@ -529,7 +458,7 @@ def _attend(
                     out_token,
                     out_head,
                     begin,
-                    queries,
+                    count,
                     head,
                     block,
                     PACK,
@@ -543,7 +472,7 @@ def _attend(
                 out_token,
                 out_head,
                 begin,
-                queries,
+                count,
                 head,
                 block,
                 PACK,
@@ -554,11 +483,11 @@ def _attend(
             if part >= 0:
                 none = gl.full([64], float("-inf"), gl.float32, ROW)
                 gl.store(totals + (part * 128 + first_row + gl.arange(0, 64, ROW)), none)
-                left = queries  # nothing more to do
+                left = count  # nothing more to do
         if not SO_FAR:
             zeros = gl.full([64, 128], 0.0, out.dtype.element_ty, COPY)
             _store_rows(
-                zeros, first_row, out, out_token, out_head, begin, queries - left, head, block, PACK
+                zeros, first_row, out, out_token, out_head, begin, count - left, head, block, PACK
             )
 
 
@@ -636,127 +565,19 @@ def _prefill_sm90_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
+    descriptors = (q_tma, k_tma, tail_tma, v_tma)
+    steps = (q_head, k_head, tail_head, tail_first, v_head)
+    requests = (query_starts, kv_lens, firsts, places, heads, whole, splits)
+    queries = (queries_main, queries_tail, q_full)
+    ring = (keys, tails, values, k_full, k_empty, v_full, v_empty)
+    results = (out, out_token, out_head, totals, total_token, total_head, partial)
+    computed = (requests, queries, ring, cleared, results)
+    copied = (descriptors, tables, table_row, key_starts, steps, requests, queries, ring)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    query_starts,
-                    kv_lens,
-                    firsts,
-                    totals,
-                    out,
-                    partial,
-                    queries_main,
-                    queries_tail,
-                    keys,
-                    tails,
-                    values,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    cleared,
-                    factor,
-                    total_token,
-                    total_head,
-                    out_token,
-                    out_head,
-                    places,
-                    heads,
-                    whole,
-                    splits,
-                    SO_FAR,
-                    SPLIT,
-                    PACK,
-                    TAIL,
-                    STAGES,
-                    0,
-                    SHARED,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    query_starts,
-                    kv_lens,
-                    firsts,
-                    totals,
-                    out,
-                    partial,
-                    queries_main,
-                    queries_tail,
-                    keys,
-                    tails,
-                    values,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    cleared,
-                    factor,
-                    total_token,
-                    total_head,
-                    out_token,
-                    out_head,
-                    places,
-                    heads,
-                    whole,
-                    splits,
-                    SO_FAR,
-                    SPLIT,
-                    PACK,
-                    TAIL,
-                    STAGES,
-                    1,
-                    SHARED,
-                ),
-            ),
-            (
-                _copy,
-                (
-                    q_tma,
-                    k_tma,
-                    tail_tma,
-                    v_tma,
-                    tables,
-                    query_starts,
-                    key_starts,
-                    kv_lens,
-                    firsts,
-                    queries_main,
-                    queries_tail,
-                    keys,
-                    tails,
-                    values,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    q_head,
-                    k_head,
-                    tail_head,
-                    tail_first,
-                    v_head,
-                    table_row,
-                    places,
-                    heads,
-                    whole,
-                    splits,
-                    SO_FAR,
-                    SPLIT,
-                    SHARE,
-                    PACK,
-                    WIDTH,
-                    TAIL,
-                    PAGE,
-                    STAGES,
-                    SHARED,
-                ),
-            ),
+            (_attend, (computed, factor, SO_FAR, SPLIT, PACK, TAIL, STAGES, 0, SHARED)),
+            (_attend, (computed, factor, SO_FAR, SPLIT, PACK, TAIL, STAGES, 1, SHARED)),
+            (_copy, (copied, SO_FAR, SPLIT, SHARE, PACK, WIDTH, TAIL, PAGE, STAGES, SHARED)),
         ],
         [4, 1],
         [COMPUTER, COPIER],

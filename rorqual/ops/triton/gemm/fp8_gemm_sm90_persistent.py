@@ -179,10 +179,7 @@ def _factors_of(
 
 @gluon.jit
 def _scale(
-    x_scale,
-    w_scale,
-    ring,
-    tokens,
+    given,
     xs_row,
     xs_block,
     M: gl.constexpr,
@@ -192,6 +189,7 @@ def _scale(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
+    x_scale, w_scale, ring, tokens = given
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
     units, rounds = _share(high, ROWS, BLOCKS, SPLIT)
@@ -377,14 +375,8 @@ def _tile(
 
 @gluon.jit
 def _multiply(
-    bias,
-    y,
-    y_tma,
+    given,
     out,
-    partials,
-    counters,
-    ring,
-    tokens,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -395,6 +387,7 @@ def _multiply(
     DEPENDENT: gl.constexpr,
 ):
     """One of the warpgroups."""
+    bias, y, y_tma, partials, counters, ring, tokens = given
     wait_for_inputs(DEPENDENT)
     high = (tokens + M - 1) // M
     stage = 0
@@ -457,71 +450,34 @@ def _tall_kernel(
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [WARPGROUPS, 64, 128], y_tma.layout)
     let_next_start(DEPENDENT)
     ring = new_ring(x_tma, w_tma, M, STAGES)
+    first = outs.index(0)
+    second = outs.index(1)
+    given = (bias, y, y_tma, partials, counters, ring, tokens)
+    scales = (x_scale, w_scale, ring, tokens)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (given, first, M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT)),
+                (_multiply, (given, second, M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT)),
                 (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
-                (
-                    _scale,
-                    (
-                        x_scale, w_scale, ring, tokens, xs_row, xs_block,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
-                    ),
-                ),
+                (_scale, (scales, xs_row, xs_block, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
             ],
             [4, 1, 2],
             [MULTIPLIER, COPIER, COPIER],
-        )  # fmt: skip
+        )
     else:
+        third = outs.index(2)
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, outs.index(0), partials, counters, ring, tokens,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, outs.index(1), partials, counters, ring, tokens,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, outs.index(2), partials, counters, ring, tokens,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, 2, BIAS, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (given, first, M, ROWS, BLOCKS, SPLIT, STAGES, 0, BIAS, DEPENDENT)),
+                (_multiply, (given, second, M, ROWS, BLOCKS, SPLIT, STAGES, 1, BIAS, DEPENDENT)),
+                (_multiply, (given, third, M, ROWS, BLOCKS, SPLIT, STAGES, 2, BIAS, DEPENDENT)),
                 (_copy, (x_tma, w_tma, ring, tokens, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
-                (
-                    _scale,
-                    (
-                        x_scale, w_scale, ring, tokens, xs_row, xs_block,
-                        M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT,
-                    ),
-                ),
+                (_scale, (scales, xs_row, xs_block, M, ROWS, BLOCKS, SPLIT, STAGES, DEPENDENT)),
             ],
             [4, 4, 1, 2],
             [MULTIPLIER, MULTIPLIER, COPIER, COPIER],
-        )  # fmt: skip
+        )
 
 
 def fits(weight: Weight, y: Tensor) -> bool:

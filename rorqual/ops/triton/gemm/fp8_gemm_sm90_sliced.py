@@ -112,10 +112,7 @@ def _copy(
 
 @gluon.jit
 def _scale(
-    x_scale,
-    w_scale,
-    buffers,
-    tokens,
+    given,
     xs_row,
     xs_block,
     M: gl.constexpr,
@@ -125,6 +122,7 @@ def _scale(
 ):
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_scale, w_scale, buffers, tokens = given
     chunks = buffers.factors._reinterpret(gl.float32, [CHUNKS, CHUNK * M], FLAT)
     _, start, row = _tile(tokens, M)
     place = gl.arange(0, CHUNK * M, EACH)
@@ -179,11 +177,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    bias,
-    y,
-    y_tma,
-    buffers,
-    tokens,
+    given,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -196,6 +190,7 @@ def _multiply(
     """A warpgroup: blocks SLICE, SLICE + SLICES, ... of the columns. The last slice hands its sums
     to the one before, which adds its own, and so on to the first."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 32])
+    bias, y, y_tma, buffers, tokens = given
     wait_for_inputs(DEPENDENT)
     acc = gl.full([N, M], 0.0, gl.float32, ACC)
     done = acc
@@ -282,71 +277,31 @@ def _sliced_kernel(
         mbarrier.init(handed.index(i), count=1)
     fence_async_shared()
     buffers = SlicedBuffers(inputs, weights, full, empty, factors, known, held, handed, out)
+    given = (bias, y, y_tma, buffers, tokens)
+    scales = (x_scale, w_scale, buffers, tokens)
     if SLICES == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, buffers, tokens,
-                        M, ROWS, BLOCKS, SLICES, STAGES, 0, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, buffers, tokens,
-                        M, ROWS, BLOCKS, SLICES, STAGES, 1, BIAS, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (given, M, ROWS, BLOCKS, SLICES, STAGES, 0, BIAS, DEPENDENT)),
+                (_multiply, (given, M, ROWS, BLOCKS, SLICES, STAGES, 1, BIAS, DEPENDENT)),
                 (_copy, (x_tma, w_tma, buffers, tokens, M, BLOCKS, STAGES, DEPENDENT)),
-                (
-                    _scale,
-                    (
-                        x_scale, w_scale, buffers, tokens, xs_row, xs_block,
-                        M, BLOCKS, CHUNKS, DEPENDENT,
-                    ),
-                ),
+                (_scale, (scales, xs_row, xs_block, M, BLOCKS, CHUNKS, DEPENDENT)),
             ],
             [4, 1, 2],
             [MULTIPLIER, HELPER, HELPER],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, buffers, tokens,
-                        M, ROWS, BLOCKS, SLICES, STAGES, 0, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, buffers, tokens,
-                        M, ROWS, BLOCKS, SLICES, STAGES, 1, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        bias, y, y_tma, buffers, tokens,
-                        M, ROWS, BLOCKS, SLICES, STAGES, 2, BIAS, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (given, M, ROWS, BLOCKS, SLICES, STAGES, 0, BIAS, DEPENDENT)),
+                (_multiply, (given, M, ROWS, BLOCKS, SLICES, STAGES, 1, BIAS, DEPENDENT)),
+                (_multiply, (given, M, ROWS, BLOCKS, SLICES, STAGES, 2, BIAS, DEPENDENT)),
                 (_copy, (x_tma, w_tma, buffers, tokens, M, BLOCKS, STAGES, DEPENDENT)),
-                (
-                    _scale,
-                    (
-                        x_scale, w_scale, buffers, tokens, xs_row, xs_block,
-                        M, BLOCKS, CHUNKS, DEPENDENT,
-                    ),
-                ),
+                (_scale, (scales, xs_row, xs_block, M, BLOCKS, CHUNKS, DEPENDENT)),
             ],
             [4, 4, 1, 2],
             [MULTIPLIER, MULTIPLIER, HELPER, HELPER],
-        )  # fmt: skip
+        )
 
 
 def stages_of(plan: SlicedPlan, columns: int) -> int:
