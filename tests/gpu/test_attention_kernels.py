@@ -255,7 +255,10 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
     check(found.out.to(BF16), attend(q, k[:length], v[:length], 8.0))
 
 
-@pytest.mark.parametrize(("heads", "groups", "widths"), [(16, 16, (192, 128)), (8, 2, (128, 128))])
+@pytest.mark.parametrize(
+    ("heads", "groups", "widths"),
+    [(16, 16, (192, 128)), (8, 2, (128, 128)), (32, 4, (128, 128)), (16, 1, (128, 128))],
+)
 def test_prefill(heads: int, groups: int, widths: tuple[int, int]) -> None:
     query_lens = [700, 1, 128, 65, 300]
     key_lens = [700, 900, 128, 1000, 333]
@@ -282,6 +285,39 @@ def test_prefill(heads: int, groups: int, widths: tuple[int, int]) -> None:
     prefill.paged_prefill(
         q, k_plane, v_plane, tables, starts_of(query_lens), kv_lens, 700, 8.0, out=out
     )
+    check(out, expected)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(32, 4, 128), (16, 1, 128), (5, 5, 192)])
+@pytest.mark.parametrize(("whole", "splits"), [(0, 1), (0, 4), (20, 5), (20, 2)])
+def test_prefill_however_divided(
+    heads: int, groups: int, width: int, whole: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of eight heads where that many share keys, some of them split: a short request, one
+    without queries, one of one tile."""
+    prefill_sm90 = pytest.importorskip("rorqual.ops.triton.attention.prefill_sm90")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    pack = prefill_sm90.PACK if heads // groups >= prefill_sm90.PACK else 1
+    division = prefill_sm90.Division(pack, whole, splits)
+    monkeypatch.setattr(prefill_sm90, "division", lambda *sizes: division)
+    query_lens = [130, 3, 0, 64]
+    key_lens = [1300, 700, 90, 64]
+    keys, values = ([random(n, groups, w) for n in key_lens] for w in (width, 128))
+    q = random(sum(query_lens), heads, width).cuda()
+    expected = torch.cat(
+        [
+            attend(a, k.cuda(), v.cuda(), 8.0)
+            for a, k, v in zip(q.split(query_lens), keys, values, strict=True)
+            if len(a)
+        ]
+    )
+    out = poisoned(sum(query_lens), heads, 128, dtype=BF16)
+    packed = torch.cat(keys).cuda(), torch.cat(values).cuda()
+    starts = starts_of(query_lens), starts_of(key_lens)
+    kv_lens = torch.tensor(key_lens, device="cuda")
+    config = prefill.PrefillConfig(64, 64, 4, 3, gluon=True)
+    prefill.dense_prefill(q, *packed, *starts, kv_lens, 130, 8.0, out=out, config=config)
     check(out, expected)
 
 

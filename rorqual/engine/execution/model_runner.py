@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompiledForward
     from rorqual.engine.npu.compiled import NpuCompiledForward
 
-LONG_CONTEXT = 8192  # cached entries before a short chunk, whose attention many programs share
-
 
 class ModelRunner:
     """Runs steps of a model on one device."""
@@ -434,7 +432,7 @@ class ModelRunner:
                 self._attend_padding(pieces, [padding] * count, max(length, drafts + 1), 1, drafts)
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
-            for length in (tokens, tokens + most, max(tokens, min(longest, LONG_CONTEXT))):
+            for length in (tokens, tokens + most):
                 self._attend_padding(pieces, [], length, tokens)
 
     def _warm_eager_steps(self, draft_counts: tuple[int, ...]) -> None:
@@ -465,9 +463,8 @@ class ModelRunner:
             longest = self.max_len - 1 - self.rows.most_drafts
             half = min(longest, most) // 2
             for tokens in (n for n in (16, 64, half) if 0 < n <= half):
-                for before in (half, max(half, min(longest, LONG_CONTEXT) - tokens)):
-                    chunk = PrefillChunk(self.rows.padding, before, [0] * tokens, sample=True)
-                    self._run_ahead(tokens, 0, 0, [chunk])
+                chunk = PrefillChunk(self.rows.padding, half, [0] * tokens, sample=True)
+                self._run_ahead(tokens, 0, 0, [chunk])
 
     def _run_ahead(
         self,

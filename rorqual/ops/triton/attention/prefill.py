@@ -346,15 +346,18 @@ def _launch(
         from rorqual.ops.triton.attention import prefill_sm90
 
         divided = prefill_sm90.Division()
+        forms = [divided]
         wanted = config.gluon
         if so_far is None:
             keys = k.shape[0] if tables is None else tables.numel() * page
             requests = kv_lens.shape[0]
             divided = prefill_sm90.division(q, k.shape[1], max_query_len, requests, keys)
+            forms = divided.forms()
             wanted = wanted or divided.takes_few_queries(keys // requests)
         if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)
-            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, divided)
+            for each in forms:
+                prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope, each)
             return out
     if k_rope is not None:
         k = whole_keys(k, k_rope)

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.triton.attention.mla_decode_sm90 import _clear_end
-from rorqual.ops.triton.runtime.launch import multiprocessors
+from rorqual.ops.triton.runtime.launch import is_ahead, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     bulk_layout,
     next_stage,
@@ -47,7 +47,7 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     thread_barrier,
 )
 
-ROWS = 128  # queries of a block
+ROWS = 128  # of a block
 PACK = 8  # heads of a block, where they share keys
 TOKENS = 128  # keys of a tile
 PIECE = 64  # rows and columns of a bulk copy: a page of 64 tokens is two of them
@@ -662,7 +662,7 @@ def _merge_kernel(
         other=0.0,
     )
     found = tl.sum(values * weights[:, :, None], 1)
-    token = begin + query
+    token = begin.to(tl.int64) + query
     target = out + (token * out_token + (head + row // (128 // pack)) * out_head)[:, None]
     tl.store(target + columns[None, :], found.to(out.dtype.element_ty), mask=there[:, None])
 
@@ -676,42 +676,64 @@ class Division:
     whole: int = 0
     splits: int = 1
 
+    def forms(self) -> list[Division]:
+        """This one. For launches that only compile: one for each kernel, since which of them a step
+        needs depends on all of its chunks."""
+        if not is_ahead():
+            return [self]
+        return [Division(self.pack, 0, splits) for splits in (1, FEW_SPLITS, MOST_SPLITS)]
+
     def takes_few_queries(self, keys: int) -> bool:
-        """Whether this kernel is the faster one where a block has fewer queries than rows, and
-        `prefill.config_for` has another. keys: of a request."""
-        return self.splits > 1 or (self.pack > 1 and keys > TOKENS)
+        """Whether to take this kernel for few queries, for which `prefill.config_for` has one with
+        blocks of 16 rows: where these heads share blocks, or many programs a block's keys. keys:
+        of a request."""
+        alone = self.splits > 1 and self.whole == 0
+        return alone or (self.pack > 1 and keys > TOKENS)
 
 
 def division(q: Tensor, groups: int, queries: int, requests: int, keys: int) -> Division:
-    """The one that should take the least time. queries: of a request; keys: a bound for those of
-    all requests together."""
-    heads, width = q.shape[1:]
-    pack = PACK if width == 128 and heads // groups % PACK == 0 else 1
-    blocks = triton.cdiv(queries * pack, ROWS)
-    filled = queries * pack / (blocks * ROWS)
-    blocks *= heads // pack * requests
-    if keys < 2 * queries * requests and blocks > multiprocessors(q.device):
-        return Division(pack)  # little before the chunks: blocks of one tile and of many even out
-    size = (width + 128) / 256
-    tiles = triton.cdiv(keys // requests, TOKENS)
-    return _division(blocks, filled, tiles, size, pack, multiprocessors(q.device))
+    """The one that should take the least time. queries: at most of a request; keys: a bound for
+    those of all requests together."""
+    tokens, heads, width = q.shape
+    sizes = (tokens, queries, requests, keys // requests)
+    return _division(heads, groups, width, *sizes, multiprocessors(q.device))
 
 
 @lru_cache(maxsize=4096)
 def _division(
-    blocks: int, filled: float, tiles: int, size: float, pack: int, processors: int
+    heads: int,
+    groups: int,
+    width: int,
+    tokens: int,
+    queries: int,
+    requests: int,
+    keys: int,
+    processors: int,
 ) -> Division:
-    """Times are in tiles of 128 columns. Programs come in rounds, one on each multiprocessor."""
-    whole = blocks // processors * processors
-    full_rounds = whole // processors * (tiles * size + START)
+    """tokens: of all requests together; keys: of one. Times are in tiles of 128 columns. Programs
+    come in rounds, one on each multiprocessor."""
+    pack = PACK if width == 128 and heads // groups % PACK == 0 else 1
     best = Division(pack)
+    each = triton.cdiv(queries * pack, ROWS)
+    blocks = each * requests * (heads // pack)
+    whole = blocks // processors * processors
+    if whole:
+        # blocks of requests with fewer queries are empty: there may be nothing after `whole`
+        filled_blocks = (tokens * pack // ROWS + requests) * (heads // pack)
+        # little before the chunks: blocks of one tile and of many even out
+        if filled_blocks <= whole or keys < 2 * queries:
+            return best
+    size = (width + 128) / 256
+    tiles = triton.cdiv(keys, TOKENS)
+    full_rounds = whole // processors * (tiles * size + START)
     least = WORTH * (full_rounds + (tiles * size + START if blocks > whole else 0))
     for splits in range(2, min(MOST_SPLITS, tiles // LEAST_TILES) + 1):
         programs = (blocks - whole) * splits
         if not 0 < programs <= processors:
             break
         last_round = triton.cdiv(tiles, splits) * size + START
-        time = full_rounds + last_round + MERGE + MERGED * programs * filled
+        filled = programs * (queries * pack) / (each * ROWS)
+        time = full_rounds + last_round + MERGE + MERGED * filled
         if time < least:
             best = Division(pack, whole, splits)
             least = time
@@ -736,10 +758,11 @@ def launch(
     divided: Division = Division(),
 ) -> None:
     """As `prefill._launch`. factor: the softmax scale times log2(e). firsts and totals: of keys
-    before these, as `prefill.SoFar`; their blocks are neither split nor of several heads."""
+    before these, as `prefill.SoFar`; their blocks are neither split nor of several heads. divided:
+    as `division` finds, or any other."""
     assert firsts is None or divided == Division()
     pack = divided.pack
-    places = triton.cdiv(max_query_len * pack, ROWS)
+    places = -(-max_query_len * pack // ROWS)
     heads = q.shape[1] // pack
     split = divided.splits > 1
     partial = None

@@ -16,6 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.bench.kernels.attention import attend
 from rorqual.ops.triton.attention import mla_decode, prefill_sm90
+from rorqual.ops.triton.runtime import launch
 from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, compiled, run_time
@@ -50,12 +51,14 @@ class Case:
     groups: int = 2
     split: bool = False  # keys' last 64 columns apart, the same for all heads
     pack: int = 1
+    share: int = 0  # heads of a group; 0: two, or as many as a block has
+    bound: int = 0  # by how much max_query_len is more than the most queries of a request
 
     def __post_init__(self) -> None:
         torch.manual_seed(len(self.lens) + self.width + self.page)
         page = self.page
         tokens = sum(q for q, _ in self.lens)
-        heads = max(2, self.pack) * self.groups
+        heads = (self.share or max(2, self.pack)) * self.groups
         # as in a joint projection: between tokens there is something else
         joint = torch.full((tokens, heads + 3, self.width), float("nan"), dtype=torch.bfloat16)
         self.q = joint[:, :heads] if self.pack > 1 else torch.empty(tokens, heads, self.width)
@@ -108,7 +111,7 @@ class Case:
         partial = totals = None
         if earlier is not None:
             out, totals = earlier.out, earlier.totals
-        places = -(-max(q for q, _ in self.lens) * self.pack // 128)
+        places = -(-(max(q for q, _ in self.lens) + self.bound) * self.pack // 128)
         parts = (places, heads // self.pack, whole, splits)
         grid: tuple[int, ...] = (*parts[:2], len(self.lens))
         if splits > 1:
@@ -235,12 +238,24 @@ def test_blocks_of_eight_heads(
     case.check(case.run(splits=splits, whole=whole))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the kernels' Python is interpreted")
+@pytest.mark.parametrize(("splits", "whole"), [(1, 0), (2, 7)])
+def test_several_blocks_of_heads_share_keys(splits: int, whole: int) -> None:
+    """And max_query_len is only a bound, by which each request has an empty block."""
+    lens = [(20, 300), (3, 130)]
+    case = Case(lens, 128, 64, groups=1, pack=prefill_sm90.PACK, share=16, bound=13)
+    case.check(case.run(splits=splits, whole=whole))
+
+
 def divided(
     heads: int, groups: int, queries: int, requests: int, keys: int, width: int = 128
 ) -> str:
-    """`division` of so many keys a request: pack / whole / splits."""
-    q = torch.empty(1, heads, width)
-    found = prefill_sm90.division(q, groups, queries, requests, keys * requests)
+    """`division` of so many queries and keys a request: pack / whole / splits."""
+    q = torch.empty(queries * requests, heads, width, device="meta")
+    return shown(prefill_sm90.division(q, groups, queries, requests, keys * requests))
+
+
+def shown(found: prefill_sm90.Division) -> str:
     return f"{found.pack}/{found.whole}/{found.splits}"
 
 
@@ -264,11 +279,34 @@ def test_how_blocks_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert divided(16, 16, 200, 5, 4200, 192) == "1/132/4"
 
 
+def test_empty_blocks_are_not_split_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond a full round may be the empty blocks of a request with fewer queries."""
+    monkeypatch.setattr(prefill_sm90, "multiprocessors", lambda device: 132)
+    for tokens, expected in ((600, "8/132/5"), (560, "8/132/5"), (420, "8/0/1")):
+        q = torch.empty(tokens, 32, 128, device="meta")
+        assert shown(prefill_sm90.division(q, 4, 200, 3, 4200 * 3)) == expected
+
+
 def test_which_kernel_takes_few_queries() -> None:
-    whole = prefill_sm90.Division(prefill_sm90.PACK)
-    assert [whole.takes_few_queries(keys) for keys in (17, 128, 129)] == [False, False, True]
+    shared = prefill_sm90.Division(prefill_sm90.PACK)
+    assert [shared.takes_few_queries(keys) for keys in (17, 128, 129)] == [False, False, True]
     assert not prefill_sm90.Division().takes_few_queries(8000)
-    assert prefill_sm90.Division(1, 132, 2).takes_few_queries(8000)
+    assert prefill_sm90.Division(1, 0, 2).takes_few_queries(8000)
+    # mostly blocks of one head, nearly empty: Triton's have 16 rows
+    assert not prefill_sm90.Division(1, 132, 2).takes_few_queries(8000)
+
+
+def test_a_launch_ahead_is_of_every_kernel() -> None:
+    chosen = prefill_sm90.Division(8, 132, 5)
+    assert chosen.forms() == [chosen]
+    with launch.ahead():
+        forms = chosen.forms()
+    split = [form for form in forms if form.splits > 1]
+    assert len(split) < len(forms)
+    assert {form.pack for form in forms} == {8}
+    found = {prefill_sm90.merged_parts(form.splits) for form in split}
+    splits = range(2, prefill_sm90.MOST_SPLITS + 1)
+    assert found == {prefill_sm90.merged_parts(count) for count in splits}
 
 
 def test_keys_in_two_parts() -> None:
@@ -294,7 +332,9 @@ def test_it_goes_on_from_earlier_keys() -> None:
 
 
 LAUNCHES = """
+import contextlib
 from rorqual.ops.triton.attention import prefill, prefill_sm90
+from rorqual.ops.triton.runtime import launch
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
 config = prefill.PrefillConfig(128, 64, 8, 3, gluon=True)
@@ -312,16 +352,20 @@ few = prefill.PrefillConfig(16, 64, 4, 3)  # Triton's kernel, but for heads that
 for pages in (2, 3):
     prefill.paged_prefill(m(32, 16, 128), m(9, 64, 2, 128), m(9, 64, 2, 128),
         torch.empty(2, pages, dtype=torch.int32), i(3), i(2), 16, 0.1, config=few)
-for splits in (1, 3):
-    prefill_sm90.division = lambda *shape: prefill_sm90.Division(prefill_sm90.PACK, 0, splits)
-    prefill.paged_prefill(m(40, 19, 128)[:, :16], m(9, 64, 2, 128), m(9, 64, 2, 128),
-        torch.empty(2, 7, dtype=torch.int32), i(3), i(2), 20, 0.1, config=config)
+for splits in (1, 3, None):
+    prefill_sm90.division = lambda *shape: prefill_sm90.Division(prefill_sm90.PACK, 0, splits or 2)
+    with contextlib.nullcontext() if splits else launch.ahead():
+        prefill.paged_prefill(m(40, 19, 128)[:, :16], m(9, 64, 2, 128), m(9, 64, 2, 128),
+            torch.empty(2, 7, dtype=torch.int32), i(3), i(2), 20, 0.1, config=config)
 """
 CHECKS = """
 names = [kernel.name for kernel in launched]
 prefills = ["_prefill_sm90_kernel"] * 4
 few = ["_prefill_kernel", "_prefill_sm90_kernel"]
-assert names == [*prefills, "_merge_kernel", *few, *prefills[:2], "_merge_kernel"], names
+split = ["_prefill_sm90_kernel", "_merge_kernel"]
+ahead = [prefills[0], *split, *split]
+assert names == [*prefills, "_merge_kernel", *few, prefills[0], *split, *ahead], names
+assert len({kernel.ptx for kernel in launched if kernel.name == "_merge_kernel"}) == 2
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
@@ -331,7 +375,8 @@ for kernel in launched:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     """Packed keys, pages, packed keys in two parts behind others, pages that are split, the merge,
-    16 queries of few keys and of more, and blocks of eight heads, whole and split."""
+    16 queries of few keys and of more, blocks of eight heads, whole and split, and what a launch
+    ahead compiles."""
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
 
 

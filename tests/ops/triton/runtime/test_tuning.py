@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -213,47 +212,6 @@ def test_a_start_meets_all_tiles_of_gqa_decode(
     counts = (1, 2, 3, 4, 5, 7, 9, 24, 25, 31, 32, 33, 40, 63, 64, 65, 200, 256, 257, 700, 1024)
     unmet = {key: at for key, at in variants(counts, lengths).items() if key not in met}
     assert not unmet, list(unmet.items())[:3]
-
-
-@pytest.mark.parametrize("longest", [2047, 8191, 40959])
-@pytest.mark.parametrize(
-    ("heads", "groups", "width"), [(32, 4, 128), (64, 4, 128), (8, 1, 128), (16, 16, 192)]
-)
-def test_a_start_meets_all_kernels_of_prompts(
-    longest: int, heads: int, groups: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every mix of chunks, where keys may be split: as ModelRunner._warm_mixed_steps and
-    _warm_eager_steps go through them."""
-    pytest.importorskip("triton.experimental.gluon")
-    from rorqual.engine.execution.model_runner import LONG_CONTEXT
-    from rorqual.ops.triton.attention import prefill_sm90
-
-    monkeypatch.setattr(prefill_sm90, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(prefill, "is_hopper", lambda device: True)
-    q = torch.empty(1, heads, width, dtype=torch.bfloat16)
-
-    def variant(queries: int, requests: int, keys: int) -> list[object]:
-        """Of the kernel, and of the one that merges."""
-        found = prefill_sm90.division(q, groups, queries, requests, keys * requests)
-        config = prefill.config_for(q, groups, width == 128, queries)
-        split = found.splits > 1
-        if not (config.gluon or found.takes_few_queries(keys)):
-            return []
-        return [(split, found.pack), split and prefill_sm90.merged_parts(found.splits)]
-
-    most = min(longest // 2, 1024)
-    warm = []
-    for tokens in (16, 64, most):
-        far = max(tokens, min(longest, LONG_CONTEXT))
-        warm += [(tokens, 1, keys) for keys in (tokens, tokens + most, far)]
-    met = {kind for shape in warm for kind in variant(*shape)}
-    sizes = (2, 15, 16, 17, 64, 65, 100, 128, 129, 200, 300, 500, 1000, 2000, 8000)
-    for queries, requests in product(sizes, (1, 2, 3, 4, 5, 6, 7, 8, 13, 64, 200)):
-        if queries * requests <= 16384:
-            for before in (0, 100, 300, 1000, 2000, 4000, 8000, 40000):
-                if queries + before <= longest:
-                    unmet = set(variant(queries, requests, queries + before)) - met
-                    assert not unmet, (queries, requests, before, unmet)
 
 
 def test_no_round_of_tiles_is_taken_for_a_few_tokens() -> None:
