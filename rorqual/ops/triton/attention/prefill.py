@@ -352,7 +352,7 @@ def _launch(
             keys = k.shape[0] if tables is None else tables.numel() * page
             requests = kv_lens.shape[0]
             divided = prefill_sm90.division(q, k.shape[1], max_query_len, requests, keys)
-            forms = divided.forms()
+            forms = divided.forms(divided.blocks(heads, max_query_len, requests))
             wanted = wanted or divided.takes_few_queries(keys // requests)
         if wanted and prefill_sm90.supported(q, k, v, page, k_rope):
             known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)

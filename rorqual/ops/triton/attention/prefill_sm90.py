@@ -60,7 +60,7 @@ MERGE = 2.5  # of the second kernel
 MERGED = 0.05  # of the rows of a program, written and read
 WORTH = 0.95  # a division must be so much faster than without parts
 MERGED_ROWS = 4  # of a program
-FEW_SPLITS = 4
+MERGES = (4, 8, MOST_SPLITS)  # parts that kernels merge at most
 REGISTERS = (240, 24)  # of a thread that computes, of one that copies
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows that leave
 
@@ -676,12 +676,17 @@ class Division:
     whole: int = 0
     splits: int = 1
 
-    def forms(self) -> list[Division]:
+    def blocks(self, heads: int, queries: int, requests: int) -> int:
+        return -(-queries * self.pack // ROWS) * (heads // self.pack) * requests
+
+    def forms(self, blocks: int) -> list[Division]:
         """This one. For launches that only compile: one for each kernel, since which of them a step
-        needs depends on all of its chunks."""
+        needs depends on all of its chunks; only the last block is split, for which there is always
+        memory."""
         if not is_ahead():
             return [self]
-        return [Division(self.pack, 0, splits) for splits in (1, FEW_SPLITS, MOST_SPLITS)]
+        split = [Division(self.pack, blocks - 1, splits) for splits in MERGES]
+        return [Division(self.pack), *split]
 
     def takes_few_queries(self, keys: int) -> bool:
         """Whether to take this kernel for few queries, for which `prefill.config_for` has one with
@@ -714,8 +719,7 @@ def _division(
     come in rounds, one on each multiprocessor."""
     pack = PACK if width == 128 and heads // groups % PACK == 0 else 1
     best = Division(pack)
-    each = triton.cdiv(queries * pack, ROWS)
-    blocks = each * requests * (heads // pack)
+    blocks = best.blocks(heads, queries, requests)
     whole = blocks // processors * processors
     if whole:
         # blocks of requests with fewer queries are empty: there may be nothing after `whole`
@@ -732,7 +736,7 @@ def _division(
         if not 0 < programs <= processors:
             break
         last_round = triton.cdiv(tiles, splits) * size + START
-        filled = programs * (queries * pack) / (each * ROWS)
+        filled = splits * (blocks - whole) / blocks * (requests * queries * heads / ROWS)
         time = full_rounds + last_round + MERGE + MERGED * filled
         if time < least:
             best = Division(pack, whole, splits)
@@ -768,7 +772,7 @@ def launch(
     partial = None
     grid: tuple[int, ...] = (places, heads, kv_lens.shape[0])
     if split:
-        blocks = places * heads * kv_lens.shape[0]
+        blocks = divided.blocks(q.shape[1], max_query_len, kv_lens.shape[0])
         programs = (blocks - divided.whole) * divided.splits
         totals = torch.empty(programs, ROWS, dtype=torch.float32, device=q.device)
         partial = torch.empty(programs, ROWS, 128, dtype=torch.float32, device=q.device)
@@ -816,8 +820,8 @@ def launch(
 
 
 def merged_parts(splits: int) -> int:
-    """That the merging kernel is compiled for: one of two, so that a start compiles both."""
-    return FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
+    """What the kernel that merges so many parts is compiled for."""
+    return next(most for most in MERGES if splits <= most)
 
 
 def merge(

@@ -298,9 +298,10 @@ def test_which_kernel_takes_few_queries() -> None:
 
 def test_a_launch_ahead_is_of_every_kernel() -> None:
     chosen = prefill_sm90.Division(8, 132, 5)
-    assert chosen.forms() == [chosen]
+    assert chosen.forms(156) == [chosen]
     with launch.ahead():
-        forms = chosen.forms()
+        forms = chosen.forms(156)
+    assert all((156 - form.whole) * form.splits <= 16 for form in forms if form.splits > 1)
     split = [form for form in forms if form.splits > 1]
     assert len(split) < len(forms)
     assert {form.pack for form in forms} == {8}
@@ -363,9 +364,9 @@ names = [kernel.name for kernel in launched]
 prefills = ["_prefill_sm90_kernel"] * 4
 few = ["_prefill_kernel", "_prefill_sm90_kernel"]
 split = ["_prefill_sm90_kernel", "_merge_kernel"]
-ahead = [prefills[0], *split, *split]
+ahead = [prefills[0], *split, *split, *split]
 assert names == [*prefills, "_merge_kernel", *few, prefills[0], *split, *ahead], names
-assert len({kernel.ptx for kernel in launched if kernel.name == "_merge_kernel"}) == 2
+assert len({kernel.ptx for kernel in launched if kernel.name == "_merge_kernel"}) == 3
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, found
