@@ -144,6 +144,28 @@ def test_a_server_that_is_killed_in_a_step_ends_the_group_and_no_request(
         assert tokens(llm) == expected
 
 
+def test_a_group_that_ends_while_a_step_begins_costs_no_token(
+    secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that finds a server lost ends the group at any time."""
+    with (
+        serving(*(ExpertProcess("all", secret_file) for _ in range(2))) as servers,
+        engine(servers, secret_file) as llm,
+    ):
+        calls = group_of(llm)
+        write_tables = calls._write_tables
+
+        def meanwhile_lost() -> None:
+            write_tables()
+            calls._end("a server is lost")
+
+        monkeypatch.setattr(calls, "_write_tables", meanwhile_lost)
+        calls.tabled = None
+        assert tokens(llm) == expected
+        assert not calls.on
+        assert calls.why == "a server is lost"
+
+
 @pytest.mark.exhaustive
 def test_a_stopped_server_that_goes_on_disturbs_nobody(
     secret_file: str, expected: list[list[int]]

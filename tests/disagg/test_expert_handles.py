@@ -220,6 +220,34 @@ def test_a_server_that_is_killed_in_a_step_is_left_out_and_comes_back(
         assert len(calls.active) == 2
 
 
+@pytest.mark.exhaustive
+def test_a_server_lost_while_a_step_begins_costs_no_token(
+    secret_file: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may find it lost at any time."""
+    with (
+        serving(shared("all", secret_file), shared("all", secret_file)) as servers,
+        engine(servers, secret_file) as llm,
+    ):
+        calls = llm.engine.worker.remote.handles
+        assert calls is not None
+        linked(llm, 2)
+        write_tables = calls._write_tables
+        lost = []
+
+        def meanwhile_lost(links: Any) -> None:
+            write_tables(links)
+            if not lost:
+                lost.append(calls.active[0])
+                llm.engine.worker.experts.drop(lost[0], "found lost")
+
+        monkeypatch.setattr(calls, "_write_tables", meanwhile_lost)
+        calls.tabled = None
+        assert tokens(llm, 1) == expected[:1]
+        assert lost
+        assert calls.epoch > 0
+
+
 @pytest.mark.longest
 @pytest.mark.exhaustive
 def test_steps_in_turns_go_by_the_servers_they_began_with(

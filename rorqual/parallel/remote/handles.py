@@ -290,6 +290,7 @@ class HandleCalls(StepCalls):
             return self.epoch
         assert self.servers is not None
         while True:
+            epoch = self.epoch  # first: a server may be lost at any time from here on
             links = self.servers.links
             self._lose_all_but(links)
             if self.noted and int(self.words[1]):
@@ -306,7 +307,7 @@ class HandleCalls(StepCalls):
                 self._write_tables(links)
                 break
         self.began.append(time.monotonic())
-        return self.epoch
+        return epoch
 
     def check(self, epoch: int, word: int = 0) -> None:
         """A step that began in that epoch is done on the device. Raises ExpertsMissing where its

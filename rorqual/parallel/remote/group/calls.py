@@ -216,13 +216,14 @@ class GroupCalls(StepCalls):
         assert self.servers is not None
         if self.doubtful and not self.over:
             self._come_to_rest()
+        epoch = self.epoch  # read before `over`: the group may end at any time from here on
         if self.over:
             self._leave()
             return self.epoch
         if self.tabled is not self.servers.links:
             self._write_tables()
         self.began.append(time.monotonic())
-        return self.epoch
+        return epoch
 
     def check(self, epoch: int, word: int = 0) -> None:
         """A step that began in that epoch is done on the device, and `word` is what `sent` was at
