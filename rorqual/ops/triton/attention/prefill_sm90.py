@@ -111,10 +111,9 @@ def _query_of(row, block, PACK: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(
-    rows, first_row, out, out_token, out_head, begin, queries, head, block, PACK: gl.constexpr
-):
-    """rows [64, 128], of a block from first_row on."""
+def _store_rows(rows, first_row, target, queries, PACK: gl.constexpr):
+    """rows [64, 128], of a block from first_row on, whose request has so many queries."""
+    out, out_token, out_head, begin, head, block = target
     row = first_row + gl.arange(0, 64, gl.SliceLayout(1, COPY))
     column = gl.arange(0, 128, gl.SliceLayout(0, COPY))
     query = _query_of(row, block, PACK)
@@ -124,15 +123,13 @@ def _store_rows(
 
 
 @gluon.jit
-def _finish(
-    place, acc, first_row, out, out_token, out_head, begin, queries, head, block, PACK: gl.constexpr
-):
+def _finish(place, acc, first_row, target, queries, PACK: gl.constexpr):
     """Store a block's sums, through `place`, the shared memory of its queries: whole rows leave
     together."""
     place.store(acc.to(gl.bfloat16))
     thread_barrier()
     row = first_row + opaque_zero()
-    _store_rows(place.load(COPY), row, out, out_token, out_head, begin, queries, head, block, PACK)
+    _store_rows(place.load(COPY), row, target, queries, PACK)
 
 
 @gluon.jit
@@ -325,6 +322,7 @@ def _attend(
     _, head, begin, count, length, shift, block, low, high, part = _span(
         requests, SO_FAR, SPLIT, PACK
     )
+    target = (out, out_token, out_head, begin, head, block)
     first_row: gl.constexpr = WHO * 64
     if (block >= 0) & (high > low):
         first_query = _query_of(first_row, block, PACK)
@@ -450,33 +448,9 @@ def _attend(
                 place_part = (place_part + (row_part * 128)[:, None]) + column_part[None, :]
                 gl.store(place_part, acc, mask=there_part[:, None])
             else:
-                _finish(
-                    query,
-                    acc,
-                    first_row,
-                    out,
-                    out_token,
-                    out_head,
-                    begin,
-                    count,
-                    head,
-                    block,
-                    PACK,
-                )
+                _finish(query, acc, first_row, target, count, PACK)
         else:
-            _finish(
-                query,
-                acc,
-                first_row,
-                out,
-                out_token,
-                out_head,
-                begin,
-                count,
-                head,
-                block,
-                PACK,
-            )
+            _finish(query, acc, first_row, target, count, PACK)
     elif block >= 0:  # no tiles
         left = 0
         if SPLIT:  # noqa: SIM102 - known to the compiler
@@ -486,9 +460,7 @@ def _attend(
                 left = count  # nothing more to do
         if not SO_FAR:
             zeros = gl.full([64, 128], 0.0, out.dtype.element_ty, COPY)
-            _store_rows(
-                zeros, first_row, out, out_token, out_head, begin, count - left, head, block, PACK
-            )
+            _store_rows(zeros, first_row, target, count - left, PACK)
 
 
 # how many requests and pages a step has must not compile the kernel anew
@@ -677,6 +649,7 @@ class Division:
     splits: int = 1
 
     def blocks(self, heads: int, queries: int, requests: int) -> int:
+        """Of all requests, which have at most so many queries each."""
         return -(-queries * self.pack // ROWS) * (heads // self.pack) * requests
 
     def forms(self, blocks: int) -> list[Division]:
