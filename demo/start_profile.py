@@ -5,7 +5,8 @@ python demo/start_profile.py deepseek-v2-lite --set weights=random
 python demo/start_profile.py /tmp/v2-lite --top 25        # the second run is warm
 
 What runs in a thread of its own beside the reading of weights is the phase `beside`. Profiling
-makes Python slower: compare shares. On a CPU there are no kernels to be counted.
+makes Python slower: compare shares. On a CPU there are no kernels to be counted. From Python 3.12
+on a profile is of all threads at once, so that there `weights` and `beside` are counted only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rorqual.cli.options import load
 from rorqual.engine.execution.worker import Worker
 
 BESIDE = "beside"
+NOT_PROFILED = {"weights", BESIDE} if sys.version_info >= (3, 12) else set()
 
 
 class StartProfile:
@@ -46,19 +48,22 @@ class StartProfile:
         """One phase inside another, or in another thread, is profiled by itself."""
         before = getattr(self.phase, "name", None)
         outer = self.profiles.get(before or "")
-        if outer is not None:
+        if outer is not None and before not in NOT_PROFILED:
             outer.disable()
         profile = self.profiles.setdefault(name, cProfile.Profile())
+        profiled = name not in NOT_PROFILED
         self.phase.name = name
         start = time.perf_counter()
-        profile.enable()
+        if profiled:
+            profile.enable()
         try:
             yield
         finally:
-            profile.disable()
+            if profiled:
+                profile.disable()
             self._count(name, "all of it", time.perf_counter() - start)
             self.phase.name = before
-            if outer is not None:
+            if outer is not None and before not in NOT_PROFILED:
                 outer.enable()
 
     def _count(self, phase: str, what: str, seconds: float) -> None:
@@ -116,7 +121,7 @@ class StartProfile:
             for (phase, what), count in self.counts.items():
                 if phase == name:
                     print(f"{self.seconds[phase, what]:8.2f} s  {count:6}  {what}")
-            if top:
+            if top and name not in NOT_PROFILED:
                 stats = pstats.Stats(profile, stream=sys.stdout)
                 stats.sort_stats("tottime").print_stats(top)
                 stats.sort_stats("cumulative").print_stats(top)

@@ -1,20 +1,103 @@
 """Compiles kernels while weights are read: reading leaves most processors idle, and compiling needs
 only shapes. It runs on a second model with uninitialized weights and just enough layers to have one
-of each kind."""
+of each kind.
+
+Steps of all sizes are launched for it, some hundreds, and most meet no kernel that is new. Which
+ones do is kept in a file, so that a later start of the same engine launches those alone.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 
+import rorqual
+from rorqual.config.model import ModelConfig, cache_folder
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.kept_file import digest, read, write
 from rorqual.models.transformer import Transformer
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
 SPARE = 4 * 2**30  # bytes beside the weights: cache, buffers, memory for reading
+SETTINGS = ("RORQUAL_", "TRITON_", "NCCL_", "CUDA_")  # environment variables that choose kernels
+SOURCES = (".py", ".json")
+
+
+class Parts:
+    """What is launched for kernels to be compiled, in named parts. known: names of those that are
+    run, None: all."""
+
+    def __init__(self, known: Collection[str] | None = None):
+        self.known = known
+        self.count: Callable[[], int] | None = None  # of kernels met so far
+        self.met: list[str] = []  # parts that met a kernel before others did
+
+    def __call__(self, name: str, work: Callable[[], object], always: bool = False) -> None:
+        """always: for what it has torch and cuBLAS load, whatever it compiles."""
+        if self.known is not None and name not in self.known and not always:
+            return
+        before = self.count() if self.count else 0
+        work()
+        if self.count and self.count() > before:
+            self.met.append(name)
+
+
+class KeptParts:
+    """The parts that met kernels when all were run, in this start or an earlier one. `names`: None
+    where that is not known, and where there is no file: for one of several ranks, which must launch
+    what the others launch."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.names = None if path is None else names_in(read(path))
+
+    def learn(self, met: Collection[str] | None) -> None:
+        """Keep them, unless `names` are known. None: nothing is compiled."""
+        if self.path is None or self.names is not None or met is None:
+            return
+        self.names = frozenset(met)
+        if not write(self.path, json.dumps(sorted(met))):
+            log.info("%s cannot be written: the next start launches all steps again", self.path)
+
+
+def names_in(text: str) -> frozenset[str] | None:
+    """None for text that KeptParts did not write."""
+    try:
+        names = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return None
+    return frozenset(names)
+
+
+def kept_path(config: EngineConfig, model: ModelConfig, choice: object) -> Path:
+    """Of the file for starts that launch the same. choice: what decides which kernels are launched,
+    besides both configurations, variables and the package."""
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(SETTINGS))
+    given = (asdict(config), dict(model.raw), choice, settings, package_digest())
+    return cache_folder() / "kernels-ahead" / f"{digest(given):016x}.json"
+
+
+def package_digest() -> str:
+    """Of the package's own files, which any change may have launch other kernels."""
+    folder = Path(rorqual.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in SOURCES:
+            data = path.read_bytes()
+            found.update(f"{path.relative_to(folder)} {len(data)}\n".encode())
+            found.update(data)
+    return found.hexdigest()
 
 
 def layers_of_all_kinds(model: Transformer) -> int:

@@ -84,8 +84,11 @@ class TracedOps(Ops):
             self.segment = None
             _at_hand.reset(before)
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
         return self.inner.compiling()
+
+    def kernel_choice(self, device: torch.device) -> str:
+        return self.inner.kernel_choice(device)
 
     def beside_messages(self) -> AbstractContextManager[Any]:
         return self.inner.beside_messages()

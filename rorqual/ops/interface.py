@@ -336,10 +336,16 @@ class Ops:
     def prepare_mla(self, w: MLAWeights, hidden: int) -> None:
         """`prepare_weight` for the matrices of one layer's prologue."""
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
         """Inside, kernels that are compiled at their first launch are compiled but not run; their
-        outputs are zero."""
+        outputs are zero. Yields how many different ones were launched so far, None where nothing
+        is compiled."""
         return nullcontext()
+
+    def kernel_choice(self, device: torch.device) -> str:
+        """What decides, besides the package's own files, which kernels are launched there:
+        versions, a user's settings."""
+        return ""
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Whether this backend's `entry` for these weights is a kernel that torch.compile must not

@@ -14,7 +14,7 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,16 +62,16 @@ def noted() -> Iterator[set[Variant]]:
     from rorqual.ops.triton.runtime.launch import ahead
     from rorqual.ops.triton.runtime.precompile import blank
 
+    found: set[Variant] = set()
+
     @contextmanager
-    def _ahead() -> Iterator[None]:
+    def _ahead() -> Iterator[Callable[[], int]]:
         with ahead(), blank():
-            yield
+            yield lambda: len(found)
 
     class NotedOps(QuantizedTritonOps):
-        def compiling(self) -> AbstractContextManager[None]:
+        def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
             return _ahead()  # also for the thread that compiles while weights are read
-
-    found: set[Variant] = set()
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         found.add(variant(self, args, named))
@@ -95,10 +95,8 @@ def noted() -> Iterator[set[Variant]]:
 def met_while_serving(folder: Path, options: dict[str, Any], length: int) -> list[Variant]:
     """The variants that the start of an engine for so many tokens does not launch, and serving
     does, up to the first burst that has any."""
-    from rorqual import LLM
-
     with noted() as launched:
-        llm = LLM(folder, weights="random", dtype="bfloat16", skip_tokenizer_init=True, **options)
+        llm = make_engine(folder, options)
         ahead = set(launched)
         assert len(ahead) > 40
         for prompts, params in bursts(llm.engine.model_config.vocab_size, length):
@@ -106,6 +104,33 @@ def met_while_serving(folder: Path, options: dict[str, Any], length: int) -> lis
             if new := launched - ahead:
                 return sorted(new, key=str)
     return []
+
+
+def met_again(folder: Path, options: dict[str, Any]) -> tuple[set[Variant], set[Variant]]:
+    """The variants that compiling ahead launches at a first start, and at a second one, which knows
+    what met kernels in the first."""
+    from rorqual.engine.execution.model_runner import ModelRunner
+
+    compile_ahead = ModelRunner.compile_ahead
+    found = []
+    with noted() as launched:
+
+        def alone(self: ModelRunner, *steps: Any) -> list[str] | None:
+            launched.clear()
+            met = compile_ahead(self, *steps)
+            found.append(set(launched))
+            return met
+
+        with mock.patch.object(ModelRunner, "compile_ahead", alone):
+            for _ in range(2):
+                make_engine(folder, options)
+    return found[0], found[1]
+
+
+def make_engine(folder: Path, options: dict[str, Any]) -> Any:
+    from rorqual import LLM
+
+    return LLM(folder, weights="random", dtype="bfloat16", skip_tokenizer_init=True, **options)
 
 
 def bursts(vocab: int, length: int) -> Iterator[tuple[list[list[int]], Sequence[Any]]]:

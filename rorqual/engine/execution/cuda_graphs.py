@@ -1,12 +1,12 @@
 """Captured decode steps: the whole step, from reading the device rows to writing the sampled tokens
 back. Where some row needs the host (SamplingVariant.FULL), only the forward pass.
 
-For each batch bucket and number of drafts there are a graph of a greedy step, one of the forward
-pass, and for each other sampling variant one that samples after the forward pass. A second graph
-costs a step some microseconds; capturing the forward pass for each variant would double the time
-that a start spends in capturing. They are captured before serving or, for batch sizes not in
-`cudagraph_capture_sizes`, on first use. A smaller batch is padded with a row whose block table is
-all null pages, which are never read.
+For each batch bucket and number of drafts there are a graph of the forward pass, and for each
+sampling variant one that samples after it. A second graph costs a step some microseconds; capturing
+the forward pass for each variant would double the time that a start spends in capturing. Greedy
+steps of few requests, the shortest, are one graph. They are captured before serving or, for batch
+sizes not in `cudagraph_capture_sizes`, on first use. A smaller batch is padded with a row whose
+block table is all null pages, which are never read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
 from rorqual.parallel.remote.step_calls import StepCalls
@@ -36,6 +38,7 @@ CAPTURED = (
     SamplingVariant.FILTERED,
 )
 AFTER_FORWARD = (SamplingVariant.PLAIN, SamplingVariant.FILTERED)
+ONE_GRAPH = 32  # requests up to which a greedy step is one graph
 
 
 @runtime_checkable
@@ -89,28 +92,36 @@ class DecodeGraphs:
         """Capture every bucket, or those of batch sizes `sizes`; the largest first so that the
         others fit into its memory."""
         for key in self._wanted(variants, draft_counts, sizes):
-            self._capture(*key)
+            if key not in self.graphs:  # the forward pass is captured before what follows it
+                self._capture(*key)
 
     def warm_up(
         self,
         variants: tuple[SamplingVariant, ...] = CAPTURED,
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
+        parts: Parts | None = None,
     ) -> None:
-        """Run what `capture` would capture, once."""
-        wanted = self._wanted(variants, draft_counts, sizes)
-        if self.sample is None:
-            for size, variant, num_speculative_tokens in wanted:
-                self.body(self._padding(size), variant, num_speculative_tokens)
+        """Run what `capture` would capture, once: each size and number of drafts is a part."""
+        parts = parts or Parts()
+        for count in draft_counts:
+            for size in self._sizes(sizes):
+                run = partial(self._run_once, variants, size, count)
+                parts(f"decode {size}, {count} drafts", run)
+
+    def _run_once(
+        self, variants: tuple[SamplingVariant, ...], size: int, num_speculative_tokens: int
+    ) -> None:
+        slots = self._padding(size)
+        sample = self.sample
+        if sample is None:
+            for variant in variants:
+                self.body(slots, variant, num_speculative_tokens)
             return
-        forwarded: set[tuple[int, int]] = set()
-        for size, variant, num_speculative_tokens in wanted:
-            slots = self._padding(size)
-            if (size, num_speculative_tokens) not in forwarded:
-                self.body(slots, SamplingVariant.FULL, num_speculative_tokens)
-                forwarded.add((size, num_speculative_tokens))
+        self.body(slots, SamplingVariant.FULL, num_speculative_tokens)
+        for variant in variants:
             if variant is not SamplingVariant.FULL:
-                self.sample(slots, variant, num_speculative_tokens)
+                sample(slots, variant, num_speculative_tokens)
 
     def _wanted(
         self,
@@ -118,15 +129,18 @@ class DecodeGraphs:
         draft_counts: Iterable[int],
         sizes: Sequence[int] | None,
     ) -> Iterator[tuple[int, SamplingVariant, int]]:
+        wanted = self._sizes(sizes)
+        for num_speculative_tokens, variant in itertools.product(draft_counts, variants):
+            yield from ((size, variant, num_speculative_tokens) for size in wanted)
+
+    def _sizes(self, sizes: Sequence[int] | None) -> list[int]:
+        """The largest first."""
         wanted = (
             self.buckets
             if sizes is None
             else {self.bucket(size) for size in sizes if size <= self.buckets[-1]}
         )
-        for num_speculative_tokens, variant in itertools.product(draft_counts, variants):
-            yield from (
-                (size, variant, num_speculative_tokens) for size in sorted(wanted, reverse=True)
-            )
+        return sorted(wanted, reverse=True)
 
     def bucket(self, size: int) -> int:
         return self.buckets[bisect_left(self.buckets, size)]
@@ -136,7 +150,8 @@ class DecodeGraphs:
     ) -> Callable[[], Tensor]:
         key = (size, variant, num_speculative_tokens)
         graph = None
-        if variant in AFTER_FORWARD and self.sample is not None and self.calls is None:
+        apart = variant in AFTER_FORWARD or (variant is SamplingVariant.GREEDY and size > ONE_GRAPH)
+        if apart and self.sample is not None and self.calls is None:
             graph = self._capture_after_forward(self.sample, *key)
         self.graphs[key] = graph or self._capture_whole(*key)
         return self.graphs[key]

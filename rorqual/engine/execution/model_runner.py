@@ -3,9 +3,10 @@ replays a captured step, and hands hidden states to the sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
 from rorqual.engine.execution.verifier import Verifier
+from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.micro_batches.policy import FixedParts, MicroBatchPolicy
 from rorqual.engine.scheduling.buckets import bucket_sizes
 from rorqual.engine.scheduling.scheduler_output import (
@@ -140,23 +142,29 @@ class ModelRunner:
         variants: tuple[SamplingVariant, ...],
         draft_counts: tuple[int, ...] = (0,),
         sizes: Sequence[int] | None = None,
-    ) -> None:
+        known: Collection[str] | None = None,
+    ) -> list[str] | None:
         """Compile the kernels of what `capture` will capture, in parallel. They are launched empty,
-        for one layer of each kind: launching all layers would take as long again as compiling."""
+        for one layer of each kind: launching all layers would take as long again as compiling.
+        known: what an earlier call for the same engine returned, so that no more is launched.
+        Returns the parts that met new kernels, None where nothing is compiled."""
         if self.graphs is None:
-            return
+            return None
+        parts = Parts(known)
         self._compile(draft_counts)
         self._keep_probs(variants)
         # a compiled forward pass would be recompiled for fewer layers
         layers = nullcontext() if self.compiled else self.model.one_layer_of_each_kind()
         unannounced = self.calls.only_compiled() if self.calls else nullcontext()
-        with self.platform.stream(), self.model.ops.compiling(), layers, unannounced:
-            self.graphs.warm_up(variants, draft_counts, sizes)
+        with self.platform.stream(), self.model.ops.compiling() as count, layers, unannounced:
+            parts.count = count
+            self.graphs.warm_up(variants, draft_counts, sizes, parts)
             if self.pieces:
-                self.pieces.warm_up()
-                self._warm_mixed_steps(self.pieces, draft_counts)
-            self._warm_eager_steps(draft_counts)
+                self.pieces.warm_up(parts)
+                self._warm_mixed_steps(self.pieces, draft_counts, parts)
+            self._warm_eager_steps(draft_counts, parts)
         self.graphs.loaded = not self.compiled
+        return None if count is None else parts.met
 
     @torch.inference_mode()
     def capture(
@@ -177,7 +185,7 @@ class ModelRunner:
                     self.pieces.calls = self.calls
                     self.pieces.capture()
                     if not self.graphs.loaded:
-                        self._warm_mixed_steps(self.pieces, draft_counts)
+                        self._warm_mixed_steps(self.pieces, draft_counts, Parts())
                     self.pieces.capture_decodes(self._decode_rows(self.pieces, draft_counts))
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
@@ -416,7 +424,9 @@ class ModelRunner:
             self.pool, self.max_len, self.rows.padding, queries, self.shares_prefixes
         )
 
-    def _warm_mixed_steps(self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]) -> None:
+    def _warm_mixed_steps(
+        self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...], parts: Parts
+    ) -> None:
         """Run the attention between the pieces, and what larger steps launch eagerly, for various
         mixes of requests: its kernels are compiled by the first step that needs them, and no user
         should wait for that."""
@@ -425,17 +435,21 @@ class ModelRunner:
         lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
         buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
         for rows in self._decode_rows(pieces, draft_counts):
-            for work in rows.works(pieces.gaps):
-                work()
+            for index, work in enumerate(rows.works(pieces.gaps)):
+                parts(f"decode rows {rows.requests} x {rows.queries}, {index}", work)
         for drafts, count, length in product(draft_counts, buckets, lengths):
             if count * (drafts + 1) < pieces.sizes[-1]:  # with the chunk's token
-                self._attend_padding(pieces, [padding] * count, max(length, drafts + 1), 1, drafts)
+                given = ([padding] * count, max(length, drafts + 1), 1, drafts)
+                run = partial(self._attend_padding, pieces, *given)
+                name = f"mixed {count} at {length}, {drafts} drafts"
+                parts(name, run, always=count == buckets[0])
         most = min(longest // 2, pieces.sizes[-1] // 2)
         for tokens in (n for n in (16, 64, most) if n <= most):
             for length in (tokens, tokens + most):
-                self._attend_padding(pieces, [], length, tokens)
+                run = partial(self._attend_padding, pieces, [], length, tokens)
+                parts(f"chunk {tokens} to {length}", run, always=True)
 
-    def _warm_eager_steps(self, draft_counts: tuple[int, ...]) -> None:
+    def _warm_eager_steps(self, draft_counts: tuple[int, ...], parts: Parts) -> None:
         """Launch steps of prompts and decoding requests as serving does where nothing is captured:
         above the sizes of pieces, or all, with the sampling that pieces leave out. Kernels are
         chosen by the number of tokens, some for a range between two powers of two. On one rank,
@@ -458,13 +472,17 @@ class ModelRunner:
         many = [(most, power) for power in powers if power <= self.rows.padding] if drafts else []
         for count in draft_counts:
             for tokens, decoding in (*few, *many):
-                self._run_ahead(tokens, min(decoding, tokens // (2 * (count + 1))), count)
+                part = min(decoding, tokens // (2 * (count + 1)))
+                run = partial(self._run_ahead, tokens, part, count)
+                name = f"eager {tokens}, {part} decode with {count} drafts"
+                parts(name, run, always=decoding == 2)
         if self.pieces is None:  # else `_warm_mixed_steps` has run these
             longest = self.max_len - 1 - self.rows.most_drafts
             half = min(longest, most) // 2
             for tokens in (n for n in (16, 64, half) if 0 < n <= half):
                 chunk = PrefillChunk(self.rows.padding, half, [0] * tokens, sample=True)
-                self._run_ahead(tokens, 0, 0, [chunk])
+                run = partial(self._run_ahead, tokens, 0, 0, [chunk])
+                parts(f"eager chunk {tokens}", run, always=True)
 
     def _run_ahead(
         self,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
@@ -172,10 +173,13 @@ class PiecewiseGraphs:
 
         return self._compute(size, note)
 
-    def warm_up(self) -> None:
-        """Run every step that `capture` would capture, once."""
+    def warm_up(self, parts: Parts | None = None) -> None:
+        """Run every step that `capture` would capture, once: each size is a part. The largest
+        always, whose gaps and buffers are those of all."""
+        parts = parts or Parts()
         for size in reversed(self.sizes):
-            self._noting(size, lambda gap: None)
+            run = partial(self._noting, size, lambda gap: None)
+            parts(f"pieces {size}", run, always=size == self.sizes[-1])
 
     def attend(self, step: ForwardBatch) -> None:
         """Run the first layer's attention for such a step."""

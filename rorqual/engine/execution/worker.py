@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,10 @@ from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.kernels_ahead import (
+    KeptParts,
     beside,
     fits_beside,
+    kept_path,
     layers_of_all_kinds,
 )
 from rorqual.engine.micro_batches.kept import KeptTimes
@@ -250,9 +252,22 @@ class Worker:
             )
         steps = self._captured_steps()
         if config.precompile_kernels:
-            self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
+            self._phase("kernels", lambda: self._compile_ahead(self.runner))
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
+
+    def _compile_ahead(self, runner: ModelRunner) -> None:
+        met = runner.compile_ahead(*self._captured_steps(), self.kept_parts.names)
+        self.kept_parts.learn(met)
+
+    @cached_property
+    def kept_parts(self) -> KeptParts:
+        """First used by the thread that compiles beside the reading of weights, if there is one."""
+        if not self.mesh.is_single or self.remote is not None or self.compiles:
+            return KeptParts(None)
+        device = ops_for(self.platform.name).kernel_choice(self.platform.device)
+        sizes = (self.max_num_seqs, self.max_row_len, self.batched_tokens, self.dtype)
+        return KeptParts(kept_path(self.config, self.model_config, (device, *sizes)))
 
     @torch.inference_mode()
     def _forget_load(self) -> None:
@@ -617,7 +632,7 @@ class Worker:
         )
         runner.shares_prefixes = self.config.enable_prefix_caching
         runner.batched_tokens = self.batched_tokens
-        runner.compile_ahead(*self._captured_steps())
+        self._compile_ahead(runner)
 
     def _check_memory(self) -> Transformer:
         """Raise before allocating where memory does not suffice: returns the model on the meta

@@ -9,27 +9,24 @@ file, and broadcasts what it read, so that all ranks confirm and use the same.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform as host
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rorqual.config.model import ModelConfig, cache_folder
-from rorqual.config.whole_file import write_whole
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.kept_file import digest, read, write
 from rorqual.engine.micro_batches.step_times import StepTimes
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20  # of a file; one holds some dozen sizes of a few hundred bytes each
 AGREES = 0.25  # allowed deviation of a pass from the kept time, relative
 
 
@@ -90,32 +87,9 @@ class KeptTimes:
         return bytes(sent.tolist()).decode()
 
 
-def digest(given: object) -> int:
-    """63 bits, to fit an int64 tensor; the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(given).encode()).digest()[:8], "big") >> 1
-
-
-def read(path: Path) -> str:
-    """The file's text; empty where it is missing or longer than MAX_BYTES."""
-    try:
-        text = path.read_text() if path.stat().st_size <= MAX_BYTES else ""
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return text
-
-
 def parsed(text: str) -> StepTimes | None:
     """The times; None for invalid text, such as another version's."""
     try:
         return StepTimes.of_json(text)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def write(path: Path, text: str) -> bool:
-    """Atomic, also with concurrent writers. False where writing fails."""
-    try:
-        write_whole(path, text)
-    except OSError:
-        return False
-    return True

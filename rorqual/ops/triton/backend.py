@@ -33,6 +33,7 @@ CPU's logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -80,10 +81,12 @@ from rorqual.ops.triton.quantized import linear as quantized_linear
 from rorqual.ops.triton.quantized import rounded_direct
 from rorqual.ops.triton.rowwise import embedding, quantize
 from rorqual.ops.triton.rowwise import norm as norm_kernels
+from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     INTERPRETED,
     beside_nccl,
     keep_compiled,
+    multiprocessors,
     next_power,
     takes_fp8,
 )
@@ -98,10 +101,13 @@ class TritonOps(Ops):
     def beside_messages(self) -> AbstractContextManager[None]:
         return beside_nccl()
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
         from rorqual.ops.triton.runtime import precompile
 
         return precompile.compiling()
+
+    def kernel_choice(self, device: torch.device) -> str:
+        return f"{tuning.all_choices(device)}, {multiprocessors(device)} multiprocessors"
 
     def __init__(self) -> None:
         keep_compiled()

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine import kernels_ahead
+from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution import worker
 from rorqual.engine.execution.model_runner import ModelRunner
-from rorqual.engine.kernels_ahead import beside, fits_beside
+from rorqual.engine.execution.worker import read_model
+from rorqual.engine.kernels_ahead import KeptParts, Parts, beside, fits_beside, kept_path
 from rorqual.errors import LoadError
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.engine.execution.replaying import CompilingPlatform
-from tests.models.checkpoints import save, save_with_mtp
+from tests.models.checkpoints import rewrite_config, save, save_with_mtp
 
 OPTIONS = {
     "dtype": "float32",
@@ -53,6 +55,74 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
     monkeypatch.setattr(ModelRunner, "compile_ahead", compile_ahead)
     return found
+
+
+def test_parts_that_met_a_kernel_are_kept_and_others_left_out(tmp_path: Path) -> None:
+    def run(known: frozenset[str] | None) -> tuple[list[str], list[str]]:
+        parts = Parts(known)
+        met: set[str] = set()
+        parts.count = lambda: len(met)
+        done = []
+        for name, kernels in {"a": "xy", "b": "x", "c": "xz", "d": "z"}.items():
+            parts(name, lambda n=name, k=kernels: (done.append(n), met.update(k)), name == "d")
+        return parts.met, done
+
+    path = tmp_path / "new" / "parts.json"
+    kept = KeptParts(path)
+    assert kept.names is None
+    kept.learn(None)  # nothing is compiled
+    assert not path.exists()
+    met, done = run(kept.names)
+    assert met == ["a", "c"]
+    assert done == ["a", "b", "c", "d"]
+    kept.learn(met)
+    assert kept.names == KeptParts(path).names == {"a", "c"}
+    kept.learn(["b"])  # of a walk that left parts out
+    assert KeptParts(path).names == {"a", "c"}
+    assert run(kept.names) == (["a", "c"], ["a", "c", "d"])
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '["a", 1]', "null"])
+def test_a_file_that_says_nothing_is_replaced(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "parts.json"
+    path.write_text(text)
+    kept = KeptParts(path)
+    assert kept.names is None
+    kept.learn(["a"])
+    assert KeptParts(path).names == {"a"}
+
+
+def test_one_of_several_ranks_and_a_folder_that_cannot_be_written_keep_nothing(
+    tmp_path: Path,
+) -> None:
+    alone = KeptParts(None)
+    alone.learn(["a"])
+    assert alone.names is None
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "parts.json"
+    kept = KeptParts(path)
+    kept.learn(["a"])
+    assert kept.names == {"a"}  # of this start
+    assert KeptParts(path).names is None
+
+
+def test_kept_parts_are_of_one_engine_on_one_device_and_these_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("v3", tmp_path)
+    config = EngineConfig(str(tmp_path))
+    model = read_model(config)
+    paths = [kept_path(config, model, "a GPU")]
+    assert kept_path(config, model, "a GPU") == paths[0]
+    paths.append(kept_path(config, model, "another"))
+    paths.append(kept_path(replace(config, max_num_seqs=7), model, "a GPU"))
+    rewrite_config(tmp_path, rope_theta=5000.0)
+    paths.append(kept_path(config, read_model(config), "a GPU"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    paths.append(kept_path(config, model, "a GPU"))
+    monkeypatch.setattr(kernels_ahead, "package_digest", lambda: "other files")
+    paths.append(kept_path(config, model, "a GPU"))
+    assert len(set(paths)) == len(paths)
 
 
 def tokens(llm: LLM) -> list[int]:

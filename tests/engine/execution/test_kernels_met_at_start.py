@@ -16,7 +16,9 @@ from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 if SKIP_REASON is not None or DEVICE != "cpu":
     pytest.skip(SKIP_REASON or "kernels run on a GPU", allow_module_level=True)
 
-from tests.emulation.kernel_variants import met_while_serving
+from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.kernels_ahead import Parts
+from tests.emulation.kernel_variants import met_again, met_while_serving
 from tests.models.checkpoints import rewrite_config, save, save_with_mtp
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +75,42 @@ def test_no_kernel_is_met_first_while_serving(
     rewrite_config(tmp_path, max_position_embeddings=LENGTH)
     new = met_while_serving(tmp_path, {**SIZES, **options}, LENGTH)
     assert not new, new[0]
+
+
+@pytest.mark.parametrize("model", ["qwen", pytest.param("mtp", marks=pytest.mark.exhaustive)])
+def test_a_second_start_meets_the_same_in_fewer_steps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RORQUAL_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if model == "mtp":
+        save_with_mtp(folder)
+    else:
+        save(model, folder)
+    rewrite_config(folder, max_position_embeddings=LENGTH)
+    run: list[int] = []  # parts, by start
+    call = Parts.__call__
+
+    def counted(self: Parts, name: str, work: Any, always: bool = False) -> None:
+        def noted() -> None:
+            run[-1] += 1
+            work()
+
+        call(self, name, noted, always)
+
+    monkeypatch.setattr(Parts, "__call__", counted)
+    warm = ModelRunner._keep_probs  # of every start's compiling ahead and capturing
+    monkeypatch.setattr(
+        ModelRunner, "_keep_probs", lambda self, variants: (run.append(0), warm(self, variants))
+    )
+    options = {**SIZES, "piecewise_tokens": 512, **(MTP if model == "mtp" else {})}
+    first, second = met_again(folder, options)
+    assert len(first) > 40
+    assert second == first
+    parts = [count for count in run if count]
+    assert len(parts) == 2
+    assert parts[1] < parts[0] / 2
 
 
 @pytest.mark.exhaustive

@@ -118,6 +118,13 @@ def _chosen(
     raise AssertionError(f"no configuration of {kernel} fits {wanted}")
 
 
+def all_choices(device: torch.device) -> str:
+    """What configurations depend on besides those that ship: the GPU, the versions of torch and
+    Triton, the user's own rules."""
+    card = card_of(device)
+    return f"{card} {_own(card)}"
+
+
 class StoredConfig:
     """A configuration whose format in files differs: one row for several classes."""
 

@@ -19,6 +19,7 @@ import threading
 import torch
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 from tests.emulation.cross_compile import AbsentDriver
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.runtime import precompile
@@ -49,11 +50,21 @@ def seen(self, work, *args):
     return submit(self, note)
 precompile.ThreadPoolExecutor.submit = seen
 
+derived = []
+derive = JITFunction._pack_args
+def pack(self, *args):
+    derived.append(self.__name__)
+    return derive(self, *args)
+JITFunction._pack_args = pack
+
 def kept(kernel):
     return [found for cache, *_ in kernel.device_caches.values() for found in cache.values()]
 
-with precompile.compiling():
-    normed, total = norm.add_norm(x, x, x[0], 1e-6)
+with precompile.compiling() as count:
+    assert count() == 0
+    for _ in range(3):
+        normed, total = norm.add_norm(x, x, x[0], 1e-6)
+    assert count() == 1 and derived == ["_norm_kernel"]
     packed = Quantized(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
     weight = Weight(torch.empty(256, 256, dtype=FP8), torch.ones(2, 2))
     for n in (64, 128):
@@ -64,6 +75,7 @@ with precompile.compiling():
 assert not normed.any() and not total.any()
 assert not any(made.any() for made in blank)
 assert not packed.data.float().any()
+assert count() == len(derived) == 3
 streaming = kept(fp8_gemm_sm90_streamk._stream_kernel)
 assert [kernel.metadata.name for kernel in streaming] == ["_stream_kernel"] * 2
 assert all(kernel.asm["cubin"] for kernel in streaming + kept(norm._norm_kernel))
@@ -75,6 +87,22 @@ assert own not in {thread for _, thread in launchers}
 assert {thread for _, thread in loaded} == {own}
 print("compiled")
 """
+
+
+def test_what_failed_to_compile_is_left_to_its_first_launch() -> None:
+    from rorqual.ops.triton.runtime.precompile import _settle
+
+    class Awaited:
+        def __init__(self, kernel: str | None):
+            self.kernel = kernel
+
+        def result(self, ignore_errors: bool) -> str | None:
+            assert ignore_errors
+            return self.kernel
+
+    kernels: dict[str, object] = {"good": Awaited("code"), "bad": Awaited(None), "done": "code"}
+    _settle([(kernels, key) for key in ("good", "bad", "done", "gone")])
+    assert kernels == {"good": "code", "done": "code"}
 
 
 def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
