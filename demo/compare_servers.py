@@ -29,7 +29,7 @@ from rorqual.bench.serving.launched_server import LaunchedServer, launched_serve
 from rorqual.bench.serving.prompts import Prompt
 
 TICK = os.sysconf("SC_CLK_TCK")
-MARK = "rorqual.serve.engines.engine_process"
+MARK = "rorqual.serve.engines.engine_"
 
 
 @dataclass

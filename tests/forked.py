@@ -23,7 +23,7 @@ import torch
 from tests.child_process import ROOT
 
 # Of the one forkserver that a process can have.
-PRELOADED = ["tests.parallel.jobs", "rorqual.llm.llm", "rorqual.cli.main", "rorqual.cli.experts"]
+PRELOADED = ["tests.parallel.jobs", "rorqual.llm.llm", "rorqual.cli.app", "rorqual.cli.experts"]
 
 
 class Descriptor:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy"

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from rorqual.bench.kernel_times.run import run as measure_kernels
 from rorqual.bench.step_times.rows import steps
 from rorqual.bench.step_times.run import run as measure_steps
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.cli.options import numbers
 from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import check_parallel

@@ -22,7 +22,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import CorsConfig
-from rorqual.serve.engines.begin import EarlyEngines
+from rorqual.serve.engines.begin import early_engines
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -59,7 +59,7 @@ def serve(
     # until the server handles it: engines end with this process, and a handler's exception may be
     # raised where Python drops it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with EarlyEngines() as early:
+    with early_engines() as early:
         early.begin(server.replicas)  # they import torch in parallel with this process's imports
         launch = _server()
         logging.getLogger("rorqual").setLevel(logging.INFO)

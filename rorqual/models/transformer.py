@@ -186,15 +186,25 @@ class Transformer:
             return FixedExperts(build, f"{prefix}.mlp", config)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
+    def first_of_each_kind(self) -> list[Layer]:
+        """The first layer of each kind: layers are of one kind if their tensors have the same
+        shapes and dtypes."""
+        kinds: dict[tuple[Any, ...], Layer] = {}
+        for layer in self.layers:
+            kinds.setdefault(tuple(_shapes(layer, set())), layer)
+        return list(kinds.values())
+
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Inside, a step runs only the first layer of each kind, which launches every kernel.
-        Layers are of one kind if their tensors have the same shapes and dtypes."""
+        """Inside, a step runs only the first layer of each kind, which launches every kernel."""
+        with self.only(self.first_of_each_kind()):
+            yield
+
+    @contextmanager
+    def only(self, layers: list[Layer]) -> Iterator[None]:
+        """Inside, a step runs these layers alone."""
         every = self.layers
-        kinds: dict[tuple[Any, ...], Layer] = {}
-        for layer in every:
-            kinds.setdefault(tuple(_shapes(layer, set())), layer)
-        self.layers = list(kinds.values())
+        self.layers = layers
         try:
             yield
         finally:

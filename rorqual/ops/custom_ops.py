@@ -87,14 +87,12 @@ class TracedOps(Ops):
     def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
         return self.inner.compiling()
 
-    def kernel_choice(self, device: torch.device) -> str:
-        return self.inner.kernel_choice(device)
-
     def beside_messages(self) -> AbstractContextManager[Any]:
         return self.inner.beside_messages()
 
     # ---- rows
 
+    kernel_choice = entry(Ops.kernel_choice)
     draw_normal = entry(Ops.draw_normal)
     capture_calls = entry(Ops.capture_calls)
     concat_columns = entry(Ops.concat_columns)

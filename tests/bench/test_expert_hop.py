@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rorqual.bench.comm.expert_hop import HopSetup, as_json, bench, print_reads
 from rorqual.bench.comm.expert_reads import bench_reads
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
 from tests import forked

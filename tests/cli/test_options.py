@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rorqual.cli import options
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.cli.options import Flags, Given, with_options
 from rorqual.config.option import FieldOption, option, options_of
 from rorqual.engine.config import EngineConfig

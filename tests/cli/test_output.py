@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli import bench
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.cli.output import check_output, write_output
 from rorqual.cli.remote import answer, served_model
 from rorqual.errors import ConfigError, RorqualError, TargetError, WriteError

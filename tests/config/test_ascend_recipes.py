@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.engine.config import EngineConfig, read_recipe
 from rorqual.engine.execution.worker import read_model
 from rorqual.engine.npu.checks import check_npu

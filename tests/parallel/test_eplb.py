@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.load_file import (
     loads_by_layer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.cli.remote import answer, served_model
 from rorqual.errors import TargetError
 from tests.serve.conftest import MODEL

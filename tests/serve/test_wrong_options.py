@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.config.option import options_of
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError

@@ -38,7 +38,7 @@ CAPTURED = (
     SamplingVariant.FILTERED,
 )
 AFTER_FORWARD = (SamplingVariant.PLAIN, SamplingVariant.FILTERED)
-ONE_GRAPH = 32  # requests up to which a greedy step is one graph
+ONE_GRAPH = 8  # requests up to which a greedy step is one graph
 
 
 @runtime_checkable

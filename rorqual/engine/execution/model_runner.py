@@ -4,9 +4,9 @@ replays a captured step, and hands hidden states to the sampler."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from rorqual.engine.scheduling.scheduler_output import (
 )
 from rorqual.errors import ExpertsMissing
 from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
-from rorqual.models.transformer import Transformer
+from rorqual.models.transformer import Layer, Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.padded_rows import PaddedRows
 from rorqual.parallel.overlap import run_one
@@ -115,7 +115,7 @@ class ModelRunner:
                 self.rows.padding,
                 self._sample_body,
                 # of several ranks each layer's exchange counts its calls
-                model.one_layer_of_each_kind if model.mesh.is_single else None,
+                self._few_layers if model.mesh.is_single else None,
             )
             if graphs
             else None
@@ -193,6 +193,14 @@ class ModelRunner:
         if self.compiled:
             with self.platform.stream():
                 self.compiled.compile(self._examples(draft_counts))
+
+    def _few_layers(self) -> AbstractContextManager[None]:
+        return self.model.only(self.kinds)
+
+    @cached_property
+    def kinds(self) -> list[Layer]:
+        """One layer of each kind; comparing them takes longer than launching them."""
+        return self.model.first_of_each_kind()
 
     def _keep_probs(self, variants: tuple[SamplingVariant, ...]) -> None:
         """Allocate draft probabilities before capture, so that captured graphs keep their

@@ -252,13 +252,13 @@ class Worker:
             )
         steps = self._captured_steps()
         if config.precompile_kernels:
-            self._phase("kernels", lambda: self._compile_ahead(self.runner))
+            self._phase("kernels", self._compile_ahead)
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
 
-    def _compile_ahead(self, runner: ModelRunner) -> None:
-        met = runner.compile_ahead(*self._captured_steps(), self.kept_parts.names)
-        self.kept_parts.learn(met)
+    def _compile_ahead(self) -> None:
+        names = self.kept_parts.names
+        self.kept_parts.learn(self.runner.compile_ahead(*self._captured_steps(), names))
 
     @cached_property
     def kept_parts(self) -> KeptParts:
@@ -632,7 +632,8 @@ class Worker:
         )
         runner.shares_prefixes = self.config.enable_prefix_caching
         runner.batched_tokens = self.batched_tokens
-        self._compile_ahead(runner)
+        # what meets kernels is learnt from the whole model: its cache has another size
+        runner.compile_ahead(*self._captured_steps(), self.kept_parts.names)
 
     def _check_memory(self) -> Transformer:
         """Raise before allocating where memory does not suffice: returns the model on the meta

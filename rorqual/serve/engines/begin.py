@@ -17,7 +17,7 @@ def begin_engine() -> Process:
     """A process that waits for a line on its standard input."""
     with group_signals_blocked():
         return subprocess.Popen(
-            [sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE
+            [sys.executable, "-m", "rorqual.serve.engines.engine_main"], stdin=subprocess.PIPE
         )
 
 
@@ -30,12 +30,14 @@ class EarlyEngines:
         self.began: float | None = None  # age of this process at the first start; seconds
 
     def begin(self, count: int) -> None:
-        """Start `count` processes; none where a package of the server is missing, which the server
-        reports itself."""
+        """Have `count` processes wait; none where a package of the server is missing, which the
+        server reports itself."""
         if find_spec("msgspec") is None or find_spec("zmq") is None:
             return
-        self.began = process_age()
-        self.waiting = [begin_engine() for _ in range(count)]
+        if self.began is None:
+            self.began = process_age()
+        while len(self.waiting) < count:
+            self.waiting.append(begin_engine())
 
     def take(self) -> Process:
         """A waiting process, else a new one."""
@@ -51,3 +53,12 @@ class EarlyEngines:
             process.kill()
         for process in self.waiting:
             process.communicate()
+        self.waiting.clear()
+
+
+_of_this_process = EarlyEngines()
+
+
+def early_engines() -> EarlyEngines:
+    """Those of the command line: one is started before its commands are imported."""
+    return _of_this_process

@@ -24,7 +24,6 @@ from rorqual.cache.events import CacheCleared
 from rorqual.config.log import log_to_stderr
 from rorqual.config.process import (
     die_with_parent,
-    end_process,
     freeze_loaded,
     ignore_group_signals,
     process_age,
@@ -541,7 +540,3 @@ def main() -> int:
             worker.publisher.close()
         link.close()
     return 0
-
-
-if __name__ == "__main__":
-    end_process(main())  # ends the other ranks too, by the executor's exit handler

@@ -26,7 +26,7 @@ from rorqual.bench.step_times.measure import (
     settled,
 )
 from rorqual.bench.step_times.rows import steps
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.config.hardware import DATA, load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.config.hf import read_config_file
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs

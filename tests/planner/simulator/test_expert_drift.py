@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.errors import ConfigError
 from rorqual.parallel.eplb.placement import Floats, balancedness
 from rorqual.planner.costs.routing import Routing, rank_load

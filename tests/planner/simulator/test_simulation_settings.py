@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.config.option import options_of
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import StepCost

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app
+from rorqual.cli.app import app
 from rorqual.config.hardware import load_device
 from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig

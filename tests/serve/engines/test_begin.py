@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rorqual.cli.main import will_serve
+from rorqual.serve.engines import engine_main
 from rorqual.serve.engines.begin import EarlyEngines, begin_engine
 
 pytest.importorskip("zmq")
@@ -42,6 +45,73 @@ def test_who_is_not_taken_ends_with_its_server() -> None:
         taken.communicate()
 
 
+def test_more_are_begun_beside_the_first() -> None:
+    with EarlyEngines() as early:
+        early.begin(1)
+        (first,) = early.waiting
+        early.begin(2)
+        assert early.take() is first
+        first.kill()
+        first.communicate()
+        early.begin(1)
+        assert len(early.waiting) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("serve", True),
+        ("serve some/model --port 80", True),
+        ("serve --help", False),
+        ("bench serve", False),
+        ("", False),
+    ],
+)
+def test_a_command_line_that_serves_begins_one(
+    words: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert will_serve(words.split()) is expected
+    monkeypatch.setenv("RANK", "0")  # of torchrun
+    assert not will_serve(words.split())
+
+
+def test_a_mistake_in_the_options_leaves_no_engine() -> None:
+    words = [sys.executable, "-m", "rorqual", "serve", "--no-such-option"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--no-such-option" in said
+    assert engines_of(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("initialized", "hashes"), [(None, 0), (100, 0), (0, 1)], ids=["no driver", "no GPU", "a GPU"]
+)
+def test_what_begins_while_torch_is_imported(
+    initialized: int | None, hashes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    asked: list[str] = []
+
+    def load(name: str) -> SimpleNamespace:
+        asked.append(name)
+        if initialized is None:
+            raise OSError(name)
+        return SimpleNamespace(cuInit=lambda flags: initialized)
+
+    def fail() -> str:
+        asked.append("hash")
+        raise PermissionError("its files")
+
+    monkeypatch.setattr(engine_main, "ctypes", SimpleNamespace(CDLL=load))
+    monkeypatch.setattr(cache, "triton_key", fail)
+    engine_main.head_start()
+    assert asked == ["libcuda.so.1", *["hash"] * hashes]
+
+
 def test_signals_are_this_process_s_own_again() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     process = begin_engine()
@@ -62,7 +132,7 @@ def engines_of(group: int) -> list[int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.2])
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.5, 1.2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_of_the_group_at_any_moment(number: signal.Signals, seconds: float) -> None:
     """As Ctrl-C at a terminal: nothing is left, and at most the server itself says that it ends."""
@@ -74,7 +144,7 @@ def test_an_interrupt_of_the_group_at_any_moment(number: signal.Signals, seconds
     time.sleep(seconds)
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
-    assert "engine_process" not in said, said
+    assert "engines.engine_" not in said, said
     deadline = time.monotonic() + 10
     while engines_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)

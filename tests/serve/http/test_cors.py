@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from rorqual.cli.main import app as commands
+from rorqual.cli.app import app as commands
 from rorqual.errors import ConfigError
 from rorqual.serve import launch
 from rorqual.serve.config import ServeConfig
