@@ -9,7 +9,6 @@ ones do is kept in a file, so that a later start of the same engine launches tho
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -84,20 +83,21 @@ def kept_path(config: EngineConfig, model: ModelConfig, choice: object) -> Path:
     """Of the file for starts that launch the same. choice: what decides which kernels are launched,
     besides both configurations, variables and the package."""
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(SETTINGS))
-    given = (asdict(config), dict(model.raw), choice, settings, package_digest())
+    given = (asdict(config), dict(model.raw), choice, settings, package_state())
     return cache_folder() / "kernels-ahead" / f"{digest(given):016x}.json"
 
 
-def package_digest() -> str:
-    """Of the package's own files, which any change may have launch other kernels."""
-    folder = Path(rorqual.__file__).parent
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in SOURCES:
-            data = path.read_bytes()
-            found.update(f"{path.relative_to(folder)} {len(data)}\n".encode())
-            found.update(data)
-    return found.hexdigest()
+def package_state() -> list[tuple[str, int, int]]:
+    """Names, sizes and times of change of the package's files: Python too goes by those when it
+    asks whether a file that it compiled has changed. Any change may launch other kernels."""
+    found = []
+    for folder, _, names in os.walk(Path(rorqual.__file__).parent):
+        for name in names:
+            if name.endswith(SOURCES):
+                path = os.path.join(folder, name)
+                state = os.stat(path)
+                found.append((path, state.st_size, state.st_mtime_ns))
+    return sorted(found)
 
 
 def layers_of_all_kinds(model: Transformer) -> int:

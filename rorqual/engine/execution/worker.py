@@ -262,7 +262,6 @@ class Worker:
 
     @cached_property
     def kept_parts(self) -> KeptParts:
-        """First used by the thread that compiles beside the reading of weights, if there is one."""
         if not self.mesh.is_single or self.remote is not None or self.compiles:
             return KeptParts(None)
         device = ops_for(self.platform.name).kernel_choice(self.platform.device)
@@ -607,6 +606,8 @@ class Worker:
         stand_in = self._make(torch.device("meta"), config)
         stand_in.finalize()
         weights = weight_bytes(on_meta)
+        # before threads read: each of its many small calls would wait for them
+        _ = self.kept_parts
         # this model's own weights are already allocated
         if not fits_beside(weight_bytes(stand_in), self.platform.available_memory()):
             return nullcontext()

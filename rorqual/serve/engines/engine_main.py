@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
 from importlib.util import find_spec
 
@@ -30,9 +31,13 @@ def head_start() -> None:
 def main() -> int:
     beside = threading.Thread(target=head_start, name="head start", daemon=True)
     beside.start()
+    gc.disable()
     from rorqual.serve.engines import engine_process
 
     beside.join()
+    # what was imported stays: a collection during the start need not look at it
+    gc.freeze()
+    gc.enable()
     return engine_process.main()
 
 
