@@ -5,10 +5,10 @@ of both.
     python demo/sampling_graphs.py deepseek-v2-lite
     python demo/sampling_graphs.py qwen3-30b-a3b --requests 1,8 --variants plain
 
-The model has random weights, and prompts are random token ids. `greedy` is one graph both ways, so
-its two times differ by chance alone. Also printed: the seconds that capturing took. A CPU has no
-graphs: there both ways compute the same operations one by one, which compares tokens, but no time
-worth reporting.
+The model has random weights, and prompts are random token ids. `greedy` of up to 8 requests is one
+graph both ways, so its two times differ by chance alone. Also printed: the seconds that capturing
+took. A CPU has no graphs: there both ways compute the same operations one by one, which compares
+tokens, but no time worth reporting.
 """
 
 from __future__ import annotations

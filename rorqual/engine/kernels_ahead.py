@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import rorqual
-from rorqual.config.model import ModelConfig, cache_folder
+from rorqual.config.model import ModelConfig, cache_folder, environment_for_child
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.kept_file import digest, read, write
 from rorqual.models.transformer import Transformer
@@ -82,7 +81,7 @@ def names_in(text: str) -> frozenset[str] | None:
 def kept_path(config: EngineConfig, model: ModelConfig, choice: object) -> Path:
     """Of the file for starts that launch the same. choice: what decides which kernels are launched,
     besides both configurations, variables and the package."""
-    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(SETTINGS))
+    settings = sorted(environment_for_child((), SETTINGS).items())
     given = (asdict(config), dict(model.raw), choice, settings, package_state())
     return cache_folder() / "kernels-ahead" / f"{digest(given):016x}.json"
 
@@ -91,7 +90,7 @@ def package_state() -> list[tuple[str, int, int]]:
     """Names, sizes and times of change of the package's files: Python too goes by those when it
     asks whether a file that it compiled has changed. Any change may launch other kernels."""
     found = []
-    for folder, _, names in os.walk(Path(rorqual.__file__).parent):
+    for folder, _, names in os.walk(Path(__file__).parents[1]):
         for name in names:
             if name.endswith(SOURCES):
                 path = os.path.join(folder, name)
