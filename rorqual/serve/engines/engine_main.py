@@ -9,7 +9,7 @@ import gc
 import threading
 from importlib.util import find_spec
 
-from rorqual.config.process import end_process
+from rorqual.config.process import die_with_parent, end_process
 
 
 def head_start() -> None:
@@ -29,6 +29,7 @@ def head_start() -> None:
 
 
 def main() -> int:
+    die_with_parent()  # imports take seconds
     beside = threading.Thread(target=head_start, name="head start", daemon=True)
     beside.start()
     gc.disable()

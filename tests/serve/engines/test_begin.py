@@ -120,13 +120,28 @@ def test_signals_are_this_process_s_own_again() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
+def test_a_server_that_is_killed_takes_it_along() -> None:
+    code = "import os, signal, time\n"
+    code += "from rorqual.serve.engines.begin import begin_engine\n"
+    code += "process = begin_engine()\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)"
+    server = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    assert server.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 1  # importing torch takes longer
+    while engines_of(server.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engines_of(server.pid) == []
+
+
 def engines_of(group: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getpgid(int(path.name)) == group:
+            if os.getpgid(int(path.name)) != group:
+                continue
+            state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z":  # ended; its new parent has not asked for the status yet
                 found.append(int(path.name))
-        except (ProcessLookupError, ValueError):
+        except (OSError, ValueError):
             continue
     return found
 
