@@ -23,9 +23,7 @@ def main() -> None:
     SIGTERM 143."""
     log_to_stderr("rorqual: %(message)s", logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)
-    with early_engines() as early:
-        if will_serve(sys.argv[1:]):
-            early.begin(1)
+    with early_engines():
         status = _flushed(_run())
     if "torch" in sys.modules:  # this may be a rank, or have been one
         end_process(status)
@@ -42,6 +40,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _run() -> int:
     """The exit status."""
     try:
+        if will_serve(sys.argv[1:]):
+            early_engines().begin(1)
         from rorqual.cli.app import app
 
         app()

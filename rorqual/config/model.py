@@ -148,8 +148,8 @@ class ModelConfig:
 
 
 def cache_folder() -> Path:
-    """Folder of compiled kernels and tuned configurations: RORQUAL_CACHE, else the user's cache
-    folder."""
+    """Folder of compiled kernels, tuned configurations and what starts found out: RORQUAL_CACHE,
+    else the user's cache folder."""
     given = os.environ.get("RORQUAL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(base) / "rorqual"

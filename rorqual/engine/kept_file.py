@@ -4,6 +4,7 @@ need not; named by a digest of all that it depends on."""
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 from rorqual.config.whole_file import write_whole
@@ -32,3 +33,11 @@ def write(path: Path, text: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all but so many files; others may be doing the same."""
+    with suppress(OSError):
+        found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in found[count:]:
+            path.unlink(missing_ok=True)

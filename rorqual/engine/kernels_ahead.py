@@ -20,14 +20,15 @@ from pathlib import Path
 
 from rorqual.config.model import ModelConfig, cache_folder, environment_for_child
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.kept_file import digest, read, write
+from rorqual.engine.kept_file import digest, keep_newest, read, write
 from rorqual.models.transformer import Transformer
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
 SPARE = 4 * 2**30  # bytes beside the weights: cache, buffers, memory for reading
-SETTINGS = ("RORQUAL_", "TRITON_", "NCCL_", "CUDA_")  # environment variables that choose kernels
+SETTINGS = ("TRITON_", "NCCL_", "CUDA_")  # environment variables that choose kernels
 SOURCES = (".py", ".json")
+MOST_KEPT = 64  # files; a change of the package or of an option begins another
 
 
 class Parts:
@@ -65,17 +66,19 @@ class KeptParts:
         self.names = frozenset(met)
         if not write(self.path, json.dumps(sorted(met))):
             log.info("%s cannot be written: the next start launches all steps again", self.path)
+            return
+        keep_newest(self.path.parent, MOST_KEPT)
 
 
 def names_in(text: str) -> frozenset[str] | None:
-    """None for text that KeptParts did not write."""
+    """None for text that KeptParts did not write: a walk meets some kernels."""
     try:
         names = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return None
-    return frozenset(names)
+    return frozenset(names) or None
 
 
 def kept_path(config: EngineConfig, model: ModelConfig, choice: object) -> Path:
@@ -94,7 +97,10 @@ def package_state() -> list[tuple[str, int, int]]:
         for name in names:
             if name.endswith(SOURCES):
                 path = os.path.join(folder, name)
-                state = os.stat(path)
+                try:
+                    state = os.stat(path)
+                except OSError:  # an editor's, gone again
+                    continue
                 found.append((path, state.st_size, state.st_mtime_ns))
     return sorted(found)
 

@@ -80,7 +80,8 @@ class DecodeGraphs:
         self.slots = self.given[HEAD:]
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
-        self.loaded = False  # whether all kernels of `capture` are compiled and loaded
+        self.loaded = False  # whether all kernels of `warm_up` are compiled and loaded
+        self.ahead: set[tuple[int, int]] = set()  # what `warm_up` covers, by size and drafts
         self.warmed: set[tuple[int, int]] = set()
 
     def capture(
@@ -106,6 +107,7 @@ class DecodeGraphs:
         parts = parts or Parts()
         for count in draft_counts:
             for size in self._sizes(sizes):
+                self.ahead.add((size, count))
                 run = partial(self._run_once, variants, size, count)
                 parts(f"decode {size}, {count} drafts", run)
 
@@ -171,8 +173,10 @@ class DecodeGraphs:
             return self.body(slots, *key[1:])
 
         if warm and self.loaded and calls is None and self.few_layers is not None:
+            # with a sampled token, whose product and kernels depend on the size as well
+            sampled = variant if self.sample is None else SamplingVariant.GREEDY
             with self.few_layers():
-                self.platform.warm_up(work)
+                self.platform.warm_up(lambda: self.body(slots, sampled, num_speculative_tokens))
             warm = False
         with calls.capture_calls() if calls is not None else nullcontext() as found:
             graph = self.platform.capture(work, warm)
@@ -194,10 +198,11 @@ class DecodeGraphs:
         if isinstance(forward, TakesLengths):
             return None
         slots = self._padding(size)
-        if not self.loaded:
+        warm = not self.loaded or (size, num_speculative_tokens) not in self.ahead
+        if warm:
             forward()  # so that the run before capturing samples from hidden states
         sampled = self.platform.capture(
-            lambda: sample(slots, variant, num_speculative_tokens), not self.loaded
+            lambda: sample(slots, variant, num_speculative_tokens), warm
         )
 
         def replay() -> Tensor:

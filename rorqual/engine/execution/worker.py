@@ -262,7 +262,8 @@ class Worker:
 
     @cached_property
     def kept_parts(self) -> KeptParts:
-        if not self.mesh.is_single or self.remote is not None or self.compiles:
+        alone = self.mesh.is_single and self.remote is None
+        if not (alone and self.platform.compiles) or self.compiles:
             return KeptParts(None)
         device = ops_for(self.platform.name).kernel_choice(self.platform.device)
         sizes = (self.max_num_seqs, self.max_row_len, self.batched_tokens, self.dtype)

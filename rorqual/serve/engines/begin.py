@@ -37,7 +37,8 @@ class EarlyEngines:
         if self.began is None:
             self.began = process_age()
         while len(self.waiting) < count:
-            self.waiting.append(begin_engine())
+            with group_signals_blocked():  # until somebody knows of it
+                self.waiting.append(begin_engine())
 
     def take(self) -> Process:
         """A waiting process, else a new one."""

@@ -1,7 +1,7 @@
 """The engine process: an Engine, and the loop that feeds it requests from one socket and sends each
 step's outputs to another.
 
-Started as `python -m rorqual.serve.engines.engine_process` (begin.py) with a EngineProcessConfig as
+Started as `python -m rorqual.serve.engines.engine_main` (begin.py) with a EngineProcessConfig as
 one line of JSON on its standard input, which may arrive after its imports.
 """
 

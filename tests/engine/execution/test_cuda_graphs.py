@@ -19,6 +19,7 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.execution import cuda_graphs
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes
@@ -261,10 +262,21 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
     assert runner.rows.length[runner.rows.padding] == 0
 
 
+@pytest.mark.parametrize("one_graph", [8, 0])
 def test_sizes_left_out_are_recorded_when_they_are_needed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    one_graph: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Capturing computes steps of its own: they may not move the requests that wait for it."""
+    """Capturing computes steps of its own: they may not move the requests that wait for it. What
+    was not compiled ahead runs once before it is captured, sampling too."""
+    monkeypatch.setattr(cuda_graphs, "ONE_GRAPH", one_graph)
+    warm: list[bool] = []
+    capture = ReplayingPlatform.capture
+
+    def noted(self: ReplayingPlatform, work: Any, warm_up: bool = True) -> Any:
+        warm.append(warm_up)
+        return capture(self, work, warm_up)
+
+    monkeypatch.setattr(ReplayingPlatform, "capture", noted)
     options = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -282,13 +294,49 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(
     llm = LLM(folder, **options, cudagraph_capture_sizes=(1, 7))
     graphs = llm.engine.worker.runner.graphs
     assert {size for size, _, _ in graphs.graphs} == {1, 8}
+    assert len(warm) == len(graphs.graphs)
+    assert not any(warm)
+    warm.clear()
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
     assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
+    assert warm == ([False] if one_graph else [False, True])  # a few layers ran before the others
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"drafter": "mtp", "num_speculative_tokens": 2}], ids=str)
+def test_greedy_steps_of_two_graphs_give_the_eager_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    save_with_mtp(tmp_path, agreement=2.0)
+    sizes = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 5,
+        "max_model_len": 64,
+        "page_size": 8,
+        **options,
+    }
+    prompts, _ = batch()
+    params = [
+        SamplingParams(temperature=0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(7)
+    ]
+    expected = [
+        out.outputs[0].token_ids for out in LLM(tmp_path, **sizes).generate(prompts, params)
+    ]
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
+    replays = []
+    for one_graph in (8, 0):
+        monkeypatch.setattr(cuda_graphs, "ONE_GRAPH", one_graph)
+        llm = LLM(tmp_path, **sizes)
+        before = platform.replays
+        assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+        replays.append(platform.replays - before)
+    assert replays[1] == 2 * replays[0] > 20
+
+
+@pytest.mark.parametrize(("num_speculative_tokens", "one_graph"), [(0, 0), (0, 8), (2, 0), (2, 8)])
 def test_kernels_compiled_ahead(
-    num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_speculative_tokens: int, one_graph: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The forward pass of every step that is captured is computed once before, inside what
     compiles, and so is its sampling; tokens stay what they are."""
@@ -310,6 +358,7 @@ def test_kernels_compiled_ahead(
         "rorqual.engine.executor.make_platform",
         lambda device: ReplayingPlatform(torch.device("cpu")),
     )
+    monkeypatch.setattr(cuda_graphs, "ONE_GRAPH", one_graph)
     inside = [False]
     computed = []
 
@@ -341,7 +390,8 @@ def test_kernels_compiled_ahead(
     assert {key for name, key in ahead if name == "_decode_body"} == forward
     assert {key for name, key in ahead if name == "_sample_body"} == graphs - forward
     assert all(before for before, _, _ in computed[: len(ahead)])
-    # the forward pass is captured for greedy steps, and once for all others
+    # the forward pass is captured for greedy steps, and once for all others; else a few layers
+    # run with greedy sampling before it is captured
     captured = {key for before, name, key in computed if not before and name == "_decode_body"}
     assert captured == forward | {key for key in graphs if key[1] is SamplingVariant.GREEDY}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected

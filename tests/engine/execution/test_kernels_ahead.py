@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_parts_that_met_a_kernel_are_kept_and_others_left_out(tmp_path: Path) ->
     assert run(kept.names) == (["a", "c"], ["a", "c", "d"])
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '["a", 1]', "null"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '["a", 1]', "null", "[" * 100_000])
 def test_a_file_that_says_nothing_is_replaced(tmp_path: Path, text: str) -> None:
     path = tmp_path / "parts.json"
     path.write_text(text)
@@ -90,6 +91,27 @@ def test_a_file_that_says_nothing_is_replaced(tmp_path: Path, text: str) -> None
     assert kept.names is None
     kept.learn(["a"])
     assert KeptParts(path).names == {"a"}
+
+
+def test_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_ahead, "MOST_KEPT", 3)
+    for age, name in enumerate("abcde"):
+        (tmp_path / name).write_text("[]")
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    KeptParts(tmp_path / "new").learn(["part"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "new"]
+
+
+def test_a_file_that_is_gone_while_the_package_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "module.py").write_text("")
+    (tmp_path / ".#module.py").symlink_to("user@host.1234")  # an editor's lock
+    monkeypatch.setattr(kernels_ahead, "__file__", str(tmp_path / "engine" / "kernels_ahead.py"))
+    assert [path for path, *_ in kernels_ahead.package_state()] == [
+        str(tmp_path / "engine" / "module.py")
+    ]
 
 
 def test_one_of_several_ranks_and_a_folder_that_cannot_be_written_keep_nothing(

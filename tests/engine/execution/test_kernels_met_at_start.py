@@ -38,6 +38,11 @@ MTP = {
 NGRAM = {"num_speculative_tokens": 2, "drafter": "ngram"}
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RORQUAL_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -81,7 +86,6 @@ def test_no_kernel_is_met_first_while_serving(
 def test_a_second_start_meets_the_same_in_fewer_steps(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RORQUAL_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
     if model == "mtp":

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rorqual.cli.main import will_serve
-from rorqual.serve.engines import engine_main
-from rorqual.serve.engines.begin import EarlyEngines, begin_engine
+from rorqual.cli import main
+from rorqual.serve.engines import begin, engine_main
+from rorqual.serve.engines.begin import EarlyEngines, begin_engine, early_engines
 
 pytest.importorskip("zmq")
 
@@ -71,20 +71,38 @@ def test_a_command_line_that_serves_begins_one(
     words: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert will_serve(words.split()) is expected
+    assert main.will_serve(words.split()) is expected
     monkeypatch.setenv("RANK", "0")  # of torchrun
-    assert not will_serve(words.split())
+    assert not main.will_serve(words.split())
 
 
-def test_a_mistake_in_the_options_leaves_no_engine() -> None:
-    words = [sys.executable, "-m", "rorqual", "serve", "--no-such-option"]
-    process = subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "--no-such-option" in said
-    assert engines_of(process.pid) == []
+@pytest.mark.parametrize(
+    ("words", "status"), [(["--no-such-option"], 2), (["/no/such/folder"], 2), (["--config"], 2)]
+)
+def test_a_mistake_in_the_options_leaves_no_engine(
+    words: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[begin.Process] = []
+
+    def noted() -> begin.Process:
+        begun.append(begin_engine())
+        return begun[-1]
+
+    monkeypatch.setattr(begin, "begin_engine", noted)
+    monkeypatch.setattr(main, "end_process", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["rorqual", "serve", *words])
+    monkeypatch.delenv("RANK", raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == status
+    (process,) = begun
+    assert process.returncode is not None
+    assert early_engines().waiting == []
 
 
 @pytest.mark.parametrize(
@@ -159,7 +177,7 @@ def test_an_interrupt_of_the_group_at_any_moment(number: signal.Signals, seconds
     time.sleep(seconds)
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
-    assert "engines.engine_" not in said, said
+    assert "engines/engine_" not in said, said
     deadline = time.monotonic() + 10
     while engines_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)

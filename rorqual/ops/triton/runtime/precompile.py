@@ -80,15 +80,17 @@ def compiling() -> Iterator[Callable[[], int]]:
         return found
 
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        with (
-            ahead(),
-            mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(JITFunction, "_do_compile", submit_once),
-            triton.AsyncCompileMode(pool, ignore_errors=True),
-            blank(),
-        ):
-            yield lambda: len(made)
-        _settle(places)
+        try:
+            with (
+                ahead(),
+                mock.patch.object(JITFunction, "run", compile_only),
+                mock.patch.object(JITFunction, "_do_compile", submit_once),
+                triton.AsyncCompileMode(pool, ignore_errors=True),
+                blank(),
+            ):
+                yield lambda: len(made)
+        finally:
+            _settle(places)
         _load(list(made.values()), pool)
 
 
