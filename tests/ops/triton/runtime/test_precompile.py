@@ -85,6 +85,14 @@ assert sorted(name for name, _ in launchers) == sorted(name for name, _ in loade
 assert {"_stream_kernel", "_norm_kernel"} <= {name for name, _ in loaded}
 assert own not in {thread for _, thread in launchers}
 assert {thread for _, thread in loaded} == {own}
+try:
+    with precompile.compiling():
+        norm.add_norm(x.half(), x.half(), x[0].half(), 1e-6)
+        raise KeyError
+except KeyError:
+    pass
+assert len(kept(norm._norm_kernel)) == 2
+assert not any(hasattr(kernel, "result") for kernel in kept(norm._norm_kernel))
 print("compiled")
 """
 
