@@ -140,13 +140,15 @@ def test_a_second_start_meets_the_same_in_fewer_steps(
     ids=str,
 )
 def test_nor_of_a_real_shape_on_a_hopper_card(model: str, options: dict[str, Any]) -> None:
+    """Nor after a second start, which launches what met kernels in the first."""
     command = [sys.executable, "-m", "tests.emulation.kernel_variants", model]
-    done = subprocess.run(
-        [*command, json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}"
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, json.dumps(options)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}"
