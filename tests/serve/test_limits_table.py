@@ -218,6 +218,7 @@ NO_LIMITS = {
     "SCHEME_AND_HOST",  # of a URL
     "BODY_GRACE",  # told in the row of the time to send
     "GUESS_SECONDS",  # told in the row of the wrong keys
+    "HEAD_START_SECONDS",  # told where the start is
     "IDLE_POLL_MS",
     "BLOCKED_POLL_MS",
     "KEPT_BATCHES",  # told where routers are
