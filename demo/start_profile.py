@@ -39,7 +39,7 @@ class StartProfile:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = defaultdict(int)
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
-        self.profiles: dict[str, cProfile.Profile] = {}
+        self.profiles: dict[str, cProfile.Profile | None] = {}
         self.phase = threading.local()
         self.lock = threading.Lock()
 
@@ -48,22 +48,22 @@ class StartProfile:
         """One phase inside another, or in another thread, is profiled by itself."""
         before = getattr(self.phase, "name", None)
         outer = self.profiles.get(before or "")
-        if outer is not None and before not in NOT_PROFILED:
+        if outer is not None:
             outer.disable()
-        profile = self.profiles.setdefault(name, cProfile.Profile())
-        profiled = name not in NOT_PROFILED
+        new = None if name in NOT_PROFILED else cProfile.Profile()
+        profile = self.profiles.setdefault(name, new)
         self.phase.name = name
         start = time.perf_counter()
-        if profiled:
+        if profile is not None:
             profile.enable()
         try:
             yield
         finally:
-            if profiled:
+            if profile is not None:
                 profile.disable()
             self._count(name, "all of it", time.perf_counter() - start)
             self.phase.name = before
-            if outer is not None and before not in NOT_PROFILED:
+            if outer is not None:
                 outer.enable()
 
     def _count(self, phase: str, what: str, seconds: float) -> None:
@@ -121,7 +121,7 @@ class StartProfile:
             for (phase, what), count in self.counts.items():
                 if phase == name:
                     print(f"{self.seconds[phase, what]:8.2f} s  {count:6}  {what}")
-            if top and name not in NOT_PROFILED:
+            if top and profile is not None:
                 stats = pstats.Stats(profile, stream=sys.stdout)
                 stats.sort_stats("tottime").print_stats(top)
                 stats.sort_stats("cumulative").print_stats(top)

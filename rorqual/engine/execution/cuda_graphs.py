@@ -80,8 +80,7 @@ class DecodeGraphs:
         self.slots = self.given[HEAD:]
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
-        self.loaded = False  # whether all kernels of `warm_up` are compiled and loaded
-        self.ahead: set[tuple[int, int]] = set()  # what `warm_up` covers, by size and drafts
+        self.loaded = False  # whether all kernels of `capture` are compiled and loaded
         self.warmed: set[tuple[int, int]] = set()
 
     def capture(
@@ -98,16 +97,14 @@ class DecodeGraphs:
 
     def warm_up(
         self,
-        variants: tuple[SamplingVariant, ...] = CAPTURED,
-        draft_counts: Iterable[int] = (0,),
-        sizes: Sequence[int] | None = None,
-        parts: Parts | None = None,
+        variants: tuple[SamplingVariant, ...],
+        draft_counts: Iterable[int],
+        sizes: Sequence[int] | None,
+        parts: Parts,
     ) -> None:
         """Run what `capture` would capture, once: each size and number of drafts is a part."""
-        parts = parts or Parts()
         for count in draft_counts:
             for size in self._sizes(sizes):
-                self.ahead.add((size, count))
                 run = partial(self._run_once, variants, size, count)
                 parts(f"decode {size}, {count} drafts", run)
 
@@ -148,13 +145,18 @@ class DecodeGraphs:
         return self.buckets[bisect_left(self.buckets, size)]
 
     def _capture(
-        self, size: int, variant: SamplingVariant, num_speculative_tokens: int
+        self,
+        size: int,
+        variant: SamplingVariant,
+        num_speculative_tokens: int,
+        late: bool = False,
     ) -> Callable[[], Tensor]:
+        """late: on first use, perhaps of a size that `warm_up` has left out."""
         key = (size, variant, num_speculative_tokens)
         graph = None
         apart = variant in AFTER_FORWARD or (variant is SamplingVariant.GREEDY and size > ONE_GRAPH)
         if apart and self.sample is not None and self.calls is None:
-            graph = self._capture_after_forward(self.sample, *key)
+            graph = self._capture_after_forward(self.sample, *key, late or not self.loaded)
         self.graphs[key] = graph or self._capture_whole(*key)
         return self.graphs[key]
 
@@ -189,7 +191,12 @@ class DecodeGraphs:
         return graph
 
     def _capture_after_forward(
-        self, sample: Body, size: int, variant: SamplingVariant, num_speculative_tokens: int
+        self,
+        sample: Body,
+        size: int,
+        variant: SamplingVariant,
+        num_speculative_tokens: int,
+        warm: bool,
     ) -> Callable[[], Tensor] | None:
         """Capture sampling alone. None where the graph of the forward pass takes more than a
         replay."""
@@ -198,7 +205,6 @@ class DecodeGraphs:
         if isinstance(forward, TakesLengths):
             return None
         slots = self._padding(size)
-        warm = not self.loaded or (size, num_speculative_tokens) not in self.ahead
         if warm:
             forward()  # so that the run before capturing samples from hidden states
         sampled = self.platform.capture(
@@ -235,7 +241,7 @@ class DecodeGraphs:
         host."""
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
-        graph = self.graphs.get(key) or self._capture(*key)
+        graph = self.graphs.get(key) or self._capture(*key, late=True)
         given = self.given_for(slots, size)
         if given != self.shown[: len(given)]:
             self.shown = []  # in case the copy, or anything before the next line, fails

@@ -173,10 +173,9 @@ class PiecewiseGraphs:
 
         return self._compute(size, note)
 
-    def warm_up(self, parts: Parts | None = None) -> None:
+    def warm_up(self, parts: Parts) -> None:
         """Run every step that `capture` would capture, once: each size is a part. The largest
         always, whose gaps and buffers are those of all."""
-        parts = parts or Parts()
         for size in reversed(self.sizes):
             run = partial(self._noting, size, lambda gap: None)
             parts(f"pieces {size}", run, always=size == self.sizes[-1])

@@ -40,6 +40,14 @@ from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
 
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 5,
+    "max_model_len": 64,
+    "page_size": 8,
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -64,13 +72,7 @@ def batch() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    options = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 5,
-        "max_model_len": 64,
-        "page_size": 8,
-    }
+    options = SIZES
     prompts, params = batch()
     eager = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
     platform = ReplayingPlatform(torch.device("cpu"))
@@ -102,13 +104,7 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(
     """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the
     capturing."""
     save_with_mtp(tmp_path, agreement=2.0)
-    sizes = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 5,
-        "max_model_len": 64,
-        "page_size": 8,
-    }
+    sizes = SIZES
     prompts, params = batch()
     params = [replace(p, speculate=i != 3) for i, p in enumerate(params)]
     if (
@@ -307,14 +303,7 @@ def test_greedy_steps_of_two_graphs_give_the_eager_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
     save_with_mtp(tmp_path, agreement=2.0)
-    sizes = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 5,
-        "max_model_len": 64,
-        "page_size": 8,
-        **options,
-    }
+    sizes = {**SIZES, **options}
     prompts, _ = batch()
     params = [
         SamplingParams(temperature=0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(7)
@@ -509,11 +498,7 @@ def test_decoding_requests_of_mixed_steps_are_replayed(
     """Small steps have fewer tokens than the captured requests."""
     save(model, tmp_path)
     given = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 5,
-        "max_model_len": 64,
-        "page_size": 8,
+        **SIZES,
         "piecewise_tokens": 128,
         **options,
     }
