@@ -119,22 +119,25 @@ class Platform:
         before, so that nothing has to be compiled or allocated."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
-    def warm_up(self, work: Callable[[], Tensor]) -> None:
+    def warm_up(self, work: Callable[[], object]) -> None:
         """Run work once before similar work is captured, so that nothing has to be loaded or
         allocated then."""
         work()
 
-    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+    def capture_pieces(
+        self, work: Callable[[Callable[[T], None]], Tensor], warm: bool = True
+    ) -> Pieces[T]:
         """Capture device work in several graphs: `work(gap)` calls gap(what) wherever one ends. The
         result takes a function, replays the graphs, calls the function with each gap's `what` in
-        between, and returns the same output tensor each time, overwritten."""
+        between, and returns the same output tensor each time, overwritten. warm: as in
+        `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
-    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
         """Capture each of `works` in a graph of its own, for replays between those of
         `capture_pieces`: what they compute is in memory that no graph of these uses. Graphs of
         several calls share it, so the graphs of one call are replayed in order, and those of
-        another not in between."""
+        another not in between. warm: as in `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:

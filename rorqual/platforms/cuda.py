@@ -42,6 +42,7 @@ class CudaPlatform(Platform):
         self.capturing = threading.Lock()
         self.side = torch.cuda.Stream(device)
         self.second = torch.cuda.Stream(device)
+        self.recording = torch.cuda.Stream(device)  # of captures
 
     def _graph_pool(self, use: str = "steps") -> Any:
         """The memory pool that all captured graphs of one use share. A tiny graph keeps it in use:
@@ -147,30 +148,36 @@ class CudaPlatform(Platform):
         blocking = partial(torch.cuda.Event, blocking=True)
         return pinned.PinnedStaging(torch.cuda, blocking, self.device, size)
 
-    def warm_up(self, work: Callable[[], Tensor]) -> None:
+    def warm_up(self, work: Callable[[], object]) -> None:
         with self.capturing:
             self._warm(work)
 
     def capture(self, work: Callable[[], Tensor], warm: bool = True) -> Callable[[], Tensor]:
-        """The warm-up runs on a side stream: kernels compile, libraries allocate workspaces. All
-        captured graphs share one memory pool."""
+        """The warm-up runs on the stream of captures: kernels compile, libraries allocate
+        workspaces. All captured graphs share one memory pool."""
         with self.capturing:
             if warm:
                 self._warm(work)
             return self._capture(work)
 
-    def _warm(self, work: Callable[[], Tensor]) -> None:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+    def _warm(self, work: Callable[[], object]) -> None:
+        """Ends with no memory cached: what is captured next allocates in a pool of its own."""
+        self.recording.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.recording):
             work()
-        torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def _capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with _nothing_collected(), torch.cuda.graph(graph, pool=self._graph_pool()):
-            out = work()
+        pool = self._graph_pool()
+        # not torch.cuda.graph, which empties the cache of memory each time, 2 ms
+        with torch.cuda.stream(self.recording), _nothing_collected():
+            graph.capture_begin(pool=pool)
+            try:
+                out = work()
+            finally:
+                graph.capture_end()
 
         def replay() -> Tensor:
             graph.replay()
@@ -178,13 +185,15 @@ class CudaPlatform(Platform):
 
         return replay
 
-    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+    def capture_pieces(
+        self, work: Callable[[Callable[[T], None]], Tensor], warm: bool = True
+    ) -> Pieces[T]:
         with self.capturing:
+            if warm:
+                self._warm(lambda: work(lambda what: None))
             return self._capture_pieces(work)
 
     def _capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
         parts: list[tuple[torch.cuda.CUDAGraph, T]] = []
         pool = self._graph_pool()
         graph = torch.cuda.CUDAGraph()
@@ -196,16 +205,12 @@ class CudaPlatform(Platform):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
 
-        with torch.cuda.stream(side), _nothing_collected():
-            work(lambda what: None)
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        with torch.cuda.stream(self.recording), _nothing_collected():
             graph.capture_begin(pool=pool)
             try:
                 out = work(gap)
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(side)
         last = graph
 
         def replay(between: Callable[[T], None]) -> Tensor:
@@ -217,16 +222,13 @@ class CudaPlatform(Platform):
 
         return replay
 
-    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
         with self.capturing:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
+            if warm:
+                self._warm(lambda: [work() for work in works])
             pool = self._graph_pool("between pieces")
             graphs = []
-            with torch.cuda.stream(side), _nothing_collected():
-                for work in works:
-                    work()
-                torch.cuda.synchronize(self.device)
+            with torch.cuda.stream(self.recording), _nothing_collected():
                 for work in works:
                     graph = torch.cuda.CUDAGraph()
                     graph.capture_begin(pool=pool)
@@ -235,7 +237,6 @@ class CudaPlatform(Platform):
                     finally:
                         graph.capture_end()
                     graphs.append(graph)
-            torch.cuda.current_stream(self.device).wait_stream(side)
             return [graph.replay for graph in graphs]
 
 

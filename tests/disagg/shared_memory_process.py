@@ -80,7 +80,7 @@ def whole_steps() -> list[tuple[type, str, Any]]:
         return replay
 
     def capture_pieces(
-        self: CpuPlatform, work: Callable[[Callable[[T], None]], Tensor]
+        self: CpuPlatform, work: Callable[[Callable[[T], None]], Tensor], warm: bool = True
     ) -> Pieces[T]:
         work(lambda what: None)
 
@@ -93,7 +93,9 @@ def whole_steps() -> list[tuple[type, str, Any]]:
 
         return replay
 
-    def capture_each(self: CpuPlatform, works: Sequence[Callable[[], None]]) -> list[Replay]:
+    def capture_each(
+        self: CpuPlatform, works: Sequence[Callable[[], None]], warm: bool = True
+    ) -> list[Replay]:
         return list(works)
 
     return [

@@ -160,6 +160,10 @@ class DecodeGraphs:
         self.graphs[key] = graph or self._capture_whole(*key)
         return self.graphs[key]
 
+    def _capture_late(self, key: tuple[int, SamplingVariant, int]) -> Callable[[], Tensor]:
+        self.platform.release_memory()  # that eager steps left: a graph has memory of its own
+        return self._capture(*key, late=True)
+
     def _capture_whole(
         self, size: int, variant: SamplingVariant, num_speculative_tokens: int
     ) -> Callable[[], Tensor]:
@@ -241,7 +245,7 @@ class DecodeGraphs:
         host."""
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
-        graph = self.graphs.get(key) or self._capture(*key, late=True)
+        graph = self.graphs.get(key) or self._capture_late(key)
         given = self.given_for(slots, size)
         if given != self.shown[: len(given)]:
             self.shown = []  # in case the copy, or anything before the next line, fails

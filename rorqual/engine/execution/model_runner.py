@@ -102,6 +102,8 @@ class ModelRunner:
         )
         self.rows.draws = model.mesh.last_stage
         exact = speculation is None
+        # of several ranks each layer's exchange counts its calls
+        few_layers = self._few_layers if model.mesh.is_single else None
         self.build = ForwardBatchBuilder(self.rows, pool, model.rotary, exact, len(model.mtp))
         verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
         self.drafter = self._drafter(speculation)
@@ -114,8 +116,7 @@ class ModelRunner:
                 max_num_seqs,
                 self.rows.padding,
                 self._sample_body,
-                # of several ranks each layer's exchange counts its calls
-                self._few_layers if model.mesh.is_single else None,
+                few_layers,
             )
             if graphs
             else None
@@ -123,7 +124,7 @@ class ModelRunner:
         # of captured forward passes, by requests and drafts: what is sampled from
         self.unsampled: dict[tuple[int, int], tuple[BuiltBatch, Tensor]] = {}
         self.pieces = (
-            PiecewiseGraphs(self._piecewise_body, platform, piecewise_tokens)
+            PiecewiseGraphs(self._piecewise_body, platform, piecewise_tokens, few_layers)
             if graphs and piecewise_tokens
             else None
         )
@@ -164,6 +165,8 @@ class ModelRunner:
                 self._warm_mixed_steps(self.pieces, draft_counts, parts)
             self._warm_eager_steps(draft_counts, parts)
         self.graphs.loaded = not self.compiled
+        if self.pieces:
+            self.pieces.loaded = self.graphs.loaded
         return None if count is None else parts.met
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -128,10 +128,18 @@ class DecodeRows:
 
 class PiecewiseGraphs:
     """`body(token ids, positions, cache slots, recorder)`, [bucket] each, computes the tokens'
-    hidden states."""
+    hidden states. few_layers: as in DecodeGraphs."""
 
-    def __init__(self, body: Body, platform: Platform, most: int):
+    def __init__(
+        self,
+        body: Body,
+        platform: Platform,
+        most: int,
+        few_layers: Callable[[], AbstractContextManager[None]] | None = None,
+    ):
         self.body = body
+        self.few_layers = few_layers
+        self.loaded = False  # whether all kernels of `capture` are compiled and loaded
         self.platform = platform
         self.sizes = token_buckets(most)
         self.buffers = Buffers(platform)
@@ -151,8 +159,13 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int) -> None:
         calls = self.calls
+        warm = not self.loaded or calls is not None or self.few_layers is None
+        if not warm and self.few_layers is not None:
+            # products take libraries' kernels by the size, each of which is loaded when it runs
+            with self.few_layers():
+                self.platform.warm_up(lambda: self._compute(size, lambda gap: None))
         with calls.capture_calls() if calls is not None else nullcontext() as found:
-            self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
+            self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size), warm)
         if calls is None:
             return
         assert found is not None
@@ -211,7 +224,10 @@ class PiecewiseGraphs:
     def capture_decodes(self, wanted: Iterable[DecodeRows]) -> None:
         """Without, decoding requests are attended to eagerly."""
         for rows in wanted:
-            rows.graphs = self.platform.capture_each(rows.works(self.gaps))
+            works = rows.works(self.gaps)
+            if self.loaded:  # a layer's products are those of all
+                self.platform.warm_up(works[0])
+            rows.graphs = self.platform.capture_each(works, not self.loaded)
             self.decodes[rows.requests, rows.queries] = rows
 
     def _compute(self, size: int, gap: Callable[[Gap], None]) -> Tensor:

@@ -24,7 +24,7 @@ class ReplayingPlatform(CpuPlatform):
         super().__init__(device)
         self.replays = self.pieces = self.warmed = self.replayed_between = 0
 
-    def warm_up(self, work: Callable[[], Tensor]) -> None:
+    def warm_up(self, work: Callable[[], object]) -> None:
         self.warmed += 1
         work()
 
@@ -39,8 +39,11 @@ class ReplayingPlatform(CpuPlatform):
 
         return replay
 
-    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
-        work(lambda what: None)
+    def capture_pieces(
+        self, work: Callable[[Callable[[T], None]], Tensor], warm: bool = True
+    ) -> Pieces[T]:
+        if warm:
+            self.warm_up(lambda: work(lambda what: None))
         out = work(lambda what: None).clone()
 
         def replay(between: Callable[[T], None]) -> Tensor:
@@ -49,13 +52,13 @@ class ReplayingPlatform(CpuPlatform):
 
         return replay
 
-    def capture_each(self, works: Sequence[Callable[[], None]]) -> list[Replay]:
+    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
         def counted(work: Callable[[], None]) -> None:
             self.replayed_between += 1
             work()
 
-        for work in works:
-            work()
+        if warm:
+            self.warm_up(lambda: [work() for work in works])
         return [partial(counted, work) for work in works]
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:

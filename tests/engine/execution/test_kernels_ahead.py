@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.worker import read_model
 from rorqual.engine.kernels_ahead import KeptParts, Parts, beside, fits_beside, kept_path
 from rorqual.errors import LoadError
-from rorqual.models.transformer import Transformer
+from rorqual.models.transformer import Layer, Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.engine.execution.replaying import CompilingPlatform
 from tests.models.checkpoints import rewrite_config, save, save_with_mtp
@@ -161,9 +162,18 @@ def test_a_second_model_of_each_kind_of_layer_meets_the_same_steps(
     platform: CompilingPlatform,
     compiled: list[tuple[str, int, int]],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     option: str,
     least: int,
 ) -> None:
+    few: list[int] = []  # layers of each run with some of them only
+    only = Transformer.only
+
+    def counted(self: Transformer, layers: list[Layer]) -> AbstractContextManager[None]:
+        few.append(len(layers))
+        return only(self, layers)
+
+    monkeypatch.setattr(Transformer, "only", counted)
     save(option, tmp_path)
     with caplog.at_level(logging.WARNING):
         llm = LLM(tmp_path, **OPTIONS, piecewise_tokens=128)
@@ -172,14 +182,22 @@ def test_a_second_model_of_each_kind_of_layer_meets_the_same_steps(
     assert (first, second) == ("kernels", "MainThread")
     assert least <= layers <= whole
     assert pieces == same == 128
-    graphs = llm.engine.worker.runner.graphs
-    assert graphs is not None
-    assert len(graphs.graphs) > platform.warmed == len(graphs.buckets)
+    runner = llm.engine.worker.runner
+    assert runner.graphs is not None
+    assert runner.pieces is not None
+    steps = len(runner.graphs.graphs)
+    sizes = len(runner.graphs.buckets)
+    others = len(runner.pieces.graphs) + len(runner.pieces.decodes)
+    # before a size is captured it runs once, and with few layers
+    assert platform.warmed == sizes + others
+    assert steps > sizes
+    runs = 3 + sizes + len(runner.pieces.graphs)  # 3: to count layers, to compile for both models
+    assert few == [len(runner.kinds)] * runs
     platform.warmed = 0
-    expected = LLM(tmp_path, **OPTIONS, precompile_kernels=False)
+    expected = LLM(tmp_path, **OPTIONS, piecewise_tokens=128, precompile_kernels=False)
     assert tokens(llm) == tokens(expected)
     assert len(compiled) == 2
-    assert platform.warmed == len(graphs.graphs)
+    assert platform.warmed == steps + others
 
 
 @pytest.mark.exhaustive
