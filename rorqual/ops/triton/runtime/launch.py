@@ -120,6 +120,9 @@ def next_power(n: int) -> int:
 
 
 COUNTERS = 1024
+# with a counter of tiles, in units of 16 bytes: for less aligned addresses, as most streams' sets
+# would have, kernels are compiled again
+SET = COUNTERS + 4
 STREAMS = 128  # of a device; torch has 65
 _counters: dict[torch.device, Tensor] = {}
 _owners: dict[torch.device, dict[int, int]] = {}
@@ -131,7 +134,7 @@ def _counters_of_stream(device: torch.device) -> Tensor:
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
-        _counters[device] = torch.zeros(STREAMS, COUNTERS + 1, dtype=torch.int32, device=device)
+        _counters[device] = torch.zeros(STREAMS, SET, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     owners = _owners.setdefault(device, {})
     owner = owners.get(stream)
@@ -158,4 +161,4 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
 def tile_counter(device: torch.device) -> Tensor:
     """[1] int32, as zeroed_counters, that no other kernel shares with those that take tiles from
     it: a number left by another would cost them tiles."""
-    return _counters_of_stream(device)[COUNTERS:]
+    return _counters_of_stream(device)[COUNTERS : COUNTERS + 1]
