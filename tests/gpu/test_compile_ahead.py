@@ -21,8 +21,9 @@ TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *rarely("float32")])
 @pytest.mark.parametrize("num_speculative_tokens", [2, *rarely(0)])
+@pytest.mark.parametrize("weights", ["checkpoint", "random"])  # random: by no second model
 def test_kernels_compiled_ahead(
-    num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    weights: str, num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernels() -> int:
         return sum(len(cache) for made in seen for cache, *_ in made.device_caches.values())
@@ -49,6 +50,7 @@ def test_kernels_compiled_ahead(
         "max_num_seqs": 4,
         "max_model_len": 256,
         "num_speculative_tokens": num_speculative_tokens,
+        "weights": weights,
     }
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     found = []
