@@ -285,16 +285,24 @@ class ModelRunner:
         if self.host is None:
             return None
         self.host.settle(*output.copies_running)
-        # captured steps and micro-batches do not wait by layer, and steps in turns would wait for
-        # only some of each other's copies
-        whole = bool(metadata.decodes or metadata.micro_batches) or not output.chunks
-        by_layer = output.copies_by_layer and not (whole or self.turns is not None)
+        by_layer = output.copies_by_layer and self._waits_by_layer(output, metadata)
         coming = self.host.start(output.copies, by_layer)
         if output.copies_first:
             self.host.settle()
         elif output.copies_by_layer and not by_layer:
             self.host.settle(0, None)
         return coming if by_layer else None
+
+    def _waits_by_layer(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
+        """Whether each layer of the step may wait for its own pages. Captured steps and
+        micro-batches do not, and steps in turns would wait for only some of each other's copies. A
+        step that decodes is launched in pieces instead, where no other rank would replay it."""
+        if metadata.micro_batches or self.turns is not None:
+            return False
+        if not metadata.decodes:
+            return bool(output.chunks)
+        alone = self.model.mesh.is_single and self.calls is None and self.compiled is None
+        return alone and self.pieces is not None and self.pieces.fits(max(metadata.tokens))
 
     def _launch(
         self,
@@ -303,7 +311,7 @@ class ModelRunner:
         watch: WrittenLayers | None,
         coming: LayersToCome | None,
     ) -> PendingStep:
-        if self.graphs is not None and metadata.decodes:
+        if self.graphs is not None and metadata.decodes and coming is None:
             return self._replay(self.graphs, output, metadata)
         batch = self.batch(output, metadata)
         if watch is not None and not batch.step.parts:
@@ -575,7 +583,8 @@ class ModelRunner:
         step = batch.step
         if self.captured and metadata.decodes and self.captured.takes(step):
             return self.captured.run("model", self._whole_pass, step)
-        if self.pieces and not metadata.decodes and not step.parts:
+        whole = metadata.decodes and step.layer_read is None
+        if self.pieces and not whole and not step.parts:
             longest = max(metadata.tokens)
             if self.pieces.fits(longest):
                 return self.pieces.run(step, longest)

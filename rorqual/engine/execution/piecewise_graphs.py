@@ -266,6 +266,8 @@ class PiecewiseGraphs:
 
         def between(gap: Gap) -> None:
             if decodes is not None:
+                if step.layer_read is not None:
+                    step.layer_read(gap.index)
                 decodes.graphs[gap.index]()
                 if decodes.rows > tokens:
                     gap.out[tokens : decodes.rows].zero_()  # padding attended to nothing

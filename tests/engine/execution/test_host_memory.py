@@ -25,10 +25,12 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, Plane
 from rorqual.config import host_memory
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.execution import worker
 from rorqual.errors import ConfigError
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.platforms.cuda import CudaPlatform
 from tests.demo_script import load_demo
+from tests.engine.execution.replaying import ReplayingPlatform
 from tests.engine.execution.test_identity import engine, greedy
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
@@ -178,6 +180,50 @@ def test_each_layer_waits_for_its_pages(
     assert small.engine.scheduler.usage().host_hits >= 6 * 9 * PAGE
     assert platform.most_left, "no layer ran before the last one's pages had come"
     assert not platform.planes
+
+
+class InPieces(ByLayer, ReplayingPlatform):
+    """Steps are captured as well."""
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("v3", {}),
+        ("qwen", {"steps_in_flight": 2}),
+        ("v3", {"mla_prefill": "CC", "mla_decode": "AM_CC_ME"}),
+        ("mtp", {"num_speculative_tokens": 2}),
+    ],
+    ids=lambda found: str(found),
+)
+def test_a_request_that_only_decodes_waits_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any]
+) -> None:
+    """Its step is launched in pieces where it has pages to wait for, else replayed whole."""
+    if model == "mtp":
+        save_with_mtp(tmp_path, 1, agreement=2.0)
+    else:
+        save(model, tmp_path)
+    want = greedy(engine(tmp_path, **options), texts(), one_by_one=True)
+    platform = InPieces(torch.device("cpu"))
+    monkeypatch.setattr(worker, "check_host_memory", lambda *given: None)  # of known platforms
+    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    small = engine(tmp_path, **{**options, **TIER}, piecewise_tokens=64)
+    assert greedy(small, texts(), one_by_one=True) == want
+    platform.most_left = platform.pieces = platform.replayed_between = 0
+    before = small.engine.scheduler.usage()
+    for one_by_one in (True, False):
+        assert greedy(small, texts(), one_by_one) == want
+    assert small.engine.scheduler.usage().host_hits - before.host_hits >= 4 * 9 * PAGE
+    assert platform.most_left, "no layer ran before the last one's pages had come"
+    assert not platform.planes
+    assert platform.pieces
+    if "mla_decode" not in options:
+        assert platform.replayed_between, "attention was not captured"
 
 
 def test_steps_of_copies_alone_teach_nothing_of_decoding(tmp_path: Path) -> None:
