@@ -103,12 +103,14 @@ class PrefixCache:
         """Pages available now: free ones and those only the cache holds."""
         return len(self.allocator.free) + len(self.idle)
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], bytes]:
+    def match(
+        self, tokens: Sequence[int], salt: str = "", known: list[bytes] | None = None
+    ) -> tuple[list[int], bytes]:
         """Pages of the longest cached prefix that leaves at least one token to compute, now held
-        for the caller, and its key."""
+        for the caller, and its key. known: see `following`."""
         key = root_key(salt)
         pages: list[int] = []
-        while (candidate := self.following(tokens, len(pages), key)) is not None:
+        while (candidate := self.following(tokens, len(pages), key, known)) is not None:
             page = self.pages.get(candidate)
             if page is None:
                 break
@@ -117,12 +119,24 @@ class PrefixCache:
             key = candidate
         return pages, key
 
-    def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
+    def following(
+        self,
+        tokens: Sequence[int],
+        page: int,
+        previous: bytes,
+        known: list[bytes] | None = None,
+    ) -> bytes | None:
         """The key under which `match` looks up a sequence's page number `page`; None where it would
-        not."""
+        not. known: keys of the sequence's first pages, which this extends, so that a long prompt is
+        hashed once however often it is looked up."""
         if not self.enabled or page >= self.full_pages(len(tokens)):
             return None
-        return self.key_after(previous, self.covered(tokens, page))
+        if known is not None and page < len(known):
+            return known[page]
+        key = self.key_after(previous, self.covered(tokens, page))
+        if known is not None and page == len(known):
+            known.append(key)
+        return key
 
     def key_after(self, previous: bytes, tokens: Sequence[int]) -> bytes:
         """Key of a page that holds `tokens`, after the page with key `previous`."""
@@ -203,13 +217,20 @@ class PrefixCache:
                 return
             del self.uncopied[page]
 
-    def in_host(self, tokens: Sequence[int], page: int, previous: bytes) -> list[bytes]:
-        """Keys of a sequence's consecutive pages in host memory, from page number `page` on."""
+    def in_host(
+        self,
+        tokens: Sequence[int],
+        page: int,
+        previous: bytes,
+        known: list[bytes] | None = None,
+    ) -> list[bytes]:
+        """Keys of a sequence's consecutive pages in host memory, from page number `page` on. known:
+        see `following`."""
         keys: list[bytes] = []
         if self.host is None or not self.host.slots:
             return keys
         key = previous
-        while (found := self.following(tokens, page + len(keys), key)) is not None:
+        while (found := self.following(tokens, page + len(keys), key, known)) is not None:
             if found not in self.host.slots:
                 break
             keys.append(found)
@@ -226,12 +247,14 @@ class PrefixCache:
             self.events.removed(key)
         self.allocator.release(page)
 
-    def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
+    def insert(
+        self, previous: bytes, tokens: Sequence[int], page: int, key: bytes | None = None
+    ) -> bytes:
         """Keep a full page, whose key covers `tokens`; returns the key. Ignores a page whose
-        content is already kept."""
+        content is already kept. key: where it is known."""
         if not self.enabled:
             return previous
-        key = self.key_after(previous, tokens)
+        key = self.key_after(previous, tokens) if key is None else key
         if key not in self.pages and page not in self.keys:
             self.pages[key] = page
             self.keys[page] = key

@@ -103,6 +103,35 @@ def test_a_match_ends_at_the_first_difference() -> None:
     assert cache.match([9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4])[0] == []
 
 
+def test_known_keys_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    tokens = list(range(14))
+    pages = fill(cache, tokens)
+    cache.release(pages)
+    computed: list[bytes] = []
+    key_after = PrefixCache.key_after
+
+    def counted(self: PrefixCache, previous: bytes, covered: list[int]) -> bytes:
+        computed.append(previous)
+        return key_after(self, previous, covered)
+
+    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    known: list[bytes] = []
+    assert cache.match(tokens[:6], "", known)[0] == pages[:1]
+    assert len(known) == len(computed) == 1
+    tokens += range(6)  # a sequence grows
+    found, key = cache.match(tokens, "", known)
+    assert found == pages[:3]
+    assert len(known) == len(computed) == 4, "the first page that is missing as well"
+    assert cache.match(tokens, "", known) == (found, key)
+    assert cache.following(tokens, 3, key, known) == known[3]
+    assert len(computed) == 4
+    assert cache.match(tokens) == (found, key)
+    page = cache.take()
+    assert cache.insert(key, tokens[12:16], page, known[3]) == key_after(cache, key, tokens[12:16])
+    assert cache.match(tokens, "", known)[0] == [*pages[:3], page]
+
+
 def test_salts_keep_tenants_apart() -> None:
     cache = make()
     ours = fill(cache, list(range(9)), "ours")

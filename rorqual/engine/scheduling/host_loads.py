@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -43,13 +44,13 @@ class Load:
 
 class HostLoads:
     """coming: keys being loaded. notes: of the step being scheduled, (previous key, tokens that the
-    page's key covers, page), to be cached once it is scheduled."""
+    page's key covers, page, key), to be cached once it is scheduled."""
 
     def __init__(self, prefix: PrefixCache):
         self.prefix = prefix
         self.loads: dict[str, Load] = {}
         self.coming: set[bytes] = set()
-        self.notes: list[tuple[bytes, list[int], int]] = []
+        self.notes: list[tuple[bytes, SequenceOf[int], int, bytes]] = []
 
     def __len__(self) -> int:
         return len(self.loads)
@@ -77,7 +78,7 @@ class HostLoads:
         if not sequence.host_asked:
             sequence.host_asked = True
             host.queries += len(tokens) - len(pages) * self.prefix.page_size
-        keys = self.prefix.in_host(tokens, len(pages), key)
+        keys = self.prefix.in_host(tokens, len(pages), key, sequence.page_keys)
         if not keys:
             return False
         if keys[0] in self.coming:
@@ -158,8 +159,8 @@ class HostLoads:
             page = load.pages[load.next]
             host.copy_in(key, page)
             host.hits += prefix.page_size
-            tokens = list(prefix.covered(load.sequence.tokens, load.next))
-            self.notes.append((load.previous, tokens, page))
+            tokens = prefix.covered(load.sequence.tokens, load.next)
+            self.notes.append((load.previous, tokens, page, key))
             load.previous = key
             load.next += 1
             load.keys.popleft()

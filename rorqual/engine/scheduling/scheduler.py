@@ -533,7 +533,8 @@ class Scheduler:
         if sequence.pending or self._still_blocked(sequence):
             return None
         reusable = sequence.reusable
-        pages, key = self.prefix.match(reusable, sequence.request.cache_salt)
+        known_keys = sequence.page_keys
+        pages, key = self.prefix.match(reusable, sequence.request.cache_salt, known_keys)
         tail = self._tail(sequence, len(pages), key)
         known = len(sequence.tokens)
         drafts = self.config.num_speculative_tokens
@@ -548,7 +549,7 @@ class Scheduler:
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available:  # where nothing runs, other engines hold pages
             self.prefix.release(pages)
-            wanted = self.prefix.following(reusable, len(pages), key)
+            wanted = self.prefix.following(reusable, len(pages), key, known_keys)
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None

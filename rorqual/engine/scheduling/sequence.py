@@ -36,6 +36,7 @@ class Sequence:
     queue. reserved: tokens charged in advance. num_scored: prompt tokens after the first whose log
     probabilities launched steps compute; prompt_logprobs: those already collected; score_end: how
     many are wanted. host_asked: host memory was searched for its pages since it last began to wait.
+    page_keys: the prefix cache's keys of its first pages, as far as they were looked up.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Sequence:
         "num_hashed_pages",
         "num_scored",
         "order",
+        "page_keys",
         "pages",
         "pending",
         "preemptions",
@@ -86,6 +88,7 @@ class Sequence:
         self.min_len = self.prompt_len + request.params.min_tokens
         self.slot = -1
         self.pages: list[int] = []
+        self.page_keys: list[bytes] = []
         self.capacity = self.num_computed_tokens = self.collected = self.pending = (
             self.num_hashed_pages
         ) = self.preemptions = self.max_extra_tokens = self.reserved = 0

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.request import FinishReason, Request, SamplingParams
 from tests.engine.fake_runner import FakeRunner, Loop, check_idle, check_pages, expected
@@ -115,6 +116,28 @@ def test_a_step_copies_only_so_much_and_others_decode_meanwhile() -> None:
     assert shares == [2, 2, 2, 2, 1, 0, 0, 0]
     assert waited == [False] * 7 + [True]
     finish(loop, other, again)
+
+
+def test_what_is_loaded_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up on the device, in host memory, and again once it has come."""
+    loop = make(num_pages=25)
+    fill(loop, 5)
+    host(loop).step_pages = 9
+    again = ask(loop, "again", text(0))
+    computed = []
+    key_after = PrefixCache.key_after
+
+    def counted(self: PrefixCache, *given: Any) -> bytes:
+        computed.append(given)
+        return key_after(self, *given)
+
+    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    step = loop.scheduler.schedule()
+    assert step is not None
+    assert sum(not copy.to_host for copy in step.output.copies) == 9
+    assert len(computed) == 9
+    loop.in_flight.append((step, loop.runner.launch(step.output)))
+    finish(loop, again)
 
 
 @pytest.mark.parametrize(
