@@ -157,21 +157,24 @@ class DataParallelScheduler:
         if len(self.schedulers) == 1:
             return 0
         tokens = request.token_array
+        keys: list[bytes] = []  # the ranks' caches differ in their pages, not in their keys
 
         def cost(rank: int) -> int:
             scheduler = self.schedulers[rank]
             live = scheduler.live_tokens + (coming[rank] if coming else 0)
-            return live - self._cached(scheduler, request, tokens)
+            return live - self._cached(scheduler, request, tokens, keys)
 
         return min(range(len(self.schedulers)), key=cost)
 
-    def _cached(self, rank: Scheduler, request: Request, tokens: ReadOnly[int]) -> int:
+    def _cached(
+        self, rank: Scheduler, request: Request, tokens: ReadOnly[int], keys: list[bytes]
+    ) -> int:
         prefix = rank.prefix
         if not (prefix.pages or prefix.host) or request.params.prompt_logprobs is not None:
             return 0
-        pages, key = prefix.match(tokens, request.cache_salt)
+        pages, key = prefix.match(tokens, request.cache_salt, keys)
         prefix.release(pages)
-        pages_in_host = len(prefix.in_host(tokens, len(pages), key))
+        pages_in_host = len(prefix.in_host(tokens, len(pages), key, keys))
         return (len(pages) + pages_in_host) * self.config.page_size
 
     def abort(self, request_id: str) -> Sequence | None:

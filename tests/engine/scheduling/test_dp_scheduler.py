@@ -6,9 +6,11 @@ import random
 import sys
 from array import array
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
+from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.distributed.codec import (
     decode_output,
     decode_result,
@@ -138,6 +140,26 @@ def test_a_request_whose_rank_is_known_goes_there() -> None:
     assert scheduler.cheapest(asked, (30, 0)) == 1, "what was promised to a rank counts"
     scheduler.add(asked, 1)
     assert scheduler.assigned_rank["next"] is scheduler.schedulers[1]
+
+
+def test_all_ranks_are_asked_with_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = DataParallelScheduler(config(), 3)
+    loop = GroupLoop(scheduler, 1)
+    asked = request("first", 41, 4, 0)
+    for rank in range(3):
+        scheduler.add(replace(asked, id=f"on {rank}"), rank)
+    while scheduler.sequences:
+        loop.step()
+    computed = []
+    key_after = PrefixCache.key_after
+
+    def counted(self: PrefixCache, *given: object) -> bytes:
+        computed.append(given)
+        return key_after(self, *given)
+
+    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    assert scheduler.cheapest(replace(asked, id="next"), (9, 0, 9)) == 1
+    assert len(computed) == 10, "pages of the prompt, whatever the number of ranks"
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
