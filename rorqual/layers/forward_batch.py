@@ -79,6 +79,7 @@ class ForwardBatch:
             self.logit_rows[:0],
             self.pool,
             prefill=self.prefill,
+            layer_read=self.layer_read,
         )
 
     @property

@@ -266,7 +266,7 @@ class PiecewiseGraphs:
 
         def between(gap: Gap) -> None:
             if decodes is not None:
-                if step.layer_read is not None:
+                if step.layer_read is not None:  # captured attention does not wait itself
                     step.layer_read(gap.index)
                 decodes.graphs[gap.index]()
                 if decodes.rows > tokens:

@@ -226,6 +226,37 @@ def test_a_request_that_only_decodes_waits_layer_by_layer(
         assert platform.replayed_between, "attention was not captured"
 
 
+@pytest.mark.parametrize("length", [81, 85], ids=["decodes", "a chunk"])
+@pytest.mark.parametrize("model", ["v3", "qwen"])
+def test_a_request_that_waits_layer_by_layer_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, length: int
+) -> None:
+    """Of one step: a request whose pages come, one whose prompt is computed, and one that has its
+    pages. Attention of those that decode is captured, that of the others is not."""
+    save(model, tmp_path)
+    prompts = texts(length=length)
+    short = texts(2, 17)
+    want = greedy(engine(tmp_path), [*prompts, *short], one_by_one=True)
+    platform = InPieces(torch.device("cpu"))
+    monkeypatch.setattr(worker, "check_host_memory", lambda *given: None)  # of known platforms
+    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    small = engine(tmp_path, **{**TIER, "num_pages": 40}, piecewise_tokens=64)
+    greedy(small, prompts, one_by_one=True)
+    for index, prompt in enumerate(prompts):
+        assert greedy(small, short[1:], one_by_one=True) == want[-1:]  # on the device
+        platform.most_left = platform.pieces = 0
+        hits = small.engine.scheduler.usage().host_hits
+        fresh = [index, *short[0][1:]]
+        first, *others = greedy(small, [prompt, fresh, short[1]])
+        assert small.engine.scheduler.usage().host_hits > hits
+        assert first == want[index]
+        assert others[1] == want[-1]
+        assert platform.most_left, "no layer ran before the last one's pages had come"
+
+
 def test_steps_of_copies_alone_teach_nothing_of_decoding(tmp_path: Path) -> None:
     save("qwen", tmp_path)
     llm = engine(tmp_path, **TIER, itl_ms="auto")
