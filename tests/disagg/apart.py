@@ -29,19 +29,30 @@ class Engine:
     """Where it runs."""
 
     def __init__(self, role: str, settings: dict[str, Any]):
+        import torch
+
+        import rorqual.engine.executor as executors
         from rorqual.disagg.kv_transfers import KVTransfers
         from rorqual.disagg.transfer_config import TransferConfig
         from rorqual.engine.config import EngineConfig
         from rorqual.engine.engine import Engine as OwnEngine
         from rorqual.models.hub import model_folder
+        from tests.engine.execution.replaying import ReplayingPlatform
 
         early = {name: settings.pop(name, False) for name in ("overlap", "by_layer")}
         early["transport"] = settings.pop("transport", "tcp")
         early["staging_mb"] = settings.pop("staging_mb", 64)
         if settings.pop("stand_in", False):
             use_stand_in()
+        make = executors.make_platform
+        if settings.pop("captured", False):  # steps are replayed, in pieces those of prompts
+            executors.make_platform = lambda device: ReplayingPlatform(torch.device("cpu"))
+            settings["piecewise_tokens"] = 64
         model = str(model_folder(settings.pop("model", None)))
-        self.engine = OwnEngine(EngineConfig(model, **{**ENGINE, **settings}))
+        try:
+            self.engine = OwnEngine(EngineConfig(model, **{**ENGINE, **settings}))
+        finally:
+            executors.make_platform = make
         config = TransferConfig(role, SECRET, lease_seconds=LEASE, **early)
         self.transfers = KVTransfers(self.engine, config, lambda: None)
         self.answers: list[Any] = []

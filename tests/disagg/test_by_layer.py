@@ -284,12 +284,16 @@ def asked(side: Engine, reader: Apart, ids: list[int]) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}], ids=["heads", "modules"])
 def test_each_layer_is_fetched_before_the_next_is_computed(
-    model: dict[str, Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step waits in each layer until all of its pages have left."""
-    settings = settings or model
+    settings = {**(settings or model), "captured": captured}
     layer, read = WrittenLayers.layer, PageMemory.read
     layers: list[int] = []
     copies: list[Any] = []

@@ -274,6 +274,8 @@ class PiecewiseGraphs:
             if split < tokens:
                 inputs = (tensor[split:tokens] for tensor in gap.inputs)
                 gap.out[split:tokens].copy_(gap.work(rest, *inputs))
+            if step.layer_written is not None:
+                step.layer_written()
 
         if self.calls is not None:  # for all pieces at once: a server replays one graph too
             self.calls.announce_step(self.called[size])
