@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache, next_key, root_key
 from rorqual.errors import CapacityError
+from tests.cache.counted_keys import counted_keys
 
 
 def make(num_pages: int = 9, page_size: int = 4, enabled: bool = True) -> PrefixCache:
@@ -108,14 +109,7 @@ def test_known_keys_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
     tokens = list(range(14))
     pages = fill(cache, tokens)
     cache.release(pages)
-    computed: list[bytes] = []
-    key_after = PrefixCache.key_after
-
-    def counted(self: PrefixCache, previous: bytes, covered: list[int]) -> bytes:
-        computed.append(previous)
-        return key_after(self, previous, covered)
-
-    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    computed = counted_keys(monkeypatch)
     known: list[bytes] = []
     assert cache.match(tokens[:6], "", known)[0] == pages[:1]
     assert len(known) == len(computed) == 1
@@ -128,7 +122,7 @@ def test_known_keys_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(computed) == 4
     assert cache.match(tokens) == (found, key)
     page = cache.take()
-    assert cache.insert(key, tokens[12:16], page, known[3]) == key_after(cache, key, tokens[12:16])
+    assert cache.insert(key, tokens[12:16], page, known[3]) == next_key(key, tokens[12:16])
     assert cache.match(tokens, "", known)[0] == [*pages[:3], page]
 
 

@@ -159,11 +159,12 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int) -> None:
         calls = self.calls
-        warm = not self.loaded or calls is not None or self.few_layers is None
-        if not warm and self.few_layers is not None:
+        few_layers = self.few_layers if self.loaded and calls is None else None
+        if few_layers is not None:
             # products take libraries' kernels by the size, each of which is loaded when it runs
-            with self.few_layers():
+            with few_layers():
                 self.platform.warm_up(lambda: self._compute(size, lambda gap: None))
+        warm = few_layers is None
         with calls.capture_calls() if calls is not None else nullcontext() as found:
             self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size), warm)
         if calls is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -149,6 +149,31 @@ class ByAddress(PlaneMover):
                 )
 
 
+class InPieces(ByLayer, ReplayingPlatform):
+    """Steps are captured as well."""
+
+
+LayerPlatform = TypeVar("LayerPlatform", bound=ByLayer)
+
+
+def run_on(kind: type[LayerPlatform], monkeypatch: pytest.MonkeyPatch) -> LayerPlatform:
+    """Engines that are made from now on run on this platform."""
+    platform = kind(torch.device("cpu"))
+    monkeypatch.setattr(worker, "check_host_memory", lambda *given: None)  # of known platforms
+    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
+    monkeypatch.setattr(
+        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
+    )
+    return platform
+
+
+def save_any(model: str, folder: Path) -> None:
+    if model == "mtp":
+        save_with_mtp(folder, 1, agreement=2.0)
+    else:
+        save(model, folder)
+
+
 @pytest.mark.exhaustive(but_first=True)
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -163,27 +188,16 @@ class ByAddress(PlaneMover):
 def test_each_layer_waits_for_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any]
 ) -> None:
-    if model == "mtp":
-        save_with_mtp(tmp_path, 1, agreement=2.0)
-    else:
-        save(model, tmp_path)
+    save_any(model, tmp_path)
     prompts = texts(length=85)  # of the last page some tokens are computed
     want = greedy(engine(tmp_path, **options), prompts, one_by_one=True)
-    platform = ByLayer(torch.device("cpu"))
-    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
-    monkeypatch.setattr(
-        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
-    )
+    platform = run_on(ByLayer, monkeypatch)
     small = engine(tmp_path, **{**options, **TIER})
     for one_by_one in (True, True, False):
         assert greedy(small, prompts, one_by_one) == want
     assert small.engine.scheduler.usage().host_hits >= 6 * 9 * PAGE
     assert platform.most_left, "no layer ran before the last one's pages had come"
     assert not platform.planes
-
-
-class InPieces(ByLayer, ReplayingPlatform):
-    """Steps are captured as well."""
 
 
 @pytest.mark.exhaustive(but_first=True)
@@ -201,17 +215,9 @@ def test_a_request_that_only_decodes_waits_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any]
 ) -> None:
     """Its step is launched in pieces where it has pages to wait for, else replayed whole."""
-    if model == "mtp":
-        save_with_mtp(tmp_path, 1, agreement=2.0)
-    else:
-        save(model, tmp_path)
+    save_any(model, tmp_path)
     want = greedy(engine(tmp_path, **options), texts(), one_by_one=True)
-    platform = InPieces(torch.device("cpu"))
-    monkeypatch.setattr(worker, "check_host_memory", lambda *given: None)  # of known platforms
-    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
-    monkeypatch.setattr(
-        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
-    )
+    platform = run_on(InPieces, monkeypatch)
     small = engine(tmp_path, **{**options, **TIER}, piecewise_tokens=64)
     assert greedy(small, texts(), one_by_one=True) == want
     platform.most_left = platform.pieces = platform.replayed_between = 0
@@ -237,12 +243,7 @@ def test_a_request_that_waits_layer_by_layer_beside_others(
     prompts = texts(length=length)
     short = texts(2, 17)
     want = greedy(engine(tmp_path), [*prompts, *short], one_by_one=True)
-    platform = InPieces(torch.device("cpu"))
-    monkeypatch.setattr(worker, "check_host_memory", lambda *given: None)  # of known platforms
-    monkeypatch.setattr(executors, "make_platform", lambda device: platform)
-    monkeypatch.setattr(
-        "rorqual.cache.host_memory.page_mover", lambda planes: ByAddress(planes, platform)
-    )
+    platform = run_on(InPieces, monkeypatch)
     small = engine(tmp_path, **{**TIER, "num_pages": 40}, piecewise_tokens=64)
     greedy(small, prompts, one_by_one=True)
     for index, prompt in enumerate(prompts):

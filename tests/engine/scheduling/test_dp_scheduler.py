@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.distributed.codec import (
     decode_output,
     decode_result,
@@ -29,6 +28,7 @@ from rorqual.engine.scheduling.scheduler_output import (
 )
 from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request, SamplingParams, StructuredOutput
+from tests.cache.counted_keys import counted_keys
 from tests.engine.fake_runner import FakeRunner, check_idle, expected
 
 LONGEST = 96
@@ -150,14 +150,7 @@ def test_all_ranks_are_asked_with_the_same_keys(monkeypatch: pytest.MonkeyPatch)
         scheduler.add(replace(asked, id=f"on {rank}"), rank)
     while scheduler.sequences:
         loop.step()
-    computed = []
-    key_after = PrefixCache.key_after
-
-    def counted(self: PrefixCache, *given: object) -> bytes:
-        computed.append(given)
-        return key_after(self, *given)
-
-    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    computed = counted_keys(monkeypatch)
     assert scheduler.cheapest(replace(asked, id="next"), (9, 0, 9)) == 1
     assert len(computed) == 10, "pages of the prompt, whatever the number of ranks"
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.request import FinishReason, Request, SamplingParams
+from tests.cache.counted_keys import counted_keys
 from tests.engine.fake_runner import FakeRunner, Loop, check_idle, check_pages, expected
 
 VOCAB = 5
@@ -124,14 +124,7 @@ def test_what_is_loaded_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fill(loop, 5)
     host(loop).step_pages = 9
     again = ask(loop, "again", text(0))
-    computed = []
-    key_after = PrefixCache.key_after
-
-    def counted(self: PrefixCache, *given: Any) -> bytes:
-        computed.append(given)
-        return key_after(self, *given)
-
-    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    computed = counted_keys(monkeypatch)
     step = loop.scheduler.schedule()
     assert step is not None
     assert sum(not copy.to_host for copy in step.output.copies) == 9
