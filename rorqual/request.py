@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,16 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # cancelled by the caller
+
+
+def int64_array(tokens: Sequence[int]) -> array[int]:
+    """A copy. Raises OverflowError where a token does not fit."""
+    if not isinstance(tokens, array):
+        try:  # a fifth of the time that `array` takes for a tuple
+            return array("q", struct.pack(f"{len(tokens)}q", *tokens))
+        except struct.error:
+            pass  # `array` says what is wrong
+    return array("q", tokens)
 
 
 def _check(condition: bool, name: str, value: object, accepted: str) -> None:
@@ -373,7 +384,7 @@ class Request:
     def token_array(self) -> array[int]:
         """`tokens` as int64, made once to avoid conversions; must not be modified. Raises
         OverflowError where one does not fit."""
-        return array("q", self.tokens)
+        return int64_array(self.tokens)
 
     @property
     def goes_on_elsewhere(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,9 @@ class CopyRun:
     slots: frozenset[int]
     wait: Callable[[], None]
 
-    def precedes(self, other: Sequence[PageCopy]) -> bool:
-        """Whether one of the others uses a page or slot of these."""
-        return any(copy.page in self.pages or copy.slot in self.slots for copy in other)
+    def uses(self, pages: frozenset[int], slots: frozenset[int]) -> bool:
+        """Whether it has one of these pages or slots."""
+        return not (self.pages.isdisjoint(pages) and self.slots.isdisjoint(slots))
 
 
 class LayersToCome:
@@ -98,20 +99,27 @@ class HostMemory:
         started: set[bool] = set()
         for to_host, found in groupby(copies, key=lambda copy: copy.to_host):
             run = list(found)
-            before = self._before(to_host, run)
+            pages = frozenset(copy.page for copy in run)
+            slots = frozenset(copy.slot for copy in run)
+            before = self._before(to_host, pages, slots)
             work = partial(self._copy, to_host, run, before)
             groups: deque[tuple[int, Callable[[], None]]] = deque()
             read = by_layer and not to_host
             if read and self.mover.reads_host:
                 work = partial(self._read_layers, run, before, groups)
-            wait = self._begin(work, to_host, run, to_host not in started)
+            wait = self._begin(work, to_host, pages, slots, to_host not in started)
             started.add(to_host)
             if read:
                 coming.groups.append(groups or deque([(0, wait)]))
         return coming
 
     def _begin(
-        self, work: Callable[[], None], to_host: bool, copies: Sequence[PageCopy], first: bool
+        self,
+        work: Callable[[], None],
+        to_host: bool,
+        pages: frozenset[int],
+        slots: frozenset[int],
+        first: bool,
     ) -> Callable[[], None]:
         """Start a run and note it, also one that an interrupt leaves half started. first: of its
         direction in this call of `start`. Returns the wait for its end."""
@@ -120,18 +128,19 @@ class HostMemory:
             wait = self.platform.beside(work, int(to_host))
         finally:
             end = self.platform.beside(lambda: None, int(to_host)) if wait is None else wait
-            pages = frozenset(copy.page for copy in copies)
-            run = CopyRun(pages, frozenset(copy.slot for copy in copies), end)
+            run = CopyRun(pages, slots, end)
             if first:
                 self.running[to_host].append([run])
             else:
                 self.running[to_host][-1].append(run)
         return wait
 
-    def _before(self, to_host: bool, copies: Sequence[PageCopy]) -> Callable[[], None] | None:
-        """A wait for the last run of the other direction that these must follow."""
+    def _before(
+        self, to_host: bool, pages: frozenset[int], slots: frozenset[int]
+    ) -> Callable[[], None] | None:
+        """A wait for the last run of the other direction that copies of these must follow."""
         others = [run for runs in self.running[not to_host] for run in runs]
-        return next((run.wait for run in reversed(others) if run.precedes(copies)), None)
+        return next((run.wait for run in reversed(others) if run.uses(pages, slots)), None)
 
     def settle(self, ins: int | None = 0, outs: int | None = 0) -> None:
         """Make later launches wait for copies, except of the last `ins` calls of `start` that had
@@ -177,8 +186,9 @@ class HostMemory:
         would be too small for the copy engine, behind which a step's other data would queue."""
         if before is not None:
             before()
-        where = [(copy.page, self._address(copy.slot)) for copy in copies]
-        pages, addresses = self.platform.to_device(torch.tensor(where).T.contiguous())
+        where = [copy.page for copy in copies] + [self._address(copy.slot) for copy in copies]
+        places = torch.from_numpy(np.array(where, np.int64).reshape(2, -1))
+        pages, addresses = self.platform.to_device(places)
         layers = len(self.first_planes) - 1
         cuts = range(0, layers, -(-layers // LAYER_GROUPS))
         for first, end in pairwise([*cuts, layers]):

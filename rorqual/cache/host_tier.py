@@ -7,7 +7,7 @@ order in which every rank must do them, and the scheduler output carries them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rorqual.cache.events import CacheEvents
@@ -132,14 +132,15 @@ class HostTier:
             self.events.host_removed(key)
         return slot
 
-    def copy_in(self, key: bytes, page: int) -> None:
-        """Copy a page in; host memory keeps it too."""
+    def copy_in(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Copy pages with these keys in; host memory keeps them too."""
         assert self.planning, "copies belong to a step"
-        assert self.in_left, "a step copies only so much"
-        self.in_left -= 1
-        self.slots.move_to_end(key)
-        self.copies.append(PageCopy(page, self.slots[key], False))
-        self.pages_in += 1
+        assert len(keys) <= self.in_left, "a step copies only so much"
+        self.in_left -= len(keys)
+        self.pages_in += len(keys)
+        for key, page in zip(keys, pages, strict=True):
+            self.slots.move_to_end(key)
+            self.copies.append(PageCopy(page, self.slots[key], False))
 
     def given(self, page: int) -> None:
         """A request of the step being scheduled will write to the page."""

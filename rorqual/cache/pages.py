@@ -37,8 +37,13 @@ class PageAllocator:
         return pages
 
     def hold(self, page: int) -> None:
-        assert self.holders[page] > 0, "a free page cannot be held"
-        self.holders[page] += 1
+        self.hold_many((page,))
+
+    def hold_many(self, pages: Sequence[int]) -> None:
+        holders = self.holders
+        for page in pages:
+            assert holders[page] > 0, "a free page cannot be held"
+            holders[page] += 1
 
     def release(self, page: int) -> None:
         self.release_many((page,))

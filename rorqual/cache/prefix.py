@@ -9,13 +9,16 @@ pages that only the cache holds can be evicted. No torch.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from rorqual.cache.events import CacheEvents
 from rorqual.cache.host_tier import HostTier
 from rorqual.cache.pages import PageAllocator
+from rorqual.request import int64_array
+
+TOKEN_BYTES = 8
 
 
 def root_key(salt: str = "") -> bytes:
@@ -23,12 +26,12 @@ def root_key(salt: str = "") -> bytes:
 
 
 def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
+    return hashlib.sha256(previous + int64_array(tokens).tobytes()).digest()
 
 
 def tail_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     """Key of a partial page; never equal to a full page's key."""
-    return hashlib.sha256(b"tail\0" + previous + array("q", tokens).tobytes()).digest()
+    return hashlib.sha256(b"tail\0" + previous + int64_array(tokens).tobytes()).digest()
 
 
 def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
@@ -42,11 +45,29 @@ def chain_keys(
 ) -> list[bytes]:
     """Keys of a prompt's first `count` pages of `page_size` tokens."""
     keys: list[bytes] = []
-    key = root_key(salt)
-    for start in range(0, count * page_size, page_size):
-        key = next_key(key, tokens[start : start + page_size + lookahead])
-        keys.append(key)
+    extend_keys(keys, tokens, salt, page_size, lookahead, count)
     return keys
+
+
+def extend_keys(
+    keys: list[bytes],
+    tokens: Sequence[int],
+    salt: str,
+    page_size: int,
+    lookahead: int,
+    count: int,
+) -> None:
+    """Append to the keys of a prompt's first pages until there are `count`: each as `next_key`, but
+    without a call and a conversion for each."""
+    first = len(keys) * page_size
+    data = int64_array(tokens[first : count * page_size + lookahead]).tobytes()
+    key = keys[-1] if keys else root_key(salt)
+    digest = hashlib.sha256
+    step = page_size * TOKEN_BYTES
+    covered = step + lookahead * TOKEN_BYTES
+    for start in range(0, (count * page_size - first) * TOKEN_BYTES, step):
+        key = digest(key + data[start : start + covered]).digest()
+        keys.append(key)
 
 
 def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) -> list[bytes]:
@@ -107,36 +128,33 @@ class PrefixCache:
         self, tokens: Sequence[int], salt: str = "", known: list[bytes] | None = None
     ) -> tuple[list[int], bytes]:
         """Pages of the longest cached prefix that leaves at least one token to compute, now held
-        for the caller, and its key. known: see `following`."""
-        key = root_key(salt)
+        for the caller, and its key. known: see `keys_of`."""
+        keys = self.keys_of(tokens, salt, known)
         pages: list[int] = []
-        while (candidate := self.following(tokens, len(pages), key, known)) is not None:
-            page = self.pages.get(candidate)
+        for key in keys:
+            page = self.pages.get(key)
             if page is None:
                 break
-            self.hold(page)
             pages.append(page)
-            key = candidate
-        return pages, key
+            self.idle.pop(page, None)
+        self.allocator.hold_many(pages)
+        return pages, keys[len(pages) - 1] if pages else root_key(salt)
 
-    def following(
-        self,
-        tokens: Sequence[int],
-        page: int,
-        previous: bytes,
-        known: list[bytes] | None = None,
-    ) -> bytes | None:
-        """The key under which `match` looks up a sequence's page number `page`; None where it would
-        not. known: keys of the sequence's first pages, which this extends, so that a long prompt is
-        hashed once however often it is looked up."""
-        if not self.enabled or page >= self.full_pages(len(tokens)):
-            return None
-        if known is not None and page < len(known):
-            return known[page]
-        key = self.key_after(previous, self.covered(tokens, page))
-        if known is not None and page == len(known):
-            known.append(key)
-        return key
+    def keys_of(
+        self, tokens: Sequence[int], salt: str, known: list[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """The keys under which `match` looks up a sequence's pages. known: those of its first
+        pages, which this extends, so that a long prompt is hashed once however often it is looked
+        up."""
+        count = max(0, self.full_pages(len(tokens))) if self.enabled else 0
+        keys = [] if known is None else known
+        if len(keys) < count:
+            self.add_keys(keys, tokens, salt, count)
+        return keys[:count] if len(keys) > count else keys
+
+    def add_keys(self, keys: list[bytes], tokens: Sequence[int], salt: str, count: int) -> None:
+        """See extend_keys. The same keys as by `key_after`, one after the other."""
+        extend_keys(keys, tokens, salt, self.page_size, self.lookahead, count)
 
     def key_after(self, previous: bytes, tokens: Sequence[int]) -> bytes:
         """Key of a page that holds `tokens`, after the page with key `previous`."""
@@ -218,24 +236,14 @@ class PrefixCache:
             del self.uncopied[page]
 
     def in_host(
-        self,
-        tokens: Sequence[int],
-        page: int,
-        previous: bytes,
-        known: list[bytes] | None = None,
+        self, tokens: Sequence[int], page: int, salt: str, known: list[bytes] | None = None
     ) -> list[bytes]:
         """Keys of a sequence's consecutive pages in host memory, from page number `page` on. known:
-        see `following`."""
-        keys: list[bytes] = []
+        see `keys_of`."""
         if self.host is None or not self.host.slots:
-            return keys
-        key = previous
-        while (found := self.following(tokens, page + len(keys), key, known)) is not None:
-            if found not in self.host.slots:
-                break
-            keys.append(found)
-            key = found
-        return keys
+            return []
+        keys = self.keys_of(tokens, salt, known)[page:]
+        return list(takewhile(self.host.slots.__contains__, keys))
 
     def _remove(self, page: int) -> None:
         key = self.keys.pop(page)

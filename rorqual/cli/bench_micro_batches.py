@@ -64,8 +64,10 @@ def bench_micro_batches(
     )
     try:
         cells = bench.run(llm.engine, sizes, lambda line: typer.echo(line, err=True))
-        bench.print_table(cells)
+        gbits = llm.engine.config.slow_link_gbits
+        bench.print_table(cells, gbits)
         if json_file:
-            write_output(json_file, bench.as_json(cells, llm.engine.worker.step_times) + "\n")
+            found = bench.as_json(cells, llm.engine.worker.step_times, gbits)
+            write_output(json_file, found + "\n")
     finally:
         llm.engine.close()

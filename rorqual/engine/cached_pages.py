@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rorqual.cache.prefix import PrefixCache, chain_keys, next_key, root_key
+from rorqual.cache.prefix import PrefixCache, next_key, root_key
 from rorqual.engine.engine import Engine
 
 
@@ -34,25 +34,33 @@ class CachedPages:
     def prefixes(self) -> list[PrefixCache]:
         return [scheduler.prefix for scheduler in self.engine.scheduler.schedulers]
 
-    def count(self, dp_rank: int, tokens: Sequence[int], salt: str) -> int:
+    def count(
+        self, dp_rank: int, tokens: Sequence[int], salt: str, known: list[bytes] | None = None
+    ) -> int:
         """How many pages of a prompt are cached, on the device or in host memory, from which the
         scheduler loads them once the request is queued. The last, partial page counts where all
         others are cached and a request could use it. Marks those in host memory as most recently
-        used."""
+        used. known: see PrefixCache.keys_of."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
-            kept = self._kept(prefix, tokens, salt)
+            kept = self._kept(prefix, tokens, salt, known)
             prefix.release(kept.held)
         full = kept.count == prefix.full_pages(len(tokens))
         return kept.count + (full and prefix.is_free_tail(prefix.tail(tokens, kept.key)))
 
-    def _kept(self, prefix: PrefixCache, tokens: Sequence[int], salt: str) -> KeptPages:
+    def _kept(
+        self,
+        prefix: PrefixCache,
+        tokens: Sequence[int],
+        salt: str,
+        known: list[bytes] | None = None,
+    ) -> KeptPages:
         held: list[int] = []
         in_host: list[bytes] = []
         slots = prefix.host.slots if prefix.host is not None else {}
         key = root_key(salt)
         count = 0
-        while (found := prefix.following(tokens, count, key)) is not None:
+        for found in prefix.keys_of(tokens, salt, known):
             page = prefix.pages.get(found)
             if page is not None:
                 prefix.hold(page)
@@ -74,12 +82,13 @@ class CachedPages:
         """The data-parallel rank that has most of a prompt's pages, and these pages by key, held
         for the caller; includes a partial last page. following: the known tokens after the
         prompt."""
-        counts = [self.count(rank, tokens, salt) for rank in range(len(self.prefixes))]
+        known: list[bytes] = []  # the ranks' caches differ in their pages, not in their keys
+        counts = [self.count(rank, tokens, salt, known) for rank in range(len(self.prefixes))]
         dp_rank = counts.index(max(counts))
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
-            pages, _ = prefix.match(tokens, salt)
-        keys = chain_keys(tokens, salt, prefix.page_size, prefix.lookahead, len(pages))
+            pages, _ = prefix.match(tokens, salt, known)
+        keys = known[: len(pages)]
         found = dict(zip(keys, pages, strict=True))
         if len(pages) == prefix.full_pages(len(tokens)):
             found.update(self.hold_tail(dp_rank, tokens, salt, keys, following))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from functools import partial
@@ -325,6 +326,11 @@ class EngineConfig:
         "of its own rows, or nothing. For benchmarks with random weights; --max-num-seqs are its "
         "own.",
     )
+    slow_link_gbits: float = _parallel(
+        0.0,
+        "For benchmarks on GPUs, with --no-p2p-memory: what a rank sends by collectives starts as "
+        "much later as it would take on a link of so many Gbit/s.",
+    )
     watchdog_seconds: float = _parallel(
         60.0, "A rank silent for so long, or a collective that takes longer, ends the engine."
     )
@@ -642,6 +648,13 @@ class EngineConfig:
                 )
 
     def _check_launch(self) -> None:
+        if not 0 <= self.slow_link_gbits < math.inf:
+            raise ConfigError(f"slow_link_gbits={self.slow_link_gbits}; accepted: 0 or more")
+        if self.slow_link_gbits and (self.p2p_memory or self.parallel.is_single):
+            raise ConfigError(
+                "slow_link_gbits needs several ranks and p2p_memory=False: steps over shared "
+                "memory send nothing"
+            )
         if self.single_rank_bench and (
             self.weights != "random" or self.launcher != "local" or self.pp > 1
         ):

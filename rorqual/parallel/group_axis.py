@@ -3,7 +3,8 @@ calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,47 @@ from rorqual.parallel.collectives import (
     PendingCollective,
     Ready,
 )
-from rorqual.parallel.comm_counters import Traffic
+from rorqual.parallel.comm_counters import Traffic, bytes_sent
 from rorqual.parallel.shard import Shard
 
 # torch 2.13 renames these two and warns about the old names
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LEAST_SECONDS = 5e-6  # shorter delays are added to the next message's: each takes a launch
+
+
+class SlowLink:
+    """An imitated slow link of a GPU, for benchmarks of overlap: what this rank sends starts later,
+    by the time that its bytes would take on such a link, one message after the other. gbits: Gbit/s
+    of what leaves this rank. All of its axes share the link.
+
+    Messages then travel as they do otherwise, and must be fast compared with the link. Unlike
+    NCCL's own programs, which copy more slowly while kernels use the memory, and unlike sockets,
+    whose bytes are copied by processors, it takes the same time whatever else runs."""
+
+    def __init__(self, gbits: float, device: torch.device):
+        self.seconds = 8e-9 / gbits  # of a byte
+        self.stream = torch.cuda.Stream(device)
+        self.device = device
+        self.owed = 0.0
+
+    @contextmanager
+    def carries(self, count: int, waits: bool = False) -> Iterator[None]:
+        """Messages of `count` bytes are launched in this context. waits: what is launched after it
+        waits for them."""
+        from rorqual.ops.triton.comm.delay import delay
+
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self.owed += count * self.seconds
+            if self.owed >= LEAST_SECONDS:
+                delay(self.owed)
+                self.owed = 0.0
+            yield
+        if waits:
+            current.wait_stream(self.stream)
 
 
 class Started:
@@ -57,6 +93,7 @@ class GroupAxis:
         self.last_call = ""
         self.sent: list[tuple[dist.Work, Tensor]] = []
         self.watched: list[dist.Work] | None = None
+        self.link: SlowLink | None = None  # imitated
 
     def _started(self, work: dist.Work, finish: Callable[[], Tensor]) -> Started:
         if self.watched is not None:
@@ -78,6 +115,13 @@ class GroupAxis:
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
+    def sending(self, call: str, message: int, waits: bool = False) -> AbstractContextManager[None]:
+        """Count a collective that is launched in this context. waits: see SlowLink."""
+        self.count(call, message)
+        if self.link is None:
+            return nullcontext()
+        return self.link.carries(bytes_sent(call, message, self.size), waits)
+
     def abort(self) -> None:
         """Abort NCCL collectives. A gloo call ends by itself when a peer exits, or at its
         timeout."""
@@ -91,9 +135,9 @@ class GroupAxis:
         if torch.compiler.is_compiling():
             return functional.all_reduce(x.contiguous(), "sum", self.group_name)
         if x.numel():
-            self.count("all_reduce", x.nbytes)
             x = x.contiguous()
-            dist.all_reduce(x, group=self.group)
+            with self.sending("all_reduce", x.nbytes, waits=True):
+                dist.all_reduce(x, group=self.group)
         return x
 
     def add_norm(
@@ -120,9 +164,9 @@ class GroupAxis:
         if torch.compiler.is_compiling():
             traced = functional.reduce_scatter_tensor(padded, "sum", 0, self.group_name)
             return Ready(traced if own == most else traced[:own])
-        self.count("reduce_scatter", padded.nbytes)
         out = x.new_empty(most, *x.shape[1:])
-        work = _scatter(out, padded, group=self.group, async_op=True)
+        with self.sending("reduce_scatter", padded.nbytes):
+            work = _scatter(out, padded, group=self.group, async_op=True)
         return self._started(work, lambda: out if own == most else out[:own])
 
     def _longest(self, counts: Sequence[int] | None, each: int) -> tuple[int, bool]:
@@ -144,8 +188,8 @@ class GroupAxis:
             traced = functional.all_gather_tensor(own, 0, self.group_name)
             return Ready(traced if even or counts is None else _trimmed(traced, counts, most))
         out = x.new_empty(self.size * most, *x.shape[1:])
-        self.count("all_gather", out.nbytes)
-        work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
+        with self.sending("all_gather", out.nbytes):
+            work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
         return self._started(
             work, lambda: out if even or counts is None else _trimmed(out, counts, most)
         )
@@ -164,12 +208,12 @@ class GroupAxis:
     ) -> PendingCollective:
         assert sum(send) == x.shape[0], (tuple(send), x.shape)
         row = x[:1].nbytes if x.shape[0] else 0
-        self.count("all_to_all", (x.shape[0] - send[self.rank]) * row)
         out = x.new_empty(sum(receive), *x.shape[1:])
         bits = _bits(x.contiguous())
-        work = dist.all_to_all_single(
-            _bits(out), bits, list(receive), list(send), group=self.group, async_op=True
-        )
+        with self.sending("all_to_all", (x.shape[0] - send[self.rank]) * row):
+            work = dist.all_to_all_single(
+                _bits(out), bits, list(receive), list(send), group=self.group, async_op=True
+            )
         return self._started(work, lambda: out)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
@@ -181,16 +225,15 @@ class GroupAxis:
             return Ready(x)
         if torch.compiler.is_compiling():
             return Ready(functional.all_to_all_single(x.contiguous(), None, None, self.group_name))
-        self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(
-            _bits(out), _bits(x.contiguous()), group=self.group, async_op=True
-        )
+        bits = _bits(x.contiguous())
+        with self.sending("all_to_all", x.nbytes * (self.size - 1) // self.size):
+            work = dist.all_to_all_single(_bits(out), bits, group=self.group, async_op=True)
         return self._started(work, lambda: out)
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
-        self.count("broadcast", x.nbytes)
-        work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
+        with self.sending("broadcast", x.nbytes):
+            work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
         assert work is not None, "this rank is part of the group"
         return self._started(work, lambda: x)
 
@@ -199,12 +242,12 @@ class GroupAxis:
     def send(self, x: Tensor, to: int) -> None:
         if not x.numel():
             return
-        self.count("send", x.nbytes)
         x = x.contiguous()
         # the event of a send during capture cannot be queried
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
-        work = dist.isend(x, self.ranks[to], group=self.group)
+        with self.sending("send", x.nbytes):
+            work = dist.isend(x, self.ranks[to], group=self.group)
         assert work is not None, "this rank is part of the group"
         self.sent.append((work, x))  # x must live until the send is done
 

@@ -35,7 +35,7 @@ from rorqual.errors import ConfigError
 from rorqual.parallel.collectives import Axis, NullAxis
 from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
 from rorqual.parallel.fake_axis import FakeAxis
-from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.group_axis import GroupAxis, SlowLink
 from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
 from rorqual.parallel.shard import Shard
@@ -209,6 +209,12 @@ class Mesh:
     @property
     def last_stage(self) -> bool:
         return self.pp_rank == self.sizes.pp - 1
+
+    def slow_down(self, link: SlowLink) -> None:
+        """For benchmarks: this rank's collectives leave by such a link."""
+        for axis in self.axes.values():
+            if isinstance(axis, GroupAxis):
+                axis.link = link
 
     def allreduce_backend(
         self,

@@ -6,17 +6,24 @@ from typing import Any
 
 import pytest
 
-from rorqual.cache.prefix import PrefixCache
+from rorqual.cache import prefix
 
 
 def counted_keys(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The keys that are computed from now on."""
     computed: list[bytes] = []
-    key_after = PrefixCache.key_after
+    key_after = prefix.PrefixCache.key_after
+    extend_keys = prefix.extend_keys
 
-    def counted(self: PrefixCache, *given: Any) -> bytes:
+    def counted(self: prefix.PrefixCache, *given: Any) -> bytes:
         computed.append(key_after(self, *given))
         return computed[-1]
 
-    monkeypatch.setattr(PrefixCache, "key_after", counted)
+    def extended(keys: list[bytes], *given: Any) -> None:
+        before = len(keys)
+        extend_keys(keys, *given)
+        computed.extend(keys[before:])
+
+    monkeypatch.setattr(prefix.PrefixCache, "key_after", counted)
+    monkeypatch.setattr(prefix, "extend_keys", extended)
     return computed

@@ -245,6 +245,15 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
             ["bench", "offline", "--tp", "2", "--single-rank-bench"],
             "single_rank_bench needs weights='random'",
         ),
+        (["generate", "--tp", "2", "--slow-link-gbits", "50"], "p2p_memory=False"),
+        (["generate", "--slow-link-gbits", "-1"], "accepted: 0 or more"),
+        (
+            [
+                *("generate", "--tp", "2", "--device", "cpu", "--slow-link-gbits", "50"),
+                "--no-p2p-memory",
+            ],
+            "slow_link_gbits is for GPUs",
+        ),
         (
             [
                 "bench",

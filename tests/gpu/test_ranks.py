@@ -69,6 +69,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
     {"dp": 2, "ep": 2, "micro_batches": 3, "exchange": "low_latency", "p2p_memory": False},
     {"dp": 2, "ep": 2, "micro_batches": 2, "exchange": "alltoall"},
+    {"dp": 2, "ep": 2, "micro_batches": 2, "p2p_memory": False, "slow_link_gbits": 1.0},
+    {"tp": 2, "p2p_memory": False, "slow_link_gbits": 1.0},
     {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"tp": 2, "pp": 2},
     {"tp": 4, "num_speculative_tokens": 2},

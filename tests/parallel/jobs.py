@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,7 @@ from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
-from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.group_axis import GroupAxis, SlowLink
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 from rorqual.parallel.p2p_memory import run_on_all_ranks
@@ -118,6 +119,18 @@ def model_of(
     )
     load_weights(model, Path(folder)) if seed is None else random_weights(model, seed)
     return model
+
+
+class NotedLink(SlowLink):
+    """Counts bytes and delays nothing."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    @contextmanager
+    def carries(self, count: int, waits: bool = False) -> Iterator[None]:
+        self.bytes += count
+        yield
 
 
 def traffic(mesh: Mesh) -> dict[str, dict[str, int]]:
@@ -270,6 +283,8 @@ def count_bytes(
     of the first rank, and how many calls there were."""
     model = model_of(sizes, world, folder, seed=0)
     mesh = model.mesh
+    link = NotedLink()
+    mesh.slow_down(link)
     driver = RankDriver(model, len(prompts), max(lengths))
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     expected = {}
@@ -292,7 +307,13 @@ def count_bytes(
                 ),
             )
     calls = sum(sum(axis.traffic.calls.values()) for axis in mesh.axes.values())
-    return {"counted": traffic(mesh), "expected": expected, "planned": step, "calls": calls}
+    return {
+        "counted": traffic(mesh),
+        "expected": expected,
+        "planned": step,
+        "calls": calls,
+        "carried": link.bytes,
+    }
 
 
 def add(sums: dict[str, dict[str, int]], found: Iterable[tuple[str, str, int]]) -> None:

@@ -84,6 +84,8 @@ def test_counted_bytes_are_the_expected_ones(
     )
     for rank, found in enumerate(results):
         assert found["counted"] == found["expected"], rank
+        total = sum(sum(calls.values()) for calls in found["counted"].values())
+        assert found["carried"] == total, "what an imitated link would carry"
     assert any(found["counted"] for found in results)
     # the planner knows one rank's tokens, and those of all others together
     if sizes.get("dp", 1) <= 2 and sizes.get("pp", 1) == 1:
@@ -98,7 +100,8 @@ def test_data_parallel_attention_and_dense_layers_call_nothing(
     makes a single collective call."""
     given = {"folder": str(folder_of("v3-all-dense")), "prompts": PROMPTS, "lengths": LENGTHS}
     for found in pool.run("count_bytes", world, sizes={"dp": world}, **given):
-        assert found == {"counted": {}, "expected": {}, "planned": {}, "calls": 0}
+        nothing = {"counted": {}, "expected": {}, "planned": {}, "calls": 0, "carried": 0}
+        assert found == nothing
     assert (
         pool.run("count_bytes", world, sizes={"dp": world, "dense_tp": world}, **given)[0]["calls"]
         > 0

@@ -273,11 +273,13 @@ def _draw(engine: Engine, count: int, seed: int) -> list[int]:
 # ---- report
 
 
-def print_table(cells: Sequence[Cell]) -> None:
+def print_table(cells: Sequence[Cell], gbits: float = 0.0) -> None:
+    """gbits: of an imitated slow link."""
     fixed = [str(count) for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)]
+    link = f" (an imitated link of {gbits:g} Gbit/s)" if gbits else ""
     table = Table(
-        title="tokens/s of all ranks, medians; x: median of the ratios to 1 part within a repeat, "
-        "± half between its quartiles"
+        title=f"tokens/s of all ranks{link}, medians; x: median of the ratios to 1 part within a "
+        "repeat, ± half between its quartiles"
     )
     heads = ["phase", "tokens a rank", "wire / compute", *fixed, AUTO]
     more = ["auto took", "predicted x", "auto x", "auto / best fixed", "permitted x", "share"]
@@ -338,8 +340,9 @@ def _row(cell: Cell, fixed: Sequence[str]) -> list[str]:
     ]
 
 
-def as_json(cells: Sequence[Cell], times: StepTimes) -> str:
+def as_json(cells: Sequence[Cell], times: StepTimes, gbits: float = 0.0) -> str:
     data = {
+        "slow_link_gbits": gbits,
         "cells": [asdict(cell) for cell in cells],
         "measured": json.loads(times.as_json()),
         "meta": client_facts(("torch",)),

@@ -75,6 +75,7 @@ from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import captured_prompt_tokens, possible_exchanges
 from rorqual.parallel.exchange_select import captures_decode
+from rorqual.parallel.group_axis import SlowLink
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
@@ -171,6 +172,12 @@ class Worker:
         self.simulated = simulated_loads(config, self.model_config)
         if config.expert_balance == "forced" and mesh.rank == 0:
             log.warning("expert_balance=forced: routers are not obeyed, and tokens mean nothing")
+        if config.slow_link_gbits:
+            if platform.name != "cuda":
+                raise ConfigError("slow_link_gbits is for GPUs")
+            mesh.slow_down(SlowLink(config.slow_link_gbits, platform.device))
+            if mesh.rank == 0:
+                log.warning("slow_link_gbits=%g: collectives are delayed", config.slow_link_gbits)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
         if platform.name == "npu":

@@ -172,9 +172,9 @@ class DataParallelScheduler:
         prefix = rank.prefix
         if not (prefix.pages or prefix.host) or request.params.prompt_logprobs is not None:
             return 0
-        pages, key = prefix.match(tokens, request.cache_salt, keys)
+        pages, _ = prefix.match(tokens, request.cache_salt, keys)
         prefix.release(pages)
-        pages_in_host = len(prefix.in_host(tokens, len(pages), key, keys))
+        pages_in_host = len(prefix.in_host(tokens, len(pages), request.cache_salt, keys))
         return (len(pages) + pages_in_host) * self.config.page_size
 
     def abort(self, request_id: str) -> Sequence | None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.sequence import Sequence
@@ -78,7 +78,8 @@ class HostLoads:
         if not sequence.host_asked:
             sequence.host_asked = True
             host.queries += len(tokens) - len(pages) * self.prefix.page_size
-        keys = self.prefix.in_host(tokens, len(pages), key, sequence.page_keys)
+        salt = sequence.request.cache_salt
+        keys = self.prefix.in_host(tokens, len(pages), salt, sequence.page_keys)
         if not keys:
             return False
         if keys[0] in self.coming:
@@ -150,21 +151,21 @@ class HostLoads:
         prefix = self.prefix
         host = prefix.host
         assert host is not None
-        before = len(self.notes)
-        while load.keys and host.in_left:
-            key = load.keys[0]
-            if key not in host.slots:  # evicted as the oldest; the rest is computed
-                self._cancel(load)
-                break
-            page = load.pages[load.next]
-            host.copy_in(key, page)
-            host.hits += prefix.page_size
-            tokens = prefix.covered(load.sequence.tokens, load.next)
+        wanted = list(islice(load.keys, host.in_left))
+        keys = list(takewhile(host.slots.__contains__, wanted))
+        pages = load.pages[load.next : load.next + len(keys)]
+        host.copy_in(keys, pages)
+        host.hits += len(keys) * prefix.page_size
+        told = prefix.events is not None  # else nobody asks for the tokens
+        for key, page in zip(keys, pages, strict=True):
+            tokens = prefix.covered(load.sequence.tokens, load.next) if told else ()
             self.notes.append((load.previous, tokens, page, key))
             load.previous = key
             load.next += 1
             load.keys.popleft()
-        return len(self.notes) - before
+        if len(keys) < len(wanted):  # evicted as the oldest; the rest is computed
+            self._cancel(load)
+        return len(keys)
 
     def _cancel(self, load: Load) -> None:
         self.coming.difference_update(load.keys)

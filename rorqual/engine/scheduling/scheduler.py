@@ -549,7 +549,8 @@ class Scheduler:
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available:  # where nothing runs, other engines hold pages
             self.prefix.release(pages)
-            wanted = self.prefix.following(reusable, len(pages), key, known_keys)
+            keys = self.prefix.keys_of(reusable, sequence.request.cache_salt, known_keys)
+            wanted = keys[len(pages)] if len(pages) < len(keys) else None
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
@@ -804,9 +805,11 @@ class Scheduler:
         if full <= sequence.num_hashed_pages:
             return
         new = range(sequence.num_hashed_pages, full) if self.prefix.enabled else ()
+        keys = sequence.page_keys
         for i in new:
+            key = keys[i] if i < len(keys) else None
             sequence.key = self.prefix.insert(
-                sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i]
+                sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i], key
             )
         sequence.num_hashed_pages = full
         sequence.next_hash = (full + 1) * size

@@ -112,6 +112,7 @@ class Sequence:
         self.num_hashed_pages = self.max_extra_tokens = self.next_hash = self.reserved = 0
         self.num_scored = len(self.prompt_logprobs)
         self.key = b""
+        self.page_keys = []  # tokens may have been taken back
         self.host_asked = False
 
     @property

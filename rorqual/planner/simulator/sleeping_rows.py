@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as ReadOnly
 
-from rorqual.cache.prefix import PrefixCache
+from rorqual.cache.prefix import PrefixCache, root_key
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import SchedulerOutput
 from rorqual.engine.scheduling.sequence import Sequence
@@ -28,6 +28,12 @@ class QuickPrefixCache(PrefixCache):
     def key_after(self, previous: bytes, tokens: ReadOnly[int]) -> bytes:
         before = int.from_bytes(previous[:8], "little")
         return hash((before, *tokens)).to_bytes(8, "little", signed=True)
+
+    def add_keys(self, keys: list[bytes], tokens: ReadOnly[int], salt: str, count: int) -> None:
+        key = keys[-1] if keys else root_key(salt)
+        for page in range(len(keys), count):
+            key = self.key_after(key, self.covered(tokens, page))
+            keys.append(key)
 
 
 class SleepingScheduler(Scheduler):
