@@ -45,7 +45,7 @@ INLINE void pair_sums(const bf16 *w, int64_t ldw, const bf16 *x, int64_t ldx, in
         sp column[N];
         UNROLLED for (int n = 0; n < N; n++) column[n] = pairs_at(x + n * ldx + i);
         UNROLLED for (int r = 0; r < R; r++) {
-            if (r < P) __builtin_prefetch(next + r * ldw + i);
+            if (r < P) ASK_FOR(next + r * ldw + i);
             sp mine = pairs_at(w + r * ldw + i);
             UNROLLED for (int n = 0; n < N; n++) acc[r][n] = add_pairs(acc[r][n], mine, column[n]);
         }
@@ -67,7 +67,7 @@ INLINE void pair_stream(const bf16 *w, int64_t ldw, const bf16 *x, int64_t k, fl
         for (; i + PAIR <= k; i += PAIR) {
             sp column = pairs_at(x + i);
             UNROLLED for (int r = 0; r < 2; r++) {
-                __builtin_prefetch(later + 2 * i + r * PAIR);
+                ASK_FOR(later + 2 * i + r * PAIR);
                 acc[half + r][0] = add_pairs(acc[half + r][0], pairs_at(mine + r * ldw + i), column);
             }
         }

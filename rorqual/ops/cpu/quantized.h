@@ -115,7 +115,7 @@ struct Int8 {
                 sb mine[R];
                 UNROLLED for (int r = 0; r < R; r++) {
                     mine[r] = fetch<sb>(w + r * k + i);
-                    __builtin_prefetch(w + STREAM_AHEAD + i * R + r * BYTES);
+                    ASK_FOR(w + STREAM_AHEAD + i * R + r * BYTES);
                 }
                 add<R, N>(sums, mine, in, ld, i);
             }

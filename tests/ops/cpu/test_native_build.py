@@ -126,6 +126,42 @@ def test_amx_is_compiled_as_its_instructions(tmp_path: Path) -> None:
         assert word in run.stdout, word
 
 
+def test_the_first_cache_is_the_systems(tmp_path: Path) -> None:
+    assert native.first_cache(tmp_path / "nowhere") == 0
+    for place, words in enumerate((("1", "Instruction", "64K"), ("1", "Data", "48K"))):
+        folder = tmp_path / f"index{place}"
+        folder.mkdir()
+        for name, word in zip(("level", "type", "size"), words, strict=True):
+            (folder / name).write_text(f"{word}\n")
+    assert native.first_cache(tmp_path) == 48 << 10
+    (tmp_path / "index1" / "size").write_text("much\n")
+    assert native.first_cache(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("processor", "kilobytes", "second"),
+    [
+        ("cooperlake", 32, True),
+        ("cooperlake", 48, False),
+        ("cooperlake", 0, False),
+        ("haswell", 32, False),
+    ],
+)
+def test_a_small_first_cache_is_spared(processor: str, kilobytes: int, second: bool) -> None:
+    """What is read later is asked for in the second cache, on processors with AVX512-BF16."""
+    compiler = native.compiler()
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    assert f"-DFIRST_CACHE={native.first_cache()}" in native.FLAGS
+    flags = [flag.replace("native", processor) for flag in native.FLAGS]
+    flags.append(f"-DFIRST_CACHE={kilobytes << 10}")
+    run = subprocess.run(
+        [compiler, *flags, "-E", str(native.SOURCE)], capture_output=True, text=True, check=True
+    )
+    hints = set(re.findall(r"__builtin_prefetch\(w \+ STREAM_AHEAD [^;]*?(, 0, 2)?\)", run.stdout))
+    assert hints == {", 0, 2" if second else ""}
+
+
 @pytest.mark.parametrize("vectors", ["avx512", "avx2", "neon", "plain"])
 def test_no_constant_is_defined_twice_for_any_processor(vectors: str) -> None:
     """Compilers for other processors are rarely there to say so."""
