@@ -24,16 +24,28 @@ MOST_RUNNING = 16  # calls of `start` that nothing waits for; older ones are wai
 
 
 @dataclass(frozen=True)
-class CopyRun:
-    """Copies of one direction that were started together."""
+class Places:
+    """Pages and slots that copies use."""
 
     pages: frozenset[int]
     slots: frozenset[int]
-    wait: Callable[[], None]
 
-    def uses(self, pages: frozenset[int], slots: frozenset[int]) -> bool:
-        """Whether it has one of these pages or slots."""
-        return not (self.pages.isdisjoint(pages) and self.slots.isdisjoint(slots))
+    @staticmethod
+    def of(copies: Sequence[PageCopy]) -> Places:
+        return Places(
+            frozenset(copy.page for copy in copies), frozenset(copy.slot for copy in copies)
+        )
+
+    def meet(self, others: Places) -> bool:
+        return not (self.pages.isdisjoint(others.pages) and self.slots.isdisjoint(others.slots))
+
+
+@dataclass(frozen=True)
+class CopyRun:
+    """Copies of one direction that were started together."""
+
+    places: Places
+    wait: Callable[[], None]
 
 
 class LayersToCome:
@@ -99,27 +111,21 @@ class HostMemory:
         started: set[bool] = set()
         for to_host, found in groupby(copies, key=lambda copy: copy.to_host):
             run = list(found)
-            pages = frozenset(copy.page for copy in run)
-            slots = frozenset(copy.slot for copy in run)
-            before = self._before(to_host, pages, slots)
+            places = Places.of(run)
+            before = self._before(to_host, places)
             work = partial(self._copy, to_host, run, before)
             groups: deque[tuple[int, Callable[[], None]]] = deque()
             read = by_layer and not to_host
             if read and self.mover.reads_host:
                 work = partial(self._read_layers, run, before, groups)
-            wait = self._begin(work, to_host, pages, slots, to_host not in started)
+            wait = self._begin(work, to_host, places, to_host not in started)
             started.add(to_host)
             if read:
                 coming.groups.append(groups or deque([(0, wait)]))
         return coming
 
     def _begin(
-        self,
-        work: Callable[[], None],
-        to_host: bool,
-        pages: frozenset[int],
-        slots: frozenset[int],
-        first: bool,
+        self, work: Callable[[], None], to_host: bool, places: Places, first: bool
     ) -> Callable[[], None]:
         """Start a run and note it, also one that an interrupt leaves half started. first: of its
         direction in this call of `start`. Returns the wait for its end."""
@@ -128,19 +134,17 @@ class HostMemory:
             wait = self.platform.beside(work, int(to_host))
         finally:
             end = self.platform.beside(lambda: None, int(to_host)) if wait is None else wait
-            run = CopyRun(pages, slots, end)
+            run = CopyRun(places, end)
             if first:
                 self.running[to_host].append([run])
             else:
                 self.running[to_host][-1].append(run)
         return wait
 
-    def _before(
-        self, to_host: bool, pages: frozenset[int], slots: frozenset[int]
-    ) -> Callable[[], None] | None:
+    def _before(self, to_host: bool, places: Places) -> Callable[[], None] | None:
         """A wait for the last run of the other direction that copies of these must follow."""
         others = [run for runs in self.running[not to_host] for run in runs]
-        return next((run.wait for run in reversed(others) if run.uses(pages, slots)), None)
+        return next((run.wait for run in reversed(others) if run.places.meet(places)), None)
 
     def settle(self, ins: int | None = 0, outs: int | None = 0) -> None:
         """Make later launches wait for copies, except of the last `ins` calls of `start` that had

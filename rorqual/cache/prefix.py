@@ -40,15 +40,6 @@ def whole_pages(num_tokens: int, page_size: int, lookahead: int) -> int:
     return (num_tokens - max(1, lookahead)) // page_size
 
 
-def chain_keys(
-    tokens: Sequence[int], salt: str, page_size: int, lookahead: int, count: int
-) -> list[bytes]:
-    """Keys of a prompt's first `count` pages of `page_size` tokens."""
-    keys: list[bytes] = []
-    extend_keys(keys, tokens, salt, page_size, lookahead, count)
-    return keys
-
-
 def extend_keys(
     keys: list[bytes],
     tokens: Sequence[int],
@@ -57,8 +48,8 @@ def extend_keys(
     lookahead: int,
     count: int,
 ) -> None:
-    """Append to the keys of a prompt's first pages until there are `count`: each as `next_key`, but
-    without a call and a conversion for each."""
+    """Append to the keys of a prompt's first pages, of `page_size` tokens, until there are `count`:
+    each as `next_key`, but without a call and a conversion for each."""
     first = len(keys) * page_size
     data = int64_array(tokens[first : count * page_size + lookahead]).tobytes()
     key = keys[-1] if keys else root_key(salt)
@@ -74,7 +65,8 @@ def page_keys(tokens: Sequence[int], salt: str, page_size: int, lookahead: int) 
     """Keys of all pages of a prompt that are transferred between engines: the full ones and, if
     there is one, the partial last page, which holds the entries of all tokens but the last."""
     full = whole_pages(len(tokens), page_size, lookahead)
-    keys = chain_keys(tokens, salt, page_size, lookahead, full)
+    keys: list[bytes] = []
+    extend_keys(keys, tokens, salt, page_size, lookahead, full)
     tail = tail_behind(tokens, keys[-1] if keys else root_key(salt), page_size, lookahead)
     return keys if tail is None else [*keys, tail]
 

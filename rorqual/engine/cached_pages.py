@@ -49,11 +49,7 @@ class CachedPages:
         return kept.count + (full and prefix.is_free_tail(prefix.tail(tokens, kept.key)))
 
     def _kept(
-        self,
-        prefix: PrefixCache,
-        tokens: Sequence[int],
-        salt: str,
-        known: list[bytes] | None = None,
+        self, prefix: PrefixCache, tokens: Sequence[int], salt: str, known: list[bytes] | None
     ) -> KeptPages:
         held: list[int] = []
         in_host: list[bytes] = []
@@ -143,7 +139,8 @@ class CachedPages:
         the scheduler has loaded those."""
         with self.engine.changing():
             prefix = self.prefix(dp_rank)
-            kept = self._kept(prefix, tokens, salt)
+            keys: list[bytes] = []
+            kept = self._kept(prefix, tokens, salt, keys)
             before, key = kept.count, kept.key
             skipped = before - first
             taken: list[int] = []
@@ -157,10 +154,10 @@ class CachedPages:
                     taken = prefix.take_many(room)
                     if taken:
                         write(taken, skipped)
-                full = prefix.full_pages(len(tokens))
                 for place, page in enumerate(taken, before):
-                    if place < full:
-                        key = prefix.insert(key, prefix.covered(tokens, place), page)
+                    if place < len(keys):
+                        covered = prefix.covered(tokens, place)
+                        key = prefix.insert(key, covered, page, keys[place])
                     elif (tail := prefix.tail(tokens, key)) is not None:
                         prefix.insert_tail(tail, page)
             prefix.release(kept.held + taken)

@@ -655,6 +655,13 @@ class EngineConfig:
                 "slow_link_gbits needs several ranks and p2p_memory=False: steps over shared "
                 "memory send nothing"
             )
+        if self.slow_link_gbits and (
+            self.single_rank_bench or EXE_MODES[self.exe_mode] == "compile"
+        ):
+            raise ConfigError(
+                "slow_link_gbits goes neither with single_rank_bench, which sends nothing, nor "
+                "with compiled steps, whose collectives are not delayed"
+            )
         if self.single_rank_bench and (
             self.weights != "random" or self.launcher != "local" or self.pp > 1
         ):

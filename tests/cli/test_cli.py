@@ -249,6 +249,20 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["generate", "--slow-link-gbits", "-1"], "accepted: 0 or more"),
         (
             [
+                *("generate", "--tp", "2", "--slow-link-gbits", "50", "--no-p2p-memory"),
+                *("--exe-mode", "compile"),
+            ],
+            "compiled steps",
+        ),
+        (
+            [
+                *("bench", "offline", "--dp", "2", "--slow-link-gbits", "50", "--no-p2p-memory"),
+                *("--single-rank-bench", "--weights", "random"),
+            ],
+            "neither with single_rank_bench",
+        ),
+        (
+            [
                 *("generate", "--tp", "2", "--device", "cpu", "--slow-link-gbits", "50"),
                 "--no-p2p-memory",
             ],

@@ -156,9 +156,8 @@ class HostLoads:
         pages = load.pages[load.next : load.next + len(keys)]
         host.copy_in(keys, pages)
         host.hits += len(keys) * prefix.page_size
-        told = prefix.events is not None  # else nobody asks for the tokens
         for key, page in zip(keys, pages, strict=True):
-            tokens = prefix.covered(load.sequence.tokens, load.next) if told else ()
+            tokens = prefix.covered(load.sequence.tokens, load.next)
             self.notes.append((load.previous, tokens, page, key))
             load.previous = key
             load.next += 1

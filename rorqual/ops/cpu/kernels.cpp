@@ -37,7 +37,7 @@
 #ifndef FIRST_CACHE
 #define FIRST_CACHE 0
 #endif
-#if defined(__AVX512BF16__) && FIRST_CACHE > 0 && FIRST_CACHE <= 32768
+#if defined(__AVX512BF16__) && FIRST_CACHE > 0 && FIRST_CACHE <= 32 * 1024
 #define ASK_FOR(place) __builtin_prefetch(place, 0, 2)
 #else
 #define ASK_FOR(place) __builtin_prefetch(place)

@@ -50,8 +50,6 @@ HEADERS = (
 PARTS = tuple(Path(__file__).parent / name for name in HEADERS)
 # Of compilers for aarch64 all know -mcpu, not all -march.
 THIS_PROCESSOR = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-
-
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
