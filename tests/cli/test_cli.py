@@ -257,7 +257,7 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (
             [
                 *("bench", "offline", "--dp", "2", "--slow-link-gbits", "50", "--no-p2p-memory"),
-                *("--single-rank-bench", "--weights", "random"),
+                *("--single-rank-bench", "--weights", "random", "--concurrency", "2"),
             ],
             "neither with single_rank_bench",
         ),
