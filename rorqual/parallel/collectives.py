@@ -36,6 +36,21 @@ class Ready:
         return self.tensor
 
 
+class CollectiveRecorder(Protocol):
+    """Of a pass that is captured in pieces: its collectives are launched between them."""
+
+    def start(
+        self,
+        launch: Callable[[Tensor, Tensor], Any],
+        x: Tensor,
+        shape: Sequence[int] | None,
+        finish: Callable[[Tensor], Tensor],
+    ) -> PendingCollective:
+        """At each replay `launch(out, x)` starts the collective and returns what to wait for. out
+        is of this shape; None: x is overwritten. The result is `finish(out)`, for the layer that
+        asks for it."""
+
+
 class FusedAddNorm(Protocol):
     """All-reduce, residual addition and RMSNorm in one kernel, for messages that `takes` accepts
     (parallel/p2p_memory.py)."""

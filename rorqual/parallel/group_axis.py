@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from rorqual.ops.activation import Activation
 from rorqual.parallel.collectives import (
     AddNormFn,
+    CollectiveRecorder,
     FusedAddNorm,
     P2PDispatch,
     PendingCollective,
@@ -94,11 +96,45 @@ class GroupAxis:
         self.sent: list[tuple[dist.Work, Tensor]] = []
         self.watched: list[dist.Work] | None = None
         self.link: SlowLink | None = None  # imitated
+        self.recorder: CollectiveRecorder | None = None  # of a pass that is being captured
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some of its messages go through memory that GPUs share."""
+        return self.fused is not None or self.p2p_dispatch is not None
 
     def _started(self, work: dist.Work, finish: Callable[[], Tensor]) -> Started:
         if self.watched is not None:
             self.watched.append(work)
         return Started(work, finish)
+
+    def _start(
+        self,
+        call: str,
+        message: int,
+        collective: Callable[[Tensor, Tensor], dist.Work],
+        x: Tensor,
+        shape: Sequence[int],
+        finish: Callable[[Tensor], Tensor],
+    ) -> PendingCollective:
+        """Start `collective(out, x)`, out of this shape, whose result `finish(out)` is. message: as
+        in `count`."""
+        launch = partial(self._launched, call, message, collective)
+        if self.recorder is not None:
+            return self.recorder.start(launch, x, shape, finish)
+        out = x.new_empty(*shape)
+        return self._started(launch(out, x), partial(finish, out))
+
+    def _launched(
+        self,
+        call: str,
+        message: int,
+        collective: Callable[[Tensor, Tensor], dist.Work],
+        out: Tensor,
+        x: Tensor,
+    ) -> dist.Work:
+        with self.sending(call, message):
+            return collective(out, x)
 
     def settle(self) -> None:
         """Wait for the collectives started since the previous `settle`; their results must still be
@@ -134,11 +170,20 @@ class GroupAxis:
         # not counted while tracing: a compiled step would count once, and sizes are unknown
         if torch.compiler.is_compiling():
             return functional.all_reduce(x.contiguous(), "sum", self.group_name)
-        if x.numel():
-            x = x.contiguous()
-            with self.sending("all_reduce", x.nbytes, waits=True):
-                dist.all_reduce(x, group=self.group)
+        if not x.numel():
+            return x
+        x = x.contiguous()
+        if self.recorder is not None:
+            collective = partial(self._launched, "all_reduce", x.nbytes, self._reduced)
+            return self.recorder.start(collective, x, None, _as_it_is).wait()
+        with self.sending("all_reduce", x.nbytes, waits=True):
+            dist.all_reduce(x, group=self.group)
         return x
+
+    def _reduced(self, out: Tensor, x: Tensor) -> dist.Work:
+        work = dist.all_reduce(out, group=self.group, async_op=True)
+        assert work is not None, "this rank is part of the group"
+        return work
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
@@ -164,10 +209,14 @@ class GroupAxis:
         if torch.compiler.is_compiling():
             traced = functional.reduce_scatter_tensor(padded, "sum", 0, self.group_name)
             return Ready(traced if own == most else traced[:own])
-        out = x.new_empty(most, *x.shape[1:])
-        with self.sending("reduce_scatter", padded.nbytes):
-            work = _scatter(out, padded, group=self.group, async_op=True)
-        return self._started(work, lambda: out if own == most else out[:own])
+        return self._start(
+            "reduce_scatter",
+            padded.nbytes,
+            lambda out, x: _scatter(out, x, group=self.group, async_op=True),
+            padded,
+            (most, *x.shape[1:]),
+            lambda out: out if own == most else out[:own],
+        )
 
     def _longest(self, counts: Sequence[int] | None, each: int) -> tuple[int, bool]:
         """(rows of the longest rank, whether all have as many); `each` if counts is None."""
@@ -187,11 +236,13 @@ class GroupAxis:
         if torch.compiler.is_compiling():
             traced = functional.all_gather_tensor(own, 0, self.group_name)
             return Ready(traced if even or counts is None else _trimmed(traced, counts, most))
-        out = x.new_empty(self.size * most, *x.shape[1:])
-        with self.sending("all_gather", out.nbytes):
-            work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
-        return self._started(
-            work, lambda: out if even or counts is None else _trimmed(out, counts, most)
+        return self._start(
+            "all_gather",
+            self.size * own.nbytes,
+            lambda out, x: _gather(_bits(out), _bits(x), group=self.group, async_op=True),
+            own,
+            (self.size * most, *x.shape[1:]),
+            lambda out: out if even or counts is None else _trimmed(out, counts, most),
         )
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -225,11 +276,16 @@ class GroupAxis:
             return Ready(x)
         if torch.compiler.is_compiling():
             return Ready(functional.all_to_all_single(x.contiguous(), None, None, self.group_name))
-        out = torch.empty_like(x)
-        bits = _bits(x.contiguous())
-        with self.sending("all_to_all", x.nbytes * (self.size - 1) // self.size):
-            work = dist.all_to_all_single(_bits(out), bits, group=self.group, async_op=True)
-        return self._started(work, lambda: out)
+        return self._start(
+            "all_to_all",
+            x.nbytes * (self.size - 1) // self.size,
+            lambda out, x: dist.all_to_all_single(
+                _bits(out), _bits(x), group=self.group, async_op=True
+            ),
+            x.contiguous(),
+            x.shape,
+            _as_it_is,
+        )
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         with self.sending("broadcast", x.nbytes):
@@ -265,6 +321,10 @@ class GroupAxis:
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -212,9 +212,13 @@ class Mesh:
 
     def slow_down(self, link: SlowLink) -> None:
         """For benchmarks: this rank's collectives leave by such a link."""
-        for axis in self.axes.values():
-            if isinstance(axis, GroupAxis):
-                axis.link = link
+        for axis in self.group_axes:
+            axis.link = link
+
+    @property
+    def group_axes(self) -> list[GroupAxis]:
+        """The axes of several ranks."""
+        return [axis for axis in self.axes.values() if isinstance(axis, GroupAxis)]
 
     def allreduce_backend(
         self,
@@ -263,9 +267,7 @@ class Mesh:
         once. An NCCL abort stops the group's kernels, then waits until no captured graph uses the
         group, which may take long, so each group is aborted in its own thread."""
         self.release_kernels()
-        groups = {
-            id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)
-        }
+        groups = {id(axis.group): axis for axis in self.group_axes}
         with self.aborting_lock:
             if self.aborting:
                 return

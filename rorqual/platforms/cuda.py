@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -194,14 +195,16 @@ class CudaPlatform(Platform):
             return self._capture_pieces(work)
 
     def _capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
-        parts: list[tuple[torch.cuda.CUDAGraph, T]] = []
+        parts: list[tuple[torch.cuda.CUDAGraph, list[T]]] = []
         pool = self._graph_pool()
         graph = torch.cuda.CUDAGraph()
 
         def gap(what: T) -> None:
             nonlocal graph
-            graph.capture_end()
-            parts.append((graph, what))
+            if _ended(graph) or not parts:
+                parts.append((graph, [what]))
+            else:  # two gaps with no operation between them
+                parts[-1][1].append(what)
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
 
@@ -214,9 +217,10 @@ class CudaPlatform(Platform):
         last = graph
 
         def replay(between: Callable[[T], None]) -> Tensor:
-            for piece, what in parts:
+            for piece, gaps in parts:
                 piece.replay()
-                between(what)
+                for what in gaps:
+                    between(what)
             last.replay()
             return out
 
@@ -238,6 +242,18 @@ class CudaPlatform(Platform):
                         graph.capture_end()
                     graphs.append(graph)
             return [graph.replay for graph in graphs]
+
+
+def _ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the capture; whether it captured anything. Only a warning tells."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    empty = [one for one in found if "is empty" in str(one.message)]
+    for one in found:
+        if one not in empty:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return not empty
 
 
 @contextmanager

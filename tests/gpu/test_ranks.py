@@ -71,6 +71,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2, "micro_batches": 2, "exchange": "alltoall"},
     {"dp": 2, "ep": 2, "micro_batches": 2, "p2p_memory": False, "slow_link_gbits": 1.0},
     {"tp": 2, "p2p_memory": False, "slow_link_gbits": 1.0},
+    {"dp": 2, "ep": 2, "micro_batches": 2, "p2p_memory": False, "num_speculative_tokens": 1},
+    {"tp": 2, "micro_batches": 2, "p2p_memory": False, "sequence_parallel": True},
     {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"tp": 2, "pp": 2},
     {"tp": 4, "num_speculative_tokens": 2},
@@ -111,6 +113,9 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
     )
     in_pieces = captured > 0 and layout.get("exe_mode") != "eager"
     assert (pieces is not None and bool(pieces.graphs)) == in_pieces
+    parts = worker.runner.parts
+    alternate = layout.get("micro_batches") == 2 and not layout.get("p2p_memory", True)
+    assert (parts is not None and bool(parts.graphs)) == (in_pieces and alternate)
     if layout.get("exchange") == "low_latency":
         shared = layout.get("p2p_memory", True)
         expected_backend = "memory shared by the GPUs" if shared else "process group: as configured"

@@ -23,6 +23,7 @@ from rorqual.engine.execution.forward_batch_builder import (
     ForwardBatchBuilder,
 )
 from rorqual.engine.execution.piecewise_graphs import DecodeRows, PiecewiseGraphs
+from rorqual.engine.execution.piecewise_parts import PartRecorder, PiecewiseParts
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
@@ -42,7 +43,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Layer, Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.padded_rows import PaddedRows
-from rorqual.parallel.overlap import run_one
+from rorqual.parallel.overlap import run, run_one
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
 from rorqual.platforms.base import Platform, Uncaptured
@@ -128,6 +129,20 @@ class ModelRunner:
             if graphs and piecewise_tokens
             else None
         )
+        self.parts: PiecewiseParts | None = None  # in `pieces`
+
+    def capture_parts(self, most: Callable[[int], int]) -> None:
+        """Capture steps in two micro-batches too, in pieces, where steps are captured in pieces and
+        messages are the process group's. most: tokens of a micro-batch, for the most tokens of a
+        captured step. Call before `compile_ahead` and `capture`."""
+        mesh = self.model.mesh
+        axes = mesh.group_axes
+        if self.pieces is None or not axes or mesh.sizes.pp > 1:
+            return
+        if any(axis.shares_memory for axis in axes):
+            return
+        tokens = most(self.pieces.sizes[-1])
+        self.parts = PiecewiseParts(self._parts_body, self.platform, tokens)
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
         if speculation is None:
@@ -162,6 +177,8 @@ class ModelRunner:
             self.graphs.warm_up(variants, draft_counts, sizes, parts)
             if self.pieces:
                 self.pieces.warm_up(parts)
+                if self.parts:
+                    self.parts.warm_up(parts)
                 self._warm_mixed_steps(self.pieces, draft_counts, parts)
             self._warm_eager_steps(draft_counts, parts)
         self.graphs.loaded = not self.compiled
@@ -186,10 +203,24 @@ class ModelRunner:
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
                     self.pieces.calls = self.calls
-                    self.pieces.capture()
+                    self._capture_prompts(self.pieces)
                     if not self.graphs.loaded:
                         self._warm_mixed_steps(self.pieces, draft_counts, Parts())
                     self.pieces.capture_decodes(self._decode_rows(self.pieces, draft_counts))
+
+    @torch.inference_mode()
+    def capture_prompts(self) -> None:
+        """Capture steps with prompts alone, and leave that out of `capture`."""
+        if self.pieces:
+            with self.platform.stream():
+                self._capture_prompts(self.pieces)
+
+    def _capture_prompts(self, pieces: PiecewiseGraphs) -> None:
+        if pieces.graphs:
+            return
+        pieces.capture()
+        if self.parts:
+            self.parts.capture()
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
         """Compile the forward pass, where configured and not yet done."""
@@ -221,6 +252,8 @@ class ModelRunner:
             self.unsampled.clear()
         if self.pieces:
             self.pieces.drop()
+        if self.parts:
+            self.parts.drop()
 
     def _examples(self, draft_counts: tuple[int, ...]) -> list[ForwardBatch]:
         """Steps of padding rows: one of a single token and one of several, as far as either can
@@ -432,7 +465,7 @@ class ModelRunner:
         return batch, self._forward(batch, metadata)
 
     def forward_pass(self, output: SchedulerOutput, metadata: StepMetadata) -> Tensor:
-        """Only the forward pass of a step, not captured."""
+        """Only the forward pass of a step: replayed if it is one with prompts that was captured."""
         return self._forward(self.batch(output, metadata), metadata)
 
     def _decode_rows(
@@ -574,6 +607,29 @@ class ModelRunner:
         )
         return run_one(model.forward(step, every_row=True))
 
+    def _parts_body(self, columns: Sequence[Tensor], recorders: Sequence[PartRecorder]) -> Tensor:
+        """`_piecewise_body` of two micro-batches, each [3, tokens], one after the other."""
+        model = self.model
+        assert self.parts is not None
+        passes = []
+        given = zip(columns, recorders, self.parts.num_tokens, strict=True)
+        for (ids, positions, slots), recorder, tokens in given:
+            places = TokenPlaces(*model.rotary.rows(positions), slots)
+            layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp)
+            step = ForwardBatch(
+                ids,
+                positions,
+                places,
+                ids,
+                self.pool,
+                layout=layout.with_padding(PaddedRows(tokens, 1)),
+                recorder=recorder,
+            )
+            forward = model.forward(step, every_row=True)
+            passes.append(recorder.recording(forward, model.mesh.group_axes))
+        with model.ops.beside_messages():
+            return torch.cat(run(passes))
+
     def _forward(self, batch: BuiltBatch, metadata: StepMetadata) -> Tensor:
         """Hidden states [T, hidden] where a drafter or a scored prompt reads them or the pass was
         captured, else only of the step's logits rows. A decode-only step has no other rows, so its
@@ -583,6 +639,8 @@ class ModelRunner:
         step = batch.step
         if self.captured and metadata.decodes and self.captured.takes(step):
             return self.captured.run("model", self._whole_pass, step)
+        if self.parts and not metadata.decodes and self.parts.fits(metadata.micro_batches):
+            return self.parts.run(step.parts, max(map(max, metadata.micro_batches)))
         whole = metadata.decodes and step.layer_read is None
         if self.pieces and not whole and not step.parts:
             longest = max(metadata.tokens)

@@ -15,6 +15,7 @@ and all calls are announced before the first piece is replayed.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,6 +63,13 @@ class Buffers:
         if key not in self.held:
             self.held[key] = torch.zeros(shape, dtype=dtype, device=self.platform.device)
         return self.held[key][: shape[0]]
+
+    def room(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As `get`, for any shape of as many elements at most as the first one."""
+        count = math.prod(shape)
+        if count > self.get(use, (count,), dtype).shape[0]:
+            del self.held[use, (), dtype]
+        return self.get(use, (count,), dtype).view(*shape)
 
 
 class Recorder:

@@ -30,7 +30,7 @@ from rorqual.cache.spec import (
 )
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
-from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
+from rorqual.config.parallel import AUTO, EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
@@ -46,6 +46,7 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.execution.piecewise_parts import PARTS
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.kernels_ahead import (
     KeptParts,
@@ -252,7 +253,11 @@ class Worker:
         if self.alternates:
             self.runner.turns = StepsInTurns()
         self.step_times: StepTimes | None = None
-        self.runner.micro_batches = self._micro_batches()
+        parts = config.micro_batches
+        if parts in (AUTO, PARTS):  # more parts than two are launched eagerly
+            self.runner.capture_parts(self._part_tokens)
+        if isinstance(parts, int):
+            self.runner.micro_batches = FixedParts(parts)
         if self.host_pages:
             self.runner.host = self._phase(
                 "host memory", lambda: HostMemory(pool, platform, self.host_pages)
@@ -260,6 +265,10 @@ class Worker:
         steps = self._captured_steps()
         if config.precompile_kernels:
             self._phase("kernels", self._compile_ahead)
+        if not isinstance(parts, int):
+            if self.runner.parts is not None:  # which are to be timed as they will be replayed
+                self._phase("graphs of prompts", self.runner.capture_prompts)
+            self.runner.micro_batches = self._measured_parts()
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
 
@@ -290,11 +299,8 @@ class Worker:
         choices = draft_count_choices(self.config.num_speculative_tokens, adapts)
         return CAPTURED, choices, self.config.cudagraph_capture_sizes
 
-    def _micro_batches(self) -> MicroBatchPolicy:
-        """How steps are split into micro-batches. Collective where that is measured."""
-        parts = self.config.micro_batches
-        if isinstance(parts, int):
-            return FixedParts(parts)
+    def _measured_parts(self) -> MicroBatchPolicy:
+        """How steps are split into micro-batches, by measured times. Collective."""
         width = self.config.num_speculative_tokens + 1
         captured = self.runner.graphs is not None
         limits = Limits(
@@ -416,6 +422,13 @@ class Worker:
             sizes, moe = self.mesh.sizes, self.model_config.moe
             wanted = min(wanted, captured_prompt_tokens(sizes, moe, self.batched_tokens))
         return min(wanted, self.batched_tokens)
+
+    def _part_tokens(self, captured: int) -> int:
+        """Tokens of a micro-batch up to which steps in two are captured, where steps of up to
+        `captured` are: two micro-batches of a step may differ by a tenth."""
+        wanted = min(captured, self.batched_tokens // 2) * 9 // 8
+        sizes, moe = self.mesh.sizes, self.model_config.moe
+        return min(wanted, captured_prompt_tokens(sizes, moe, self.batched_tokens))
 
     @property
     def compiles(self) -> bool:

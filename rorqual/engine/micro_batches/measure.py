@@ -1,7 +1,8 @@
 """Times steps on the ranks, kernels and network that will serve, for MeasuredParts to decide from.
 
-All ranks call `measure` together, before any capture and any request, on the runner's own cache
-pages and device rows. Each size is timed in two ways: the stages of one MoE layer, each alone,
+All ranks call `measure` together, before decode steps are captured and before any request, on the
+runner's own cache pages and device rows. Steps with prompts that are captured already are
+replayed. Each size is timed in two ways: the stages of one MoE layer, each alone,
 started by all ranks together and waiting for its messages before the next; and whole forward passes
 in 1 to 4 parts in turn. Times are the slowest rank's, so that all ranks have the same ones, and
 they alone decide whether another size is timed.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rorqual.config.parallel import MAX_AUTO_MICRO_BATCHES, REMOTE
 from rorqual.engine.micro_batches.step_times import (
@@ -303,7 +305,13 @@ class PartsTimer:
             return lambda: runner.forward_pass(output, metadata)
         slots = self.platform.to_device(torch.tensor(output.decode_slots))
         capture = self.platform.capture if runner.calls is None else runner.calls.capture
-        return capture(lambda: runner.decode_pass(slots, metadata)[1])
+        replay = capture(lambda: runner.decode_pass(slots, metadata)[1])
+
+        def once(read: Tensor = slots) -> object:
+            """Keeps the memory that each replay reads."""
+            return replay()
+
+        return once
 
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(shortest seconds of each, how much longer the second shortest are, relative). Passes

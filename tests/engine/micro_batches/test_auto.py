@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -173,6 +175,32 @@ def test_a_captured_pass_computes_what_a_launched_one_does(
     assert captured.shape == (3, runner.model.config.hidden_size)
     assert not runner.rows.length.any()
     assert not runner.rows.last_token.any()
+
+
+def test_the_slots_that_a_captured_pass_reads_live_as_long_as_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's replay has only their address, and no reference to the work."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def decode_pass(slots: torch.Tensor, metadata: Any) -> tuple[None, torch.Tensor]:
+        given.append(weakref.ref(slots))
+        return None, slots.clone()
+
+    def capture(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        found = work()
+        return lambda: found
+
+    monkeypatch.setattr(runner, "decode_pass", decode_pass)
+    monkeypatch.setattr(runner.platform, "capture", capture, raising=False)
+    timer = PartsTimer(runner, Limits(4, 1, 64, 64), 1.0)
+    output = SchedulerOutput([0, 1, 2], [9, 9, 9])
+    once = timer._pass(output, timer._metadata(output, 1), True)
+    gc.collect()
+    held = given[0]()
+    assert held is not None
+    assert once().tolist() == held.tolist() == [0, 1, 2]
 
 
 def test_kernels_of_every_size_and_number_of_parts_are_met_before_any_is_timed(

@@ -1,0 +1,233 @@
+"""Piecewise capture of steps with prompts that are computed in two micro-batches.
+
+As in piecewise_graphs.py, the operations between two layers' attention are captured by the number
+of tokens, here for both micro-batches as they alternate. Their messages are launched between the
+pieces, like attention: a message that is on its way at the end of a piece would have to arrive
+before it, so that nothing could be computed meanwhile. So a micro-batch has three pieces in each
+layer: up to the dispatch of rows to experts, the experts, and from their results to attention.
+
+Both micro-batches of all data-parallel ranks are padded to the bucket of the longest. Without this,
+the host launches such a step up to some thousand tokens a rank more slowly than a GPU computes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.execution.piecewise_graphs import Buffers, Gap, Recorder
+from rorqual.engine.kernels_ahead import Parts
+from rorqual.engine.scheduling.buckets import token_buckets
+from rorqual.layers.forward_batch import Between, ForwardBatch
+from rorqual.parallel.collectives import PendingCollective
+from rorqual.parallel.group_axis import GroupAxis
+from rorqual.platforms.base import Pieces, Platform
+
+PARTS = 2
+
+Result = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Attention:
+    """Of a micro-batch, between two pieces."""
+
+    part: int
+    gap: Gap
+
+
+@dataclass(eq=False)
+class Message:
+    """`launch(out, x)` starts a collective at each replay."""
+
+    launch: Callable[[Tensor, Tensor], Any]
+    x: Tensor
+    out: Tensor
+    work: Any = None
+
+    def start(self) -> None:
+        self.work = self.launch(self.out, self.x)
+
+    def arrive(self) -> None:
+        self.work.wait()
+        self.work = None
+
+
+@dataclass
+class Messages:
+    """Messages to start, and then to wait for, between two pieces."""
+
+    started: list[Message] = field(default_factory=list)
+    awaited: list[Message] = field(default_factory=list)
+
+    def run(self) -> None:
+        for message in self.started:
+            message.start()
+        for message in self.awaited:
+            message.arrive()
+
+
+GapWork = Attention | Messages
+
+
+@dataclass
+class Recorded:
+    """A collective of a pass that is being captured."""
+
+    recorder: PartRecorder
+    message: Message
+    finish: Result
+
+    def wait(self) -> Tensor:
+        self.recorder.wait(self.message)
+        return self.finish(self.message.out)
+
+
+class PartRecorder(Recorder):
+    """Records a micro-batch: the gaps of its attention, and its messages. Those of a layer have
+    buffers of their own, which the next layer uses again: no message's result is read once the
+    next attention has begun, but the embedding's, which is the first residual stream."""
+
+    def __init__(self, buffers: Buffers, part: int, gap: Callable[[GapWork], None]):
+        super().__init__(buffers, lambda found: gap(Attention(part, found)))
+        self.part = part
+        self.between_pieces = gap
+        self.number = 0  # of a layer's messages
+        self.unsent: list[Message] = []
+        self.under_way: list[Message] = []
+
+    def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+        self.flush()
+        self.number = 0
+        return super().between(work, inputs, shape)
+
+    def start(
+        self,
+        launch: Callable[[Tensor, Tensor], Any],
+        x: Tensor,
+        shape: Sequence[int] | None,
+        finish: Result,
+    ) -> PendingCollective:
+        """CollectiveRecorder.start: the message is copied, because its memory would be another
+        piece's while it is on its way."""
+        use = f"{'layer' if self.gaps else 'first'} message {self.number} of part {self.part}"
+        kept = self.buffers.room(use, x.shape, x.dtype).copy_(x)
+        out = kept if shape is None else self.buffers.room(f"{use}, result", shape, x.dtype)
+        self.number += 1
+        self.unsent.append(Message(launch, kept, out))
+        return Recorded(self, self.unsent[-1], finish)
+
+    def flush(self) -> None:
+        """Start what was not started yet."""
+        if self.unsent:
+            self.between_pieces(Messages(self.unsent))
+            self.under_way += self.unsent
+            self.unsent = []
+
+    def wait(self, message: Message) -> None:
+        """Wait for it, and for the part's other messages: for all between the same two pieces."""
+        waiting = [*self.under_way, *self.unsent]
+        if message in waiting:
+            self.between_pieces(Messages(self.unsent, waiting))
+            self.unsent, self.under_way = [], []
+
+    def recording(
+        self, forward: Generator[None, None, Tensor], axes: Sequence[GroupAxis]
+    ) -> Generator[None, None, Tensor]:
+        """`forward`, whose collectives over `axes` this records. At each hand-over its messages are
+        started."""
+        while True:
+            with self._recording(axes):
+                try:
+                    next(forward)
+                except StopIteration as stop:
+                    return stop.value
+                finally:
+                    self.flush()
+            yield
+
+    @contextmanager
+    def _recording(self, axes: Sequence[GroupAxis]) -> Iterator[None]:
+        for axis in axes:
+            axis.recorder = self
+        try:
+            yield
+        finally:
+            for axis in axes:
+                axis.recorder = None
+
+
+# hidden states of both parts, one after the other, of [3, tokens] of each as in PiecewiseGraphs
+Body = Callable[[Sequence[Tensor], Sequence[PartRecorder]], Tensor]
+
+
+class PiecewiseParts:
+    """body: see above. most: tokens of a part up to which steps are captured."""
+
+    def __init__(self, body: Body, platform: Platform, most: int):
+        self.body = body
+        self.platform = platform
+        self.sizes = token_buckets(most)
+        self.buffers = Buffers(platform)
+        self.graphs: dict[int, Pieces[GapWork]] = {}
+        shape = (PARTS, 3, most)
+        self.columns = torch.zeros(shape, dtype=torch.int64, device=platform.device)
+        # of each part, that are not padding, in the next replay
+        self.num_tokens = torch.zeros(PARTS, 1, dtype=torch.int64, device=platform.device)
+
+    def warm_up(self, parts: Parts) -> None:
+        """As in PiecewiseGraphs."""
+        for size in reversed(self.sizes):
+            run = partial(self._compute, size, lambda gap: None)
+            parts(f"pieces of parts {size}", run, always=size == self.sizes[-1])
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first."""
+        for size in reversed(self.sizes):
+            self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
+
+    def _compute(self, size: int, gap: Callable[[GapWork], None]) -> Tensor:
+        recorders = [PartRecorder(self.buffers, part, gap) for part in range(PARTS)]
+        return self.body(list(self.columns[:, :, :size]), recorders)
+
+    def fits(self, parts: Sequence[Sequence[int]]) -> bool:
+        """parts: tokens of each, on each data-parallel rank. The same on all ranks."""
+        longest = max((max(part) for part in parts), default=0)
+        return bool(self.graphs) and len(parts) == PARTS and 0 < longest <= self.sizes[-1]
+
+    def run(self, parts: Sequence[ForwardBatch], longest: int) -> Tensor:
+        """The hidden states of a step's tokens, [T, hidden]. longest: tokens of the longest part of
+        any rank."""
+        size = self.sizes[bisect_left(self.sizes, longest)]
+        for columns, count, part in zip(self.columns, self.num_tokens, parts, strict=True):
+            tokens = part.num_tokens
+            for row, given in zip(
+                columns, (part.token_ids, part.positions, part.places.slots), strict=True
+            ):
+                row[:tokens].copy_(given)
+            columns[:, tokens:size].zero_()
+            count.fill_(tokens)
+
+        def between(what: GapWork) -> None:
+            if isinstance(what, Messages):
+                what.run()
+                return
+            part, gap = parts[what.part], what.gap
+            tokens = part.num_tokens
+            if tokens:
+                inputs = (tensor[:tokens] for tensor in gap.inputs)
+                gap.out[:tokens].copy_(gap.work(part, *inputs))
+
+        found = self.graphs[size](between).split(size)
+        return torch.cat([rows[: part.num_tokens] for rows, part in zip(found, parts, strict=True)])
+
+    def drop(self) -> None:
+        """Release everything captured."""
+        self.graphs.clear()

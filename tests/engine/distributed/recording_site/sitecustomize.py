@@ -1,0 +1,14 @@
+"""On the path of an engine's other ranks, which are processes of their own: captures there too."""
+
+import sys
+
+if "rorqual.engine.distributed.worker_process" in sys.orig_argv:
+    import torch
+
+    from rorqual import platforms
+    from rorqual.ops.interface import Ops
+    from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
+
+    for name in LOOKING:
+        setattr(Ops, name, as_one_call(getattr(Ops, name)))
+    platforms.make_platform = lambda device: RecordingPlatform(torch.device("cpu"))

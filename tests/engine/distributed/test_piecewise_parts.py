@@ -1,0 +1,116 @@
+"""Steps with prompts in two micro-batches that are captured in pieces: the tokens of one process.
+Replays run recorded operations, and messages go between them."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual import LLM
+from rorqual.bench.micro_batches.run import BenchSizes, run
+from rorqual.engine.execution import worker
+from rorqual.engine.execution.piecewise_parts import Attention, Messages
+from rorqual.engine.micro_batches.measure import measure
+from rorqual.ops.interface import Ops
+from tests.engine.distributed.starting import ROOT
+from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, cuts
+from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
+from tests.engine.mixed_batch import comparable, params
+
+SITE = Path(__file__).parent / "recording_site"
+OPTIONS: dict[str, Any] = {
+    **LONG,
+    "enable_prefix_caching": False,
+    "watchdog_seconds": 120,
+}
+CAPTURED: dict[str, Any] = {"micro_batches": 2, "exe_mode": "graph", "piecewise_tokens": 512}
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
+    {"dp": 2, "ep": 2, "num_speculative_tokens": 2, "embed_tp": 2, "head_tp": 2},
+    {"dp": 2},
+    {"dp": 2, "ep": 2, "redundant_experts": 4},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "allgather_ep"},
+]
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingPlatform:
+    """Of rank 0; the others have their own."""
+    platform = RecordingPlatform(torch.device("cpu"))
+    monkeypatch.setattr(
+        "rorqual.engine.distributed.executor.make_platform", lambda device: platform
+    )
+    for name in LOOKING:
+        monkeypatch.setattr(Ops, name, as_one_call(getattr(Ops, name)))
+    monkeypatch.setenv("PYTHONPATH", f"{SITE}{os.pathsep}{ROOT}")
+    return platform
+
+
+def answers(llm: LLM, prompts: list[Any], settings: Any) -> list[Any]:
+    own = llm.engine.config.dp
+    found = []
+    for one in [[prompt] for prompt in prompts] + [prompts]:
+        given = [prompt for prompt in one for _ in range(own)]
+        outs = llm.generate(given, settings)
+        assert all(
+            alike([comparable(outs[i])], [comparable(outs[i - i % own])]) for i in range(len(outs))
+        )
+        found += [comparable(out) for out in outs[::own]]
+    return found
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+def test_tokens_are_those_of_one_process(
+    layout: dict[str, Any], recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = params(max_tokens=6, logprobs=1, prompt_logprobs=1)
+    llm = LLM(**OPTIONS)
+    expected = answers(llm, PROMPTS, settings)
+    llm.engine.close()
+    launched = cuts(monkeypatch)  # of steps in parts that are not replayed
+    llm = LLM(**OPTIONS, **CAPTURED, **layout)
+    try:
+        found = answers(llm, PROMPTS, settings)
+        # the two long prompts, each alone, and all three together
+        assert recording.replayed >= 3
+        assert not launched
+        kinds = [type(gap) for gap in recording.gaps]
+        assert kinds.count(Messages) >= kinds.count(Attention) > 0
+    finally:
+        llm.engine.close()
+    assert alike(found, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.longest
+def test_what_is_captured_is_timed_and_chosen_from(
+    recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that measure: steps in two parts are captured before, so that their replays are
+    timed, and the benchmark's too."""
+    monkeypatch.setattr(worker, "measure", partial(measure, seconds=6.0))
+    launched = cuts(monkeypatch)
+    options = {**CAPTURED, "micro_batches": "auto", "keep_step_times": False}
+    llm = LLM(**OPTIONS, **options, dp=2, ep=2)
+    try:
+        times = llm.engine.worker.step_times
+        assert times is not None
+        assert times.prompts.sizes[-1].passes[1] > 0
+        timed = recording.replayed
+        assert timed
+        assert all(len(parts) > 2 for parts in launched)
+        said: list[str] = []
+        sizes = BenchSizes(prompts=(400,), batches=(3,), requests=4, repeats=1)
+        cells = run(llm.engine, sizes, said.append)
+        assert [(cell.phase, cell.tokens) for cell in cells] == [("prompts", 400)]
+        assert any("captured decode steps" in line for line in said)
+        assert recording.replayed > timed
+    finally:
+        llm.engine.close()
