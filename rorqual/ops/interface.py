@@ -318,6 +318,9 @@ class Ops:
         """Context of a step, in the thread that launches it. decodes: it has no prompts."""
         return nullcontext()
 
+    def delay(self, seconds: float) -> None:
+        """What is launched next starts that much later, where it does not run at once."""
+
     def beside_messages(self) -> AbstractContextManager[Any]:
         """Context in which micro-batches are computed while messages of a process group are in
         flight, whose kernels need a part of the device."""

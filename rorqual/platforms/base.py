@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class Staging:
 
     def sent(self) -> None:
         """Call after all copies from the newest buffer have been started."""
+
+
+class DeviceClock(Protocol):
+    """When a device reaches points of the current stream, however long launching took."""
+
+    def mark(self) -> None: ...
+
+    def seconds(self) -> list[float]:
+        """From each mark to the next. Waits for the last one."""
 
 
 class Platform:
@@ -90,6 +99,10 @@ class Platform:
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
+
+    def clock(self) -> DeviceClock | None:
+        """None where the host's clock says when work is done, as launching waits for it."""
+        return None
 
     def release_memory(self) -> None:
         """Free cached memory that is not in use."""

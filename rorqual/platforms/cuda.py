@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +17,23 @@ from torch import Tensor
 
 from rorqual.errors import CapacityError
 from rorqual.platforms import pinned
-from rorqual.platforms.base import Pieces, Platform, Replay, Staging, T
+from rorqual.platforms.base import DeviceClock, Pieces, Platform, Replay, Staging, T
 
 LARGE_MEMORY = 100 * 2**30
+
+
+class EventClock:
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append(event)
+
+    def seconds(self) -> list[float]:
+        self.events[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self.events)]
 
 
 class CudaPlatform(Platform):
@@ -119,6 +134,9 @@ class CudaPlatform(Platform):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def clock(self) -> DeviceClock:
+        return EventClock()
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()

@@ -22,8 +22,8 @@ from rorqual.engine.execution.forward_batch_builder import (
     BuiltBatch,
     ForwardBatchBuilder,
 )
-from rorqual.engine.execution.piecewise_graphs import DecodeRows, PiecewiseGraphs
-from rorqual.engine.execution.piecewise_parts import PartRecorder, PiecewiseParts
+from rorqual.engine.execution.piecewise.graphs import DecodeRows, PiecewiseGraphs
+from rorqual.engine.execution.piecewise.parts import PartRecorder, PiecewiseParts
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler

@@ -46,7 +46,7 @@ from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
-from rorqual.engine.execution.piecewise_parts import PARTS
+from rorqual.engine.execution.piecewise.parts import PARTS
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.kernels_ahead import (
     KeptParts,

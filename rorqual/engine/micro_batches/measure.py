@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,8 @@ REPEATS = (3, 20)  # of a pass, least and most
 SETTLED = 0.01  # noise below which a pass is not repeated further
 STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
 STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
+LAUNCHING = 0.005  # seconds in which a stage is launched, and at most, where others are slower
+MOST_LAUNCHING = 0.04
 GROWTH = 2  # from one size to the next
 BOUND = 0.9  # relative to a pass of twice the tokens: then launches dominate
 PROMPTS = 12  # requests of a step with prompts: divisible by 2, 3 and 4
@@ -120,6 +123,7 @@ class PartsTimer:
         self.seconds = seconds
         self.generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         self.start = time.perf_counter()
+        self.launching = LAUNCHING
         self.least = 0.0  # seconds of the newest size with the fewest repeats
         self.whole = 0.0  # of its pass in one part, the same on all ranks
         self.layer = next(
@@ -379,26 +383,39 @@ class PartsTimer:
         shape = (count, self.model.config.hidden_size)
         x, residual = (torch.randn(shape, device=step.token_ids.device) for _ in range(2))
         dtype = self.model.dtype
-        self._settle()
-        self._barrier()
-        start = time.perf_counter()
-        value, _ = layer.attend(x.to(dtype), residual.to(dtype), step)
-        self._computed()
-        found = [time.perf_counter() - start]
+        given = (x.to(dtype), residual.to(dtype), step)
+        (value, _), found = self._timed_stage(lambda: layer.attend(*given))
+        del found[1:]
         for stage in layer.mlp.stages(layout):
-            self._settle()
-            self._barrier()
-            start = time.perf_counter()
-            value = stage(value)
-            self._computed()
-            found.append(time.perf_counter() - start)
-            self._settle()
-            found.append(time.perf_counter() - start)
+            value, seconds = self._timed_stage(partial(stage, value))
+            found += seconds
         return found
 
-    def _computed(self) -> None:
-        """Wait for this rank's own work, not for its messages."""
-        self.platform.fetch(torch.zeros(1, device=self.platform.device))()
+    def _timed_stage(self, stage: Callable[[], Any]) -> tuple[Any, list[float]]:
+        """What a stage returns; seconds until this rank has computed it, and until its messages
+        have arrived too. A device that computes while the host launches begins when all is
+        launched: captured steps launch nothing, and what others take shows in whole passes."""
+        self._settle()
+        self._barrier()
+        clock = self.platform.clock()
+        start = time.perf_counter()
+        if clock is None:
+            value = stage()
+            self.platform.fetch(torch.zeros(1, device=self.platform.device))()
+            computed = time.perf_counter() - start
+            self._settle()
+            return value, [computed, time.perf_counter() - start]
+        self.model.ops.delay(self.launching)
+        clock.mark()
+        value = stage()
+        clock.mark()
+        for axis in self._axes():
+            axis.settle()
+        clock.mark()
+        launched = time.perf_counter() - start
+        self.launching = min(MOST_LAUNCHING, max(self.launching, 2 * launched))
+        computed, waited = clock.seconds()
+        return value, [computed, computed + waited]
 
     def _settle(self) -> None:
         for axis in self._axes():

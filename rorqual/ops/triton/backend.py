@@ -101,6 +101,11 @@ class TritonOps(Ops):
     def beside_messages(self) -> AbstractContextManager[None]:
         return beside_nccl()
 
+    def delay(self, seconds: float) -> None:
+        from rorqual.ops.triton.comm import delay
+
+        delay.delay(seconds)
+
     def compiling(self) -> AbstractContextManager[Callable[[], int] | None]:
         from rorqual.ops.triton.runtime import precompile
 

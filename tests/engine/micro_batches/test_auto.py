@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,13 @@ from demo.throttled_wire import MODEL
 from rorqual import LLM
 from rorqual.engine.execution import worker
 from rorqual.engine.micro_batches import policy
-from rorqual.engine.micro_batches.measure import Limits, PartsTimer, measure
+from rorqual.engine.micro_batches.measure import (
+    LAUNCHING,
+    MOST_LAUNCHING,
+    Limits,
+    PartsTimer,
+    measure,
+)
 from rorqual.engine.micro_batches.policy import MeasuredParts
 from rorqual.engine.micro_batches.report import parts_of
 from rorqual.engine.micro_batches.step_times import StepTimes
@@ -201,6 +209,34 @@ def test_the_slots_that_a_captured_pass_reads_live_as_long_as_it(
     held = given[0]()
     assert held is not None
     assert once().tolist() == held.tolist() == [0, 1, 2]
+
+
+def test_a_stage_is_timed_by_the_device_where_that_computes_while_the_host_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device begins when all is launched; a host that needs longer gets more time the next
+    time, within a limit."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    marks: list[float] = []
+    delays: list[float] = []
+
+    class DeviceClock:
+        def mark(self) -> None:
+            marks.append(sum(delays) + 0.5 * len(marks) ** 2)
+
+        def seconds(self) -> list[float]:
+            return [end - begin for begin, end in pairwise(marks[-3:])]
+
+    monkeypatch.setattr(runner.platform, "clock", DeviceClock)
+    monkeypatch.setattr(runner.model.ops, "delay", delays.append)
+    timer = PartsTimer(runner, Limits(4, 1, 64, 64), 1.0)
+    assert timer._timed_stage(lambda: "rows") == ("rows", [0.5, 2.0])
+    assert delays == [LAUNCHING]
+    timer._timed_stage(lambda: time.sleep(0.012))
+    timer._timed_stage(lambda: time.sleep(0.1))
+    timer._timed_stage(lambda: None)
+    assert delays[1] == LAUNCHING
+    assert 0.024 <= delays[2] < MOST_LAUNCHING == delays[3]
 
 
 def test_kernels_of_every_size_and_number_of_parts_are_met_before_any_is_timed(

@@ -14,7 +14,7 @@ import torch
 from rorqual import LLM
 from rorqual.bench.micro_batches.run import BenchSizes, run
 from rorqual.engine.execution import worker
-from rorqual.engine.execution.piecewise_parts import Attention, Messages
+from rorqual.engine.execution.piecewise.parts import AttentionGap, MessageGap
 from rorqual.engine.micro_batches.measure import measure
 from rorqual.ops.interface import Ops
 from tests.engine.distributed.starting import ROOT
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_one_process(
         assert recording.replayed >= 3
         assert not launched
         kinds = [type(gap) for gap in recording.gaps]
-        assert kinds.count(Messages) >= kinds.count(Attention) > 0
+        assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
     finally:
         llm.engine.close()
     assert alike(found, expected)

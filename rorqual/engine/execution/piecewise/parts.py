@@ -1,6 +1,6 @@
 """Piecewise capture of steps with prompts that are computed in two micro-batches.
 
-As in piecewise_graphs.py, the operations between two layers' attention are captured by the number
+As in graphs.py, the operations between two layers' attention are captured by the number
 of tokens, here for both micro-batches as they alternate. Their messages are launched between the
 pieces, like attention: a message that is on its way at the end of a piece would have to arrive
 before it, so that nothing could be computed meanwhile. So a micro-batch has three pieces in each
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise_graphs import Buffers, Gap, Recorder
+from rorqual.engine.execution.piecewise.graphs import Buffers, Gap, Recorder
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import token_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch
@@ -36,7 +36,7 @@ Result = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Attention:
+class AttentionGap:
     """Of a micro-batch, between two pieces."""
 
     part: int
@@ -61,8 +61,8 @@ class Message:
 
 
 @dataclass
-class Messages:
-    """Messages to start, and then to wait for, between two pieces."""
+class MessageGap:
+    """Messages to start, and then others to wait for, between two pieces."""
 
     started: list[Message] = field(default_factory=list)
     awaited: list[Message] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Messages:
             message.arrive()
 
 
-GapWork = Attention | Messages
+GapWork = AttentionGap | MessageGap
 
 
 @dataclass
@@ -96,7 +96,7 @@ class PartRecorder(Recorder):
     next attention has begun, but the embedding's, which is the first residual stream."""
 
     def __init__(self, buffers: Buffers, part: int, gap: Callable[[GapWork], None]):
-        super().__init__(buffers, lambda found: gap(Attention(part, found)))
+        super().__init__(buffers, lambda found: gap(AttentionGap(part, found)))
         self.part = part
         self.between_pieces = gap
         self.number = 0  # of a layer's messages
@@ -127,7 +127,7 @@ class PartRecorder(Recorder):
     def flush(self) -> None:
         """Start what was not started yet."""
         if self.unsent:
-            self.between_pieces(Messages(self.unsent))
+            self.between_pieces(MessageGap(self.unsent))
             self.under_way += self.unsent
             self.unsent = []
 
@@ -135,7 +135,7 @@ class PartRecorder(Recorder):
         """Wait for it, and for the part's other messages: for all between the same two pieces."""
         waiting = [*self.under_way, *self.unsent]
         if message in waiting:
-            self.between_pieces(Messages(self.unsent, waiting))
+            self.between_pieces(MessageGap(self.unsent, waiting))
             self.unsent, self.under_way = [], []
 
     def recording(
@@ -216,7 +216,7 @@ class PiecewiseParts:
             count.fill_(tokens)
 
         def between(what: GapWork) -> None:
-            if isinstance(what, Messages):
+            if isinstance(what, MessageGap):
                 what.run()
                 return
             part, gap = parts[what.part], what.gap
