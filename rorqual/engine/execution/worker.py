@@ -425,8 +425,8 @@ class Worker:
 
     def _part_tokens(self, captured: int) -> int:
         """Tokens of a micro-batch up to which steps in two are captured, where steps of up to
-        `captured` are: two micro-batches of a step may differ by a tenth."""
-        wanted = min(captured, self.batched_tokens // 2) * 9 // 8
+        `captured` are: two are launched in twice the time. They may differ by a tenth."""
+        wanted = min(2 * captured, self.batched_tokens // 2) * 9 // 8
         sizes, moe = self.mesh.sizes, self.model_config.moe
         return min(wanted, captured_prompt_tokens(sizes, moe, self.batched_tokens))
 

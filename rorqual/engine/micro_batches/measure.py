@@ -396,7 +396,8 @@ class PartsTimer:
         have arrived too. A device that computes while the host launches begins when all is
         launched: captured steps launch nothing, and what others take shows in whole passes."""
         self._settle()
-        self._barrier()
+        # together, and all devices begin together
+        self.launching = self._slowest([self.launching])[0]
         clock = self.platform.clock()
         start = time.perf_counter()
         if clock is None:
