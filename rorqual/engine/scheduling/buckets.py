@@ -35,3 +35,16 @@ def token_buckets(most: int) -> list[int]:
     sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
     found = [size for size in (*sizes, *range(2048, most + 1, 512)) if size <= most]
     return found if found and found[-1] == most else [*found, most]
+
+
+def part_buckets(most: int) -> list[int]:
+    """Tokens of each of two micro-batches: every 64 up to 512; beyond, quarters of a power of two,
+    from 2,048 on eighths, and 64 more, as the larger part of a full step has a little more than
+    half of its tokens; and `most`."""
+    found = list(range(64, min(512, most) + 1, 64))
+    power = 512
+    while power < most:
+        step = power // (4 if power < 2048 else 8)
+        found += [size for size in range(power + step + 64, 2 * power + 65, step) if size <= most]
+        power *= 2
+    return found if found and found[-1] == most else [*found, most]

@@ -22,7 +22,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution import cuda_graphs
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.sampler import PendingStep
-from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes
+from rorqual.engine.scheduling.buckets import bucket_of, bucket_sizes, part_buckets
 from rorqual.engine.scheduling.scheduler_output import (
     SamplingVariant,
     SchedulerOutput,
@@ -517,3 +517,16 @@ def test_decoding_requests_of_mixed_steps_are_replayed(
     if captured:
         sizes = {requests for requests, _ in pieces.decodes}
         assert sizes == {n for n in (1, 2, 4, given["max_num_seqs"]) if n <= pieces.sizes[-1]}
+
+
+def test_parts_of_full_steps_have_little_padding() -> None:
+    for most in (1, 64, 100, 600, 4608, 9216):
+        sizes = part_buckets(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        for tokens in range(1, most + 1):
+            size = next(size for size in sizes if size >= tokens)
+            assert size - tokens < max(256, tokens // 8 + 64)
+    for half in (1024, 2048, 4096, 8192):
+        sizes = part_buckets(9216)
+        assert next(size for size in sizes if size > half) == half + 64

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rorqual.engine.execution.piecewise.graphs import Buffers, Gap, Recorder
 from rorqual.engine.kernels_ahead import Parts
-from rorqual.engine.scheduling.buckets import token_buckets
+from rorqual.engine.scheduling.buckets import part_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch
 from rorqual.parallel.collectives import PendingCollective
 from rorqual.parallel.group_axis import GroupAxis
@@ -174,7 +174,7 @@ class PiecewiseParts:
     def __init__(self, body: Body, platform: Platform, most: int):
         self.body = body
         self.platform = platform
-        self.sizes = token_buckets(most)
+        self.sizes = part_buckets(most)
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[GapWork]] = {}
         shape = (PARTS, 3, most)
