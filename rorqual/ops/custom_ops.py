@@ -92,6 +92,7 @@ class TracedOps(Ops):
 
     # ---- rows
 
+    delay = entry(Ops.delay)
     kernel_choice = entry(Ops.kernel_choice)
     draw_normal = entry(Ops.draw_normal)
     capture_calls = entry(Ops.capture_calls)

@@ -58,3 +58,32 @@ def test_graphs_between_pieces_leave_what_pieces_keep() -> None:
             x.add_(1)
             out = replay(lambda index: graphs[index]())
             assert torch.equal(out, 2 * (x + 1) + 6 + 10)
+
+
+def test_gaps_with_nothing_between_them_share_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CudaPlatform(torch.device("cuda:0"))
+    x = torch.zeros(4, device="cuda")
+    found: list[str] = []
+    launch = torch.cuda.CUDAGraph.replay
+
+    def pieces(gap: Callable[[str], None]) -> Tensor:
+        kept = x + 1
+        gap("first")
+        gap("second")
+        sums = kept * 2 + x
+        gap("third")
+        return sums + x
+
+    def between(what: str) -> None:
+        found.append(what)
+        x.add_(1)
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        found.append("piece")
+        launch(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    with platform.stream():
+        replay = platform.capture_pieces(pieces)
+        assert replay(between).tolist() == [7] * 4
+    assert found == ["piece", "first", "second", "piece", "third", "piece"]

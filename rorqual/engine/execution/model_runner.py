@@ -3,7 +3,7 @@ replays a captured step, and hands hidden states to the sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -142,7 +142,8 @@ class ModelRunner:
         if any(axis.shares_memory for axis in axes):
             return
         tokens = most(self.pieces.sizes[-1])
-        self.parts = PiecewiseParts(self._parts_body, self.platform, tokens)
+        if tokens > 0:
+            self.parts = PiecewiseParts(self._parts_body, self.platform, tokens)
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
         if speculation is None:
@@ -597,35 +598,31 @@ class ModelRunner:
         self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder
     ) -> Tensor:
         """The forward pass of packed tokens, independent of the requests they belong to."""
-        model = self.model
         assert self.pieces is not None
+        step = self._recorded_step((ids, positions, slots), self.pieces.num_tokens, recorder)
+        return run_one(self.model.forward(step, every_row=True))
+
+    def _recorded_step(
+        self, columns: Iterable[Tensor], num_tokens: Tensor, recorder: PieceRecorder
+    ) -> ForwardBatch:
+        """Token ids, positions and cache slots, as many on every data-parallel rank, of which
+        num_tokens [1] are not padding."""
+        model = self.model
+        ids, positions, slots = columns
         places = TokenPlaces(*model.rotary.rows(positions), slots)
-        padded = PaddedRows(self.pieces.num_tokens, 1)
-        layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp).with_padding(padded)
-        step = ForwardBatch(
+        layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp)
+        layout = layout.with_padding(PaddedRows(num_tokens, 1))
+        return ForwardBatch(
             ids, positions, places, ids, self.pool, layout=layout, recorder=recorder
         )
-        return run_one(model.forward(step, every_row=True))
 
     def _parts_body(self, columns: Sequence[Tensor], recorders: Sequence[PartRecorder]) -> Tensor:
         """`_piecewise_body` of two micro-batches, each [3, tokens], one after the other."""
         model = self.model
         assert self.parts is not None
         passes = []
-        given = zip(columns, recorders, self.parts.num_tokens, strict=True)
-        for (ids, positions, slots), recorder, tokens in given:
-            places = TokenPlaces(*model.rotary.rows(positions), slots)
-            layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp)
-            step = ForwardBatch(
-                ids,
-                positions,
-                places,
-                ids,
-                self.pool,
-                layout=layout.with_padding(PaddedRows(tokens, 1)),
-                recorder=recorder,
-            )
-            forward = model.forward(step, every_row=True)
+        for part, tokens, recorder in zip(columns, self.parts.num_tokens, recorders, strict=True):
+            forward = model.forward(self._recorded_step(part, tokens, recorder), every_row=True)
             passes.append(recorder.recording(forward, model.mesh.group_axes))
         with model.ops.beside_messages():
             return torch.cat(run(passes))

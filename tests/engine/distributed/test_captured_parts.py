@@ -4,6 +4,7 @@ Replays run recorded operations, and messages go between them."""
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 
 from rorqual import LLM
 from rorqual.bench.micro_batches.run import BenchSizes, run
+from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.execution import worker
-from rorqual.engine.execution.piecewise.parts import AttentionGap, MessageGap
+from rorqual.engine.execution.piecewise.parts import AttentionGap, Message, MessageGap
 from rorqual.engine.micro_batches.measure import measure
+from rorqual.errors import EngineError
 from rorqual.ops.interface import Ops
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, cuts
@@ -112,5 +115,41 @@ def test_what_is_captured_is_timed_and_chosen_from(
         assert [(cell.phase, cell.tokens) for cell in cells] == [("prompts", 400)]
         assert any("captured decode steps" in line for line in said)
         assert recording.replayed > timed
+    finally:
+        llm.engine.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("blow", "named"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")]
+)
+def test_a_rank_that_dies_or_hangs_between_pieces_ends_the_engine_with_its_name(
+    blow: signal.Signals, named: str, recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rank 0's messages of a replay are on their way."""
+    llm = LLM(**{**OPTIONS, **CAPTURED, "watchdog_seconds": 6}, dp=2, ep=2)
+    executor = llm.engine.executor
+    assert isinstance(executor, DistributedExecutor)
+    process = executor.handles[0].process
+    assert process is not None
+    started = Message.start
+    sent = 0
+
+    def start(self: Message) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 20:
+            os.kill(process.pid, blow)
+        started(self)
+
+    monkeypatch.setattr(Message, "start", start)
+    given = [prompt for prompt in PROMPTS for _ in range(2)]
+    try:
+        with pytest.raises(EngineError, match=r"rank 1 \(pp 0, dp 1, tp 0\)") as error:
+            llm.generate(given, params(max_tokens=20))
+        assert named in str(error.value)
+        assert sent >= 20
+        with pytest.raises(EngineError):
+            llm.generate(given, params(max_tokens=2))
     finally:
         llm.engine.close()
