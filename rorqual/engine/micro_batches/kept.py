@@ -27,6 +27,7 @@ from rorqual.platforms.base import Platform
 
 log = logging.getLogger(__name__)
 
+METHOD = 2  # of measuring: times that were measured otherwise are not compared
 AGREES = 0.25  # allowed deviation of a pass from the kept time, relative
 
 
@@ -36,7 +37,8 @@ class KeptTimes:
         self.mesh = mesh
         self.device = platform.device
         own = (host.node(), platform.describe(), os.cpu_count(), torch.get_num_threads())
-        given = (asdict(config), dict(model.raw), torch.__version__, self._of_all(digest(own)))
+        ranks = self._of_all(digest(own))
+        given = (METHOD, asdict(config), dict(model.raw), torch.__version__, ranks)
         self.path = cache_folder() / "step-times" / f"{digest(given):016x}.json"
 
     def times(

@@ -1,10 +1,10 @@
 """Piecewise capture of steps with prompts that are computed in two micro-batches.
 
-As in graphs.py, the operations between two layers' attention are captured by the number
-of tokens, here for both micro-batches as they alternate. Their messages are launched between the
-pieces, like attention: a message that is on its way at the end of a piece would have to arrive
-before it, so that nothing could be computed meanwhile. So a micro-batch has three pieces in each
-layer: up to the dispatch of rows to experts, the experts, and from their results to attention.
+As in graphs.py, the operations between two layers' attention are captured by the number of tokens,
+here for both micro-batches as they alternate. Their messages are launched between the pieces, like
+attention: a message that is on its way at the end of a piece would have to arrive before it, so
+that nothing could be computed meanwhile. So a micro-batch has three pieces in each layer: up to the
+dispatch of rows to experts, the experts, and from their results to attention.
 
 Both micro-batches of all data-parallel ranks are padded to the bucket of the longest. Without this,
 the host launches such a step up to some thousand tokens a rank more slowly than a GPU computes it.
