@@ -3,7 +3,7 @@ half a minute once; later starts of the same engine on the same machines only re
 which must agree.
 
 A file is named by a digest of all that the times depend on: the configurations of engine and model,
-the versions of the package and torch, and each rank's host and device. Rank 0 reads and writes the
+torch's version, how times are measured, and each rank's host and device. Rank 0 reads and writes the
 file, and broadcasts what it read, so that all ranks confirm and use the same.
 """
 

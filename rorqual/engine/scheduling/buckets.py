@@ -30,8 +30,8 @@ def piecewise_tokens(layer_bytes: float) -> int:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Every 64 up to 512, 128 up to 1,024, 256 up to 2,048, 512 beyond, and `most` (at least 1): at
-    most an eighth of a step of more than 512 tokens is padding."""
+    """Every 64 up to 512, 128 up to 1,024, 256 up to 2,048, 512 beyond, and `most` (at least 1): of
+    more than 512 tokens that are computed at most a fifth are padding."""
     sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
     found = [size for size in (*sizes, *range(2048, most + 1, 512)) if size <= most]
     return found if found and found[-1] == most else [*found, most]
