@@ -78,7 +78,10 @@ class DeviceDriver:
         )
         for planes in self.pool.layers:
             for plane in planes.values():
-                plane[1:] = 255 if plane.dtype == torch.uint8 else float("nan")
+                if plane.itemsize == 1:  # e4m3, and the scales beside numbers of int8
+                    plane.view(torch.uint8)[1:] = 255
+                else:
+                    plane[1:] = float("nan")
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 

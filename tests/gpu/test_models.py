@@ -125,6 +125,17 @@ QWEN3_30B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
+QWEN_DENSE = {
+    **QWEN3_30B,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "mlp_only_layers": [0, 1, 2],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
 REAL = {"deepseek-v3-4l": DEEPSEEK_V3, "qwen3-30b-4l": QWEN3_30B}
 
 
@@ -194,17 +205,29 @@ def test_mla_forms_on_the_card(forms: tuple[str, str], tmp_path: Path) -> None:
     ).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("queries", [2, *rarely(1)])
 @pytest.mark.parametrize("forms", [("CC", "A_CC_ME"), ("A_CC_ME", "AM_CC_ME")], ids="-".join)
-def test_fp8_latent_cache_gives_the_cpus_logits(
-    forms: tuple[str, str], queries: int, tmp_path: Path
+def test_8_bit_latent_cache_gives_the_cpus_logits(
+    forms: tuple[str, str], queries: int, kv_dtype: str, tmp_path: Path
 ) -> None:
-    """No router, which a rounding at the edge of two e4m3 values might tip."""
+    """No router, which a rounding at the edge of two values might tip."""
     folder = tiny("v3-wide-latent", tmp_path)
     ids = draw(3, LENGTH, 128)
-    want = all_logits(load(folder, Ops(), CPU, forms), ids, CUTS, PAGE, kv_dtype="fp8")
-    got = all_logits(load(folder, TritonOps(), CARD, forms), ids, CUTS, PAGE, queries, "fp8")
+    want = all_logits(load(folder, Ops(), CPU, forms), ids, CUTS, PAGE, kv_dtype=kv_dtype)
+    got = all_logits(load(folder, TritonOps(), CARD, forms), ids, CUTS, PAGE, queries, kv_dtype)
     assert torch.cosine_similarity(got, want, dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("queries", [2, *rarely(1)])
+def test_8_bit_keys_and_values_give_the_references_logits(queries: int, kv_dtype: str) -> None:
+    """Without experts, and so without a router, too. With a wide cache the worst is 0.9994."""
+    model = random_model(QWEN_DENSE, Ops(), "float32", CARD)
+    ids = draw(3, LENGTH, 256)
+    want = all_logits(model, ids, CUTS, PAGE, queries, kv_dtype)
+    got = all_logits(with_ops(model, TritonOps()), ids, CUTS, PAGE, queries, kv_dtype)
+    assert torch.cosine_similarity(got, want, dim=-1).min() > 0.9999
 
 
 def refill(step: ForwardBatch, other: ForwardBatch) -> None:
