@@ -3,8 +3,8 @@ half a minute once; later starts of the same engine on the same machines only re
 which must agree.
 
 A file is named by a digest of all that the times depend on: the configurations of engine and model,
-torch's version, how times are measured, and each rank's host and device. Rank 0 reads and writes the
-file, and broadcasts what it read, so that all ranks confirm and use the same.
+torch's version, how times are measured, and each rank's host and device. Rank 0 reads and writes
+the file, and broadcasts what it read, so that all ranks confirm and use the same.
 """
 
 from __future__ import annotations
