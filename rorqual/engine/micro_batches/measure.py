@@ -361,7 +361,7 @@ class PartsTimer:
             ):
                 runs.append(self._stages(self.layer, step))
         finally:
-            for axis in self._axes():
+            for axis in self.mesh.group_axes:
                 axis.watched = None
         values = list(zip(*runs, strict=True))  # attention, then both times of each stage
         computes = self._slowest([min(own) for own in (values[0], *values[1::2])])
@@ -410,7 +410,7 @@ class PartsTimer:
         clock.mark()
         value = stage()
         clock.mark()
-        for axis in self._axes():
+        for axis in self.mesh.group_axes:
             axis.settle()
         clock.mark()
         launched = time.perf_counter() - start
@@ -419,12 +419,9 @@ class PartsTimer:
         return value, [computed, computed + waited]
 
     def _settle(self) -> None:
-        for axis in self._axes():
+        for axis in self.mesh.group_axes:
             axis.settle()
         self.platform.synchronize()
-
-    def _axes(self) -> list[GroupAxis]:
-        return [axis for axis in self.mesh.axes.values() if isinstance(axis, GroupAxis)]
 
     # ---- all ranks
 

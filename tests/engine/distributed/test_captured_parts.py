@@ -21,9 +21,9 @@ from rorqual.engine.micro_batches.measure import measure
 from rorqual.errors import EngineError
 from rorqual.ops.interface import Ops
 from tests.engine.distributed.starting import ROOT
-from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, cuts
+from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
 from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
-from tests.engine.mixed_batch import comparable, params
+from tests.engine.mixed_batch import params
 
 SITE = Path(__file__).parent / "recording_site"
 OPTIONS: dict[str, Any] = {
@@ -55,39 +55,19 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingPlatform:
     return platform
 
 
-def answers(llm: LLM, prompts: list[Any], settings: Any) -> list[Any]:
-    own = llm.engine.config.dp
-    found = []
-    for one in [[prompt] for prompt in prompts] + [prompts]:
-        given = [prompt for prompt in one for _ in range(own)]
-        outs = llm.generate(given, settings)
-        assert all(
-            alike([comparable(outs[i])], [comparable(outs[i - i % own])]) for i in range(len(outs))
-        )
-        found += [comparable(out) for out in outs[::own]]
-    return found
-
-
 @pytest.mark.exhaustive(but_first=True)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_tokens_are_those_of_one_process(
     layout: dict[str, Any], recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = params(max_tokens=6, logprobs=1, prompt_logprobs=1)
-    llm = LLM(**OPTIONS)
-    expected = answers(llm, PROMPTS, settings)
-    llm.engine.close()
+    expected = answers(LLM(**OPTIONS), PROMPTS)
     launched = cuts(monkeypatch)  # of steps in parts that are not replayed
-    llm = LLM(**OPTIONS, **CAPTURED, **layout)
-    try:
-        found = answers(llm, PROMPTS, settings)
-        # the two long prompts, each alone, and all three together
-        assert recording.replayed >= 3
-        assert not launched
-        kinds = [type(gap) for gap in recording.gaps]
-        assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
-    finally:
-        llm.engine.close()
+    found = answers(LLM(**OPTIONS, **CAPTURED, **layout), PROMPTS)
+    # the two long prompts, each alone, and all three together
+    assert recording.replayed >= 3
+    assert not launched
+    kinds = [type(gap) for gap in recording.gaps]
+    assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
     assert alike(found, expected)
 
 

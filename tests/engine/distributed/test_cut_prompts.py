@@ -50,12 +50,12 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     settings = params(max_tokens=6, logprobs=1, prompt_logprobs=1)
     try:
         found = []
-        for prompt in prompts:
-            outs = llm.generate([prompt] * own, settings)
-            assert all(alike([comparable(out)], [comparable(outs[0])]) for out in outs)
-            found.append(comparable(outs[0]))
-        outs = llm.generate([one for one in prompts for _ in range(own)], settings)
-        return [*found, *(comparable(out) for out in outs[::own])]
+        for together in (*([prompt] for prompt in prompts), prompts):
+            outs = llm.generate([one for one in together for _ in range(own)], settings)
+            known = [comparable(out) for out in outs]
+            assert all(alike([one], [known[i - i % own]]) for i, one in enumerate(known))
+            found += known[::own]
+        return found
     finally:
         llm.engine.close()
 

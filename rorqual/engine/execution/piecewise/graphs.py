@@ -92,6 +92,16 @@ class Recorder:
         return out
 
 
+def hold_tokens(columns: Tensor, num_tokens: Tensor, step: ForwardBatch) -> None:
+    """Put a step's tokens into columns [3, size], where a replay reads them: ids, positions, cache
+    slots, then padding; and their number into num_tokens [1]."""
+    tokens = step.num_tokens
+    for row, given in enumerate((step.token_ids, step.positions, step.places.slots)):
+        columns[row, :tokens].copy_(given)
+    columns[:, tokens:].zero_()
+    num_tokens.fill_(tokens)
+
+
 class DecodeRows:
     """So many decoding requests of a step with prompts, at fixed addresses: `step` has them alone,
     and `graphs` compute one gap after the other for their rows. tables [requests, columns] int64
@@ -261,10 +271,7 @@ class PiecewiseGraphs:
         tokens = step.num_tokens
         size = self.sizes[bisect_left(self.sizes, longest)]
         columns = self._columns(size)
-        for row, given in enumerate((step.token_ids, step.positions, step.places.slots)):
-            columns[row, :tokens].copy_(given)
-        columns[:, tokens:].zero_()
-        self.num_tokens.fill_(tokens)
+        hold_tokens(columns, self.num_tokens, step)
 
         split = 0
         decodes = self._decodes_for(step.decode) if step.decode is not None else None

@@ -15,14 +15,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise.graphs import Buffers, Gap, Recorder
+from rorqual.engine.execution.piecewise.graphs import Buffers, Gap, Recorder, hold_tokens
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import part_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch
@@ -64,8 +64,8 @@ class Message:
 class MessageGap:
     """Messages to start, and then others to wait for, between two pieces."""
 
-    started: list[Message] = field(default_factory=list)
-    awaited: list[Message] = field(default_factory=list)
+    started: Sequence[Message]
+    awaited: Sequence[Message] = ()
 
     def run(self) -> None:
         for message in self.started:
@@ -207,13 +207,7 @@ class PiecewiseParts:
         any rank."""
         size = self.sizes[bisect_left(self.sizes, longest)]
         for columns, count, part in zip(self.columns, self.num_tokens, parts, strict=True):
-            tokens = part.num_tokens
-            for row, given in zip(
-                columns, (part.token_ids, part.positions, part.places.slots), strict=True
-            ):
-                row[:tokens].copy_(given)
-            columns[:, tokens:size].zero_()
-            count.fill_(tokens)
+            hold_tokens(columns[:, :size], count, part)
 
         def between(what: GapWork) -> None:
             if isinstance(what, MessageGap):
