@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rorqual.cache.pool import KVPool
 from rorqual.config.model import GQAConfig, ModelConfig
-from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.layers.forward_batch import CapturablePrompts, ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
@@ -50,6 +51,7 @@ class GQA:
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
         self.weights = GQAWeights(self.q_norm.weight, self.k_norm.weight, config.norm_eps)
         self.scale = dim**-0.5
+        self.dtype = build.dtype
 
     def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
         if step.idle:
@@ -71,6 +73,13 @@ class GQA:
             for segment, part in step.segments
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def capturable_prompts(self, pool: KVPool) -> CapturablePrompts | None:
+        """How attention to prompts can be captured, if at all."""
+        planes = pool.layers[self.index]
+        if "scales" not in planes and planes["k"].dtype != self.dtype:
+            return None
+        return CapturablePrompts() if self.ops.captures_prompts(self.config.head_dim) else None
 
     def finalize(self) -> None:
         for layer in (self.qkv, self.out):

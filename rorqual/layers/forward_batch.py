@@ -25,6 +25,15 @@ class PieceRecorder(Protocol):
         and the inputs' dtype. The first dimension of inputs and result is the step's tokens."""
 
 
+@dataclass(frozen=True)
+class CapturablePrompts:
+    """Of an attention layer whose attention to prompts can be captured for other prompts with as
+    many tokens and keys at most. packed: keys that can be packed at once, None if they are read
+    from their pages."""
+
+    packed: int | None = None
+
+
 @dataclass
 class ForwardBatch:
     """Packed tokens of several requests: decoding requests first, then those with a prefill chunk.
@@ -70,15 +79,25 @@ class ForwardBatch:
     @property
     def prompts(self) -> ForwardBatch:
         """The requests with a prompt chunk as a batch without logit rows, with the same segment."""
-        split = self.decode_tokens
+        found = self._rows(slice(self.decode_tokens, None))
+        found.prefill = self.prefill
+        return found
+
+    @property
+    def decoding(self) -> ForwardBatch:
+        """As `prompts`, of the requests that decode."""
+        found = self._rows(slice(self.decode_tokens))
+        found.decode = self.decode
+        return found
+
+    def _rows(self, tokens: slice) -> ForwardBatch:
         places = self.places
         return ForwardBatch(
-            self.token_ids[split:],
-            self.positions[split:],
-            TokenPlaces(places.cos[split:], places.sin[split:], places.slots[split:]),
+            self.token_ids[tokens],
+            self.positions[tokens],
+            TokenPlaces(places.cos[tokens], places.sin[tokens], places.slots[tokens]),
             self.logit_rows[:0],
             self.pool,
-            prefill=self.prefill,
             layer_read=self.layer_read,
         )
 

@@ -21,9 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import check_forms
 from rorqual.config.model import MLAConfig, ModelConfig
-from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.layers.forward_batch import CapturablePrompts, ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
@@ -216,6 +217,17 @@ class MLA:
         inputs = (q, query_in) if self.materialized is not None else (q,)
         shape = (step.num_tokens, self.down.columns)
         return step.between(self._attend_segments, inputs, shape)
+
+    def capturable_prompts(self, pool: KVPool) -> CapturablePrompts | None:
+        """How attention to prompts can be captured, if at all: decompressed, in one stretch."""
+        mla = self.config
+        if self.prefill_form != "CC" or self.materialized is not None:
+            return None
+        if not self.ops.captures_prompts(max(mla.qk_dim, mla.v_dim)):
+            return None
+        page = pool.spec.page_size
+        device = self.kv_b.weight.data.device.type
+        return CapturablePrompts(stretch_tokens(mla, self.dtype.itemsize, device, page))
 
     def _latents(self, planes: dict[str, Tensor]) -> LatentCache | None:
         """The latent cache; None in the form CD, which caches keys and values."""

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rorqual.cache.pool import KVPool
 from rorqual.config.model import ModelConfig
 from rorqual.layers.embedding import Embedding, Head
 from rorqual.layers.fixed_experts import FixedExperts
-from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.layers.forward_batch import CapturablePrompts, ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
@@ -36,6 +37,8 @@ class Attention(Protocol):
     def finalize(self) -> None: ...
 
     def targets(self) -> Iterator[Target]: ...
+
+    def capturable_prompts(self, pool: KVPool) -> CapturablePrompts | None: ...
 
 
 class Predictor(Protocol):

@@ -96,6 +96,7 @@ class TracedOps(Ops):
     kernel_choice = entry(Ops.kernel_choice)
     draw_normal = entry(Ops.draw_normal)
     capture_calls = entry(Ops.capture_calls)
+    captures_prompts = entry(Ops.captures_prompts)
     concat_columns = entry(Ops.concat_columns)
     norm = entry(Ops.norm)
     add_norm_for_router = entry(Ops.add_norm_for_router)

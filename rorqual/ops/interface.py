@@ -309,6 +309,12 @@ class Ops:
         """The device's dispatch and combine operators (ops/npu/dispatch.py), or None."""
         return None
 
+    def captures_prompts(self, width: int) -> bool:
+        """Whether `attention` and `decompressed_attention`, for prompts and heads of up to `width`
+        columns, read lengths and the starts that the segment knows from the device alone, and take
+        the host's lengths for bounds. Captured once, they then compute any prompts within these."""
+        return False
+
     def side_stream(self) -> AbstractContextManager[Any]:
         """Context in which shared experts are computed while rows are in flight: a second stream,
         if the backend has one."""

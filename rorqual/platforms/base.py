@@ -146,11 +146,13 @@ class Platform:
         `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
-    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
+    def capture_each(
+        self, works: Sequence[Callable[[], None]], warm: bool = True, use: str = "between pieces"
+    ) -> list[Replay]:
         """Capture each of `works` in a graph of its own, for replays between those of
         `capture_pieces`: what they compute is in memory that no graph of these uses. Graphs of
-        several calls share it, so the graphs of one call are replayed in order, and those of
-        another not in between. warm: as in `capture`."""
+        several calls with the same `use` share it, so the graphs of one call are replayed in order,
+        and those of another not in between. warm: as in `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:

@@ -244,11 +244,13 @@ class CudaPlatform(Platform):
 
         return replay
 
-    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
+    def capture_each(
+        self, works: Sequence[Callable[[], None]], warm: bool = True, use: str = "between pieces"
+    ) -> list[Replay]:
         with self.capturing:
             if warm:
                 self._warm(lambda: [work() for work in works])
-            pool = self._graph_pool("between pieces")
+            pool = self._graph_pool(use)
             graphs = []
             with torch.cuda.stream(self.recording), _nothing_collected():
                 for work in works:

@@ -94,7 +94,7 @@ def whole_steps() -> list[tuple[type, str, Any]]:
         return replay
 
     def capture_each(
-        self: CpuPlatform, works: Sequence[Callable[[], None]], warm: bool = True
+        self: CpuPlatform, works: Sequence[Callable[[], None]], warm: bool = True, use: str = ""
     ) -> list[Replay]:
         return list(works)
 

@@ -55,7 +55,8 @@ def answers(folder: Path, piecewise_tokens: int, **options: Any) -> list[Any]:
             found.append((said.token_ids, said.logprobs, out.prompt_logprobs))
     pieces = llm.engine.worker.runner.pieces
     assert (pieces is not None and bool(pieces.graphs)) == (piecewise_tokens > 0)
-    assert pieces is None or pieces.decodes, "decoding requests were attended to eagerly"
+    assert pieces is None or pieces.attention.decodes, "decoding requests were attended to eagerly"
+    assert pieces is None or pieces.attention.prompts, "prompts were attended to eagerly"
     llm.engine.close()
     return found
 

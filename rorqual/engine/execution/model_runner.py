@@ -22,7 +22,15 @@ from rorqual.engine.execution.forward_batch_builder import (
     BuiltBatch,
     ForwardBatchBuilder,
 )
-from rorqual.engine.execution.piecewise.graphs import DecodeRows, PiecewiseGraphs
+from rorqual.engine.execution.piecewise.attention import (
+    PART_ROWS,
+    PROMPT_ROWS,
+    CapturedAttention,
+    DecodeRows,
+    PromptRows,
+    prompt_bounds,
+)
+from rorqual.engine.execution.piecewise.graphs import PiecewiseGraphs
 from rorqual.engine.execution.piecewise.parts import PartRecorder, PiecewiseParts
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
@@ -207,7 +215,7 @@ class ModelRunner:
                     self._capture_prompts(self.pieces)
                     if not self.graphs.loaded:
                         self._warm_mixed_steps(self.pieces, draft_counts, Parts())
-                    self.pieces.capture_decodes(self._decode_rows(self.pieces, draft_counts))
+                    self.pieces.capture_attention(self._decode_rows(self.pieces, draft_counts))
 
     @torch.inference_mode()
     def capture_prompts(self) -> None:
@@ -220,8 +228,10 @@ class ModelRunner:
         if pieces.graphs:
             return
         pieces.capture()
+        pieces.capture_attention(self._prompt_rows_of_pieces(pieces))
         if self.parts:
             self.parts.capture()
+            self.parts.capture_attention(self._prompt_rows_of_parts(self.parts))
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
         """Compile the forward pass, where configured and not yet done."""
@@ -472,10 +482,37 @@ class ModelRunner:
     def _decode_rows(
         self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]
     ) -> list[DecodeRows]:
+        """What is captured of the attention of decoding requests, between pieces."""
         queries = sorted({count + 1 for count in draft_counts})
-        return pieces.decode_rows(
-            self.pool, self.max_len, self.rows.padding, queries, self.shares_prefixes
+        most = (self.rows.padding, pieces.sizes[-1])
+        return pieces.attention.decode_rows(
+            self.pool, self.max_len, *most, queries, self.shares_prefixes
         )
+
+    def _prompt_rows(
+        self, attention: CapturedAttention, sizes: Iterable[int], most: int, single: bool
+    ) -> list[PromptRows]:
+        """What is captured of the attention of prompts; arguments as of `prompt_bounds`."""
+        prompts = self.model.layers[0].attention.capturable_prompts(self.pool)
+        if prompts is None or len(attention.gaps[0].inputs) > 1:
+            return []
+        bounds = prompt_bounds(sizes, most, self.max_len, prompts, single)
+        return attention.prompt_rows(self.pool, bounds, prompts.packed is not None)
+
+    def _prompt_rows_of_pieces(self, pieces: PiecewiseGraphs) -> list[PromptRows]:
+        return self._prompt_rows(pieces.attention, PROMPT_ROWS, pieces.sizes[-1], single=True)
+
+    def _prompt_rows_of_parts(self, parts: PiecewiseParts) -> list[list[PromptRows]]:
+        """By part."""
+        given = (PART_ROWS, parts.sizes[-1], False)
+        return [self._prompt_rows(attention, *given) for attention in parts.attention]
+
+    def _warm_attention(
+        self, captured: Iterable[DecodeRows | PromptRows], of: CapturedAttention, parts: Parts
+    ) -> None:
+        for rows in captured:
+            for index, work in enumerate(rows.works(of.gaps)):
+                parts(f"{rows.name}, {index}", work)
 
     def _warm_mixed_steps(
         self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...], parts: Parts
@@ -487,9 +524,12 @@ class ModelRunner:
         longest = self.max_len - 1
         lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
         buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
-        for rows in self._decode_rows(pieces, draft_counts):
-            for index, work in enumerate(rows.works(pieces.gaps)):
-                parts(f"decode rows {rows.requests} x {rows.queries}, {index}", work)
+        captured: list[DecodeRows | PromptRows] = [*self._decode_rows(pieces, draft_counts)]
+        captured += self._prompt_rows_of_pieces(pieces)
+        self._warm_attention(captured, pieces.attention, parts)
+        if self.parts:  # both parts have the same kernels
+            of_parts = self._prompt_rows_of_parts(self.parts)[0]
+            self._warm_attention(of_parts, self.parts.attention[0], parts)
         for drafts, count, length in product(draft_counts, buckets, lengths):
             if count * (drafts + 1) < pieces.sizes[-1]:  # with the chunk's token
                 given = ([padding] * count, max(length, drafts + 1), 1, drafts)

@@ -327,6 +327,9 @@ class TritonOps(Ops):
             return super().gqa_prologue(qkv, w, places, planes)
         return rope_kv_write.heads_epilogue(qkv.flatten(1), w, places, planes)
 
+    def captures_prompts(self, width: int) -> bool:
+        return width <= WIDEST_HEAD
+
     def attention(
         self,
         q: Tensor,

@@ -22,6 +22,7 @@ from rorqual.errors import EngineError
 from rorqual.ops.interface import Ops
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
+from tests.engine.execution import bounded
 from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
 from tests.engine.mixed_batch import params
 
@@ -51,6 +52,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingPlatform:
     )
     for name in LOOKING:
         monkeypatch.setattr(Ops, name, as_one_call(getattr(Ops, name)))
+    bounded.put_in_place(monkeypatch.setattr)
+    monkeypatch.setattr(bounded, "calls", [])
     monkeypatch.setenv("PYTHONPATH", f"{SITE}{os.pathsep}{ROOT}")
     return platform
 
@@ -62,7 +65,10 @@ def test_tokens_are_those_of_one_process(
 ) -> None:
     expected = answers(LLM(**OPTIONS), PROMPTS)
     launched = cuts(monkeypatch)  # of steps in parts that are not replayed
-    found = answers(LLM(**OPTIONS, **CAPTURED, **layout), PROMPTS)
+    llm = LLM(**OPTIONS, **CAPTURED, **layout)
+    started = len(bounded.calls)
+    found = answers(llm, PROMPTS)
+    assert len(bounded.calls) > started, "all attention of prompts was launched"
     # the two long prompts, each alone, and all three together
     assert recording.replayed >= 3
     assert not launched

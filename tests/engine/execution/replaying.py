@@ -52,7 +52,9 @@ class ReplayingPlatform(CpuPlatform):
 
         return replay
 
-    def capture_each(self, works: Sequence[Callable[[], None]], warm: bool = True) -> list[Replay]:
+    def capture_each(
+        self, works: Sequence[Callable[[], None]], warm: bool = True, use: str = "between pieces"
+    ) -> list[Replay]:
         def counted(work: Callable[[], None]) -> None:
             self.replayed_between += 1
             work()

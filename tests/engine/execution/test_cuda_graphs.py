@@ -513,9 +513,9 @@ def test_decoding_requests_of_mixed_steps_are_replayed(
     assert platform.pieces > 0
     assert (platform.replayed_between > 0) == captured
     pieces = llm.engine.worker.runner.pieces
-    assert bool(pieces.decodes) == captured
+    assert bool(pieces.attention.decodes) == captured
     if captured:
-        sizes = {requests for requests, _ in pieces.decodes}
+        sizes = {requests for requests, _ in pieces.attention.decodes}
         assert sizes == {n for n in (1, 2, 4, given["max_num_seqs"]) if n <= pieces.sizes[-1]}
 
 

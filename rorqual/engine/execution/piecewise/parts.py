@@ -1,10 +1,10 @@
 """Piecewise capture of steps with prompts that are computed in two micro-batches.
 
 As in graphs.py, the operations between two layers' attention are captured by the number of tokens,
-here for both micro-batches as they alternate. Their messages are launched between the pieces, like
-attention: a message that is on its way at the end of a piece would have to arrive before it, so
-that nothing could be computed meanwhile. So a micro-batch has three pieces in each layer: up to the
-dispatch of rows to experts, the experts, and from their results to attention.
+here for both micro-batches as they alternate. Their messages are launched between the pieces: a
+message that is on its way at the end of a piece would have to arrive before it, so that nothing
+could be computed meanwhile. So a micro-batch has three pieces in each layer: up to the dispatch of
+rows to experts, the experts, and from their results to attention.
 
 Both micro-batches of all data-parallel ranks are padded to the bucket of the longest. Without this,
 the host launches such a step up to some thousand tokens a rank more slowly than a GPU computes it.
@@ -13,7 +13,7 @@ the host launches such a step up to some thousand tokens a rank more slowly than
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise.graphs import Buffers, Gap, Recorder, hold_tokens
+from rorqual.engine.execution.piecewise.attention import CapturedAttention, PromptRows
+from rorqual.engine.execution.piecewise.gaps import Buffers, Gap, Recorder, hold_tokens
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import part_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch
@@ -175,6 +176,8 @@ class PiecewiseParts:
         self.body = body
         self.platform = platform
         self.sizes = part_buckets(most)
+        # of each part; both have requests at the same time
+        self.attention = [CapturedAttention(platform, 1 + part) for part in range(PARTS)]
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[GapWork]] = {}
         shape = (PARTS, 3, most)
@@ -185,13 +188,32 @@ class PiecewiseParts:
     def warm_up(self, parts: Parts) -> None:
         """As in PiecewiseGraphs."""
         for size in reversed(self.sizes):
-            run = partial(self._compute, size, lambda gap: None)
+            run = partial(self._noting, size, lambda gap: None)
             parts(f"pieces of parts {size}", run, always=size == self.sizes[-1])
 
     def capture(self) -> None:
         """Capture all sizes, the largest first."""
         for size in reversed(self.sizes):
-            self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
+            self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
+
+    def capture_attention(self, wanted: Sequence[Iterable[PromptRows]]) -> None:
+        """Of each part's prompts, after `capture`."""
+        for attention, rows in zip(self.attention, wanted, strict=True):
+            attention.capture(rows, loaded=False)
+
+    def _noting(self, size: int, gap: Callable[[GapWork], None]) -> Tensor:
+        """`_compute`, which notes the attention of the largest size."""
+        if size < self.sizes[-1]:
+            return self._compute(size, gap)
+        for attention in self.attention:
+            attention.gaps = []
+
+        def note(what: GapWork) -> None:
+            if isinstance(what, AttentionGap):
+                self.attention[what.part].gaps.append(what.gap)
+            gap(what)
+
+        return self._compute(size, note)
 
     def _compute(self, size: int, gap: Callable[[GapWork], None]) -> Tensor:
         recorders = [PartRecorder(self.buffers, part, gap) for part in range(PARTS)]
@@ -209,15 +231,18 @@ class PiecewiseParts:
         for columns, count, part in zip(self.columns, self.num_tokens, parts, strict=True):
             hold_tokens(columns[:, :size], count, part)
 
+        attend = [
+            attention.begin(part) if part.num_tokens else None
+            for attention, part in zip(self.attention, parts, strict=True)
+        ]
+
         def between(what: GapWork) -> None:
             if isinstance(what, MessageGap):
                 what.run()
                 return
-            part, gap = parts[what.part], what.gap
-            tokens = part.num_tokens
-            if tokens:
-                inputs = (tensor[:tokens] for tensor in gap.inputs)
-                gap.out[:tokens].copy_(gap.work(part, *inputs))
+            of_part = attend[what.part]
+            if of_part is not None:
+                of_part(what.gap)
 
         found = self.graphs[size](between).split(size)
         return torch.cat([rows[: part.num_tokens] for rows, part in zip(found, parts, strict=True)])
@@ -225,3 +250,5 @@ class PiecewiseParts:
     def drop(self) -> None:
         """Release everything captured."""
         self.graphs.clear()
+        for attention in self.attention:
+            attention.drop()

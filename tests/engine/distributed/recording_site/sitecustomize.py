@@ -7,8 +7,10 @@ if "rorqual.engine.distributed.worker_process" in sys.orig_argv:
 
     from rorqual import platforms
     from rorqual.ops.interface import Ops
+    from tests.engine.execution import bounded
     from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
 
     for name in LOOKING:
         setattr(Ops, name, as_one_call(getattr(Ops, name)))
+    bounded.put_in_place()
     platforms.make_platform = lambda device: RecordingPlatform(torch.device("cpu"))
