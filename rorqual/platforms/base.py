@@ -155,6 +155,9 @@ class Platform:
         and those of another not in between. warm: as in `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
+    def separate_graphs(self) -> None:
+        """Call between replays of several graphs with nothing else launched between them."""
+
     def stream(self) -> AbstractContextManager[object]:
         """The context in which the engine launches its steps."""
         return nullcontext()

@@ -52,14 +52,17 @@ def test_what_continues_a_cached_prefix_has_more_keys_than_rows() -> None:
     found = prompt_bounds(PROMPT_ROWS, 4096, 100_000, CapturablePrompts(8192), single=True)
     assert PromptBounds(8192, 64, 1) in found
     assert PromptBounds(8192, 512, 16) in found
-    assert PromptBounds(2048, 2048, 4) in found
+    assert PromptBounds(4096, 2304, 4) in found
     paged = prompt_bounds(PROMPT_ROWS, 4096, 100_000, PAGED, single=True)
-    assert {each.keys for each in paged} == {MOST_KEYS}
-    assert {each.requests for each in prompt_bounds(PART_ROWS, 4160, 9, PAGED, single=False)} == {
-        2,
-        4,
-        8,
-        16,
+    assert {each.keys for each in paged if each.requests > 1 or each.rows > 512} == {MOST_KEYS}
+    assert {PromptBounds(64, 64, 1), PromptBounds(MOST_KEYS, 64, 1)} <= set(paged)
+    parts = prompt_bounds(PART_ROWS, 4608, 9, PAGED, single=False)
+    assert {(each.rows, each.requests) for each in parts} == {
+        (576, 16),
+        (1088, 8),
+        (2112, 4),
+        (4160, 2),
+        (4608, 2),
     }
 
 

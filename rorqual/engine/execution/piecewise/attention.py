@@ -22,14 +22,17 @@ from rorqual.layers.forward_batch import CapturablePrompts, ForwardBatch
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.platforms.base import Platform, Replay
 
-PROMPT_ROWS = (64, 128, 256, 512, 1024, 2048)  # above, computing takes longer than launching
-PART_ROWS = (512, 1024, 2048, 4096)  # of a micro-batch; its two parts are launched twice
+# Rows of a step. 256 more than 2,048 are for requests that decode beside a chunk.
+PROMPT_ROWS = (64, 128, 256, 512, 1024, 2304, 4096)
+# Of a micro-batch: a little more than half of a full step, and any number.
+PART_ROWS = (576, 1088, 2112, 4160, 1 << 20)
 MOST_PROMPTS = 16
-EMPTY_ROWS = 8192  # rows that all prompts of a graph would have if each had the most
+EMPTY_ROWS = 9216  # rows that all prompts of a graph would have if each had the most
 # Packed keys of prompts that continue a cached prefix, for these numbers of rows.
 LONG_KEYS = (2048, 4096, 8192)
-LONG_ROWS = (64, 512, 2048)
+LONG_ROWS = (64, 512, 2304)
 MOST_KEYS = 32768  # of a prompt whose keys are read from their pages
+FEW_ROWS = 512  # of one prompt, which programs share the keys of where it may have many
 
 
 class DecodeRows:
@@ -105,6 +108,8 @@ def prompt_bounds(
         for requests in counts:
             if prompts.packed is None:
                 found.add(PromptBounds(min(longest, MOST_KEYS), rows, requests))
+                if requests == 1 and rows <= FEW_ROWS:
+                    found.add(PromptBounds(min(longest, rows), rows, requests))
                 continue
             limit = min(prompts.packed, requests * longest)
             for keys in (rows, *(LONG_KEYS if rows in LONG_ROWS else ())):
@@ -186,9 +191,11 @@ class PromptRows:
             places = held.places[:rows]
             torch.logical_and(places >= starts[0], places < starts[-1], out=inside)
         found = gap.work(self.step, *(tensor[:rows] for tensor in gap.inputs))
-        out = gap.out[:rows]
-        mask = inside.view(-1, *(1,) * (out.ndim - 1))
-        torch.where(mask, found.view_as(out), out, out=out)
+        out = gap.out[:rows].flatten(1)
+        found = found.flatten(1)
+        if out.stride(0) * out.element_size() % 8 == 0:  # four of 16 bits at once
+            out, found = out.view(torch.int64), found.view(torch.int64)
+        torch.where(inside[:, None], found, out, out=out)
 
 
 class CapturedAttention:
@@ -287,6 +294,8 @@ class CapturedAttention:
                 step.layer_read(gap.index)
             for one in graphs:
                 one[gap.index]()
+            if first == last:
+                self.platform.separate_graphs()
             if padded.start < padded.stop:
                 gap.out[padded].zero_()  # padding attended to nothing
             if first < last:

@@ -134,7 +134,7 @@ def test_a_graph_is_replayed_for_several_steps(make: Callable[..., tuple[Any, Te
         for step, before in STEPS[:-1]:
             lens = [n for _, n in step]
             queries = [count for count, _ in step]
-            own = tables[: len(step)]
+            own = tables[: len(step), : 192 // PAGE]
             graphs.held.hold(segment(own, lens, queries), before, BOUNDS)
             mine = slice(before, before + sum(queries))
             expected = torch.full_like(out, 5.0)
