@@ -29,35 +29,59 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LEAST_SECONDS = 5e-6  # shorter delays are added to the next message's: each takes a launch
+# with which a link measures what messages take without it
+OWN_BYTES = (1 << 16, 1 << 24)
+OWN_REPEATS = 5
 
 
 class SlowLink:
-    """An imitated slow link of a GPU, for benchmarks of overlap: what this rank sends starts later,
-    by the time that its bytes would take on such a link, one message after the other. gbits: Gbit/s
-    of what leaves this rank. All of its axes share the link.
+    """An imitated slow link of a GPU, for benchmarks of overlap: what this rank sends arrives after
+    the time that its bytes would take on such a link, one message after the other. gbits: Gbit/s of
+    what leaves this rank. All of its axes share the link.
 
-    Messages then travel as they do otherwise, and must be fast compared with the link. Unlike
-    NCCL's own programs, which copy more slowly while kernels use the memory, and unlike sockets,
-    whose bytes are copied by processors, it takes the same time whatever else runs."""
+    A message starts late by that time less what it takes anyway, as `measure` found. Unlike NCCL's
+    own programs, which copy more slowly while kernels use the memory, and unlike sockets, whose
+    bytes are copied by processors, the link takes the same time whatever else runs."""
 
     def __init__(self, gbits: float, device: torch.device):
         self.seconds = 8e-9 / gbits  # of a byte
         self.stream = torch.cuda.Stream(device)
         self.device = device
         self.owed = 0.0
+        self.free = torch.zeros(1, dtype=torch.int64, device=device)
+        self.own = (0.0, 0.0)  # seconds that a message takes anyway: of each, and of each byte
+
+    def measure(self, axis: GroupAxis) -> None:
+        """Time messages of an axis, without the link. Collective."""
+        found = []
+        for count in OWN_BYTES:
+            x = torch.zeros(count // (axis.size - 1), dtype=torch.uint8, device=self.device)
+            times = []
+            for _ in range(OWN_REPEATS):
+                torch.cuda.synchronize(self.device)
+                axis.start_all_gather(x[:1]).wait()  # both ranks begin together
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                axis.start_all_gather(x).wait()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / 1e3)
+            found.append(min(times))
+        of_byte = max(0.0, found[1] - found[0]) / (OWN_BYTES[1] - OWN_BYTES[0])
+        self.own = (max(0.0, found[0] - OWN_BYTES[0] * of_byte), of_byte)
 
     @contextmanager
     def carries(self, count: int, waits: bool = False) -> Iterator[None]:
         """Messages of `count` bytes are launched in this context. waits: what is launched after it
         waits for them."""
-        from rorqual.ops.triton.comm.delay import delay
+        from rorqual.ops.triton.comm.delay import carry
 
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.owed += count * self.seconds
             if self.owed >= LEAST_SECONDS:
-                delay(self.owed)
+                carry(self.free, self.owed, self.own[0] + count * self.own[1])
                 self.owed = 0.0
             yield
         if waits:

@@ -211,7 +211,9 @@ class Mesh:
         return self.pp_rank == self.sizes.pp - 1
 
     def slow_down(self, link: SlowLink) -> None:
-        """For benchmarks: this rank's collectives leave by such a link."""
+        """For benchmarks: this rank's collectives leave by such a link. Collective."""
+        if self.group_axes:
+            link.measure(self.group_axes[0])
         for axis in self.group_axes:
             axis.link = link
 

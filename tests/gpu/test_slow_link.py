@@ -52,6 +52,27 @@ def test_messages_leave_one_after_the_other() -> None:
     assert seen.tolist() == [2, 2]
 
 
+def test_a_message_begins_early_by_what_it_takes_itself() -> None:
+    """And the next one no earlier for that."""
+    link = SlowLink(GBITS, torch.device("cuda"))
+    link.own = (1e-4, 0.45e-9)
+
+    def send() -> torch.cuda.Event:
+        with link.carries(2_000_000):
+            begun = torch.cuda.Event(enable_timing=True)
+            begun.record()
+        return begun
+
+    send()
+    torch.cuda.synchronize()
+    start = torch.cuda.Event(enable_timing=True)
+    start.record()
+    first, second = send(), send()
+    torch.cuda.synchronize()
+    assert 1.0 <= start.elapsed_time(first) <= 1.2
+    assert 3.0 <= start.elapsed_time(second) <= 3.2
+
+
 def test_what_waits_comes_after_the_message() -> None:
     link = SlowLink(GBITS, torch.device("cuda"))
     came = torch.zeros(1, device="cuda")

@@ -51,6 +51,7 @@ SECONDS = 30.0  # of measuring, after which no further size is timed; half of it
 SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
 REPEATS = (3, 20)  # of a pass, least and most
 SETTLED = 0.01  # noise below which a pass is not repeated further
+FAR = 1.5  # times the fastest, from which a pass is not repeated further either
 STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
 STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
 LAUNCHING = 0.005  # seconds in which a stage is launched, and at most, where others are slower
@@ -320,19 +321,28 @@ class PartsTimer:
     def _times(self, passes: Sequence[Pass]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(shortest seconds of each, how much longer the second shortest are, relative). Passes
         alternate, so that a temporary slowdown affects all. Other load only ever adds time, so the
-        shortest run has least of it."""
+        shortest run has least of it. Those that are far from the fastest are not repeated further,
+        which leaves the time to the others. All ranks see the slowest rank's times, so they agree
+        on what is repeated."""
         for once in passes:  # compiles where needed
             self._timed(once)
         least, most = REPEATS
-        rounds: list[list[float]] = []
-        while len(rounds) < most:
-            order = list(enumerate(passes))[:: -1 if len(rounds) % 2 else 1]
-            times = {number: self._timed(once) for number, once in order}
-            rounds.append(self._slowest([times[number] for number in range(len(passes))]))
-            shortest, noise = _shortest(rounds)
-            spent = sum(map(sum, rounds))
+        times: list[list[float]] = [[] for _ in passes]
+        repeated = list(range(len(passes)))
+        for count in range(1, most + 1):
+            order = repeated[:: 1 if count % 2 else -1]
+            took = {number: self._timed(passes[number]) for number in order}
+            found = self._slowest([took[number] for number in repeated])
+            for number, seconds in zip(repeated, found, strict=True):
+                times[number].append(seconds)
+            shortest, noise = _shortest(times)
             self.least = sum(shortest) * (1 + least)
-            if len(rounds) >= least and (max(noise) <= SETTLED or spent > SIZE_SECONDS):
+            if count < least:
+                continue
+            near = FAR * min(shortest)
+            repeated = [number for number in repeated if shortest[number] <= near]
+            settled = max(noise[number] for number in repeated) <= SETTLED
+            if settled or sum(map(sum, times)) > SIZE_SECONDS:
                 break
         return shortest, noise
 
@@ -450,8 +460,8 @@ def _ordered(sizes: Iterator[MeasuredSize]) -> tuple[MeasuredSize, ...]:
     return tuple(sorted(sizes, key=lambda size: size.tokens))
 
 
-def _shortest(rounds: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _shortest(passes: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(the shortest of each, how much longer the second shortest are)"""
-    found = [sorted(times) for times in zip(*rounds, strict=True)]
+    found = [sorted(times) for times in passes]
     noise = (times[1] / times[0] - 1 if len(times) > 1 else 1.0 for times in found)
     return tuple(times[0] for times in found), tuple(noise)

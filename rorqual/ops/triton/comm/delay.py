@@ -1,10 +1,11 @@
-"""A kernel that ends after a given time, for benchmarks of slow links: one warp of one
-multiprocessor waits."""
+"""Kernels that end after a given time, for benchmarks of slow links: one warp of one multiprocessor
+waits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 
@@ -19,3 +20,19 @@ def _delay_kernel(nanoseconds):
 def delay(seconds: float) -> None:
     """On the current stream; whatever the GPU's clocks are."""
     _delay_kernel[(1,)](round(seconds * 1e9), num_warps=1)
+
+
+@triton.jit(do_not_specialize=["nanoseconds", "early"])
+def _carry_kernel(free, nanoseconds, early):
+    start = tl.maximum(globaltimer(), tl.load(free))
+    end = start + nanoseconds.to(tl.int64)
+    tl.store(free, end)
+    now = start
+    while now < end - early.to(tl.int64):
+        now = globaltimer()
+
+
+def carry(free: Tensor, seconds: float, early: float) -> None:
+    """On the current stream: wait until a link has carried a message of so many seconds, less
+    `early`. free [1] int64: the GPU's time in ns from which the link is free, which is moved on."""
+    _carry_kernel[(1,)](free, round(seconds * 1e9), round(early * 1e9), num_warps=1)

@@ -111,8 +111,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that has a DEPENDENT parameter."""
-    return {"DEPENDENT": True, "launch_pdl": True} if is_hopper(device) else {"DEPENDENT": False}
+    """Launch arguments of a kernel that has a DEPENDENT parameter. In `beside_nccl` it begins after
+    the previous kernel: programs that wait for that one would take the multiprocessors that are
+    left to NCCL, for as long as it takes."""
+    if not is_hopper(device):
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": not _reserved}
 
 
 def next_power(n: int) -> int:

@@ -8,7 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from rorqual.config.model import nccl_channels
-from rorqual.ops.triton.runtime.launch import NCCL_CHANNELS, beside_nccl, multiprocessors
+from rorqual.ops.triton.runtime import launch
+from rorqual.ops.triton.runtime.launch import (
+    NCCL_CHANNELS,
+    beside_nccl,
+    dependent,
+    multiprocessors,
+)
 
 CPU = torch.device("cpu")
 
@@ -28,6 +34,15 @@ def test_some_are_left_inside_alone() -> None:
     with pytest.raises(KeyError), beside_nccl():
         raise KeyError
     assert multiprocessors(CPU) == whole
+
+
+def test_kernels_do_not_wait_where_nccl_should_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dependent(CPU) == {"DEPENDENT": False}
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": True}
+    with beside_nccl():
+        assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": False}
+    assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": True}
 
 
 @pytest.mark.parametrize(
