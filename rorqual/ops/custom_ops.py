@@ -112,6 +112,8 @@ class TracedOps(Ops):
     prepare_mla = entry(Ops.prepare_mla)
     route = entry(Ops.route)
     quantize_activation = entry(Ops.quantize_activation)
+    pack_routing = entry(Ops.pack_routing)
+    unpack_routing = entry(Ops.unpack_routing)
     rank_blocks = entry(Ops.rank_blocks)
     add_partial_sums = entry(Ops.add_partial_sums)
     routed_experts = entry(Ops.routed_experts)

@@ -24,7 +24,14 @@ from rorqual.ops import reference, rng
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.padded_rows import PaddedRows
-from rorqual.ops.rank_rows import RankBlocks, RankParts, add_partial_sums, rank_blocks
+from rorqual.ops.rank_rows import (
+    RankBlocks,
+    RankParts,
+    add_partial_sums,
+    pack,
+    rank_blocks,
+    unpack_local,
+)
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
@@ -826,6 +833,16 @@ class Ops:
 
     def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return reference.quantize_activation(x)
+
+    def pack_routing(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """As rank_rows.pack."""
+        return pack(slots, weights)
+
+    def unpack_routing(
+        self, message: Tensor, dtype: torch.dtype, first: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """As rank_rows.unpack_local. message: rows of any stride."""
+        return unpack_local(message, dtype, first, count)
 
     def rank_blocks(
         self, slots: Tensor, weights: Tensor, parts: RankParts, capacity: int

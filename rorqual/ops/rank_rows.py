@@ -46,6 +46,16 @@ def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return ids.to(dtype).contiguous(), weights.contiguous().view(torch.float32)
 
 
+def unpack_local(
+    message: Tensor, dtype: torch.dtype, first: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """`unpack`, with slots as local ids of a rank that holds `count` of them from `first` on; -1
+    for others."""
+    slots, weights = unpack(message, dtype)
+    local = slots - first
+    return local.masked_fill((local < 0) | (local >= count), -1), weights
+
+
 def destination_mask(slots: Tensor, parts: RankParts) -> Tensor:
     """[T, ranks] bool: the ranks to which a token with experts in `slots` [T, K] is sent: all that
     hold columns of one of them."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.ops.rank_rows import pack, unpack
 from rorqual.parallel.collectives import Axis, PendingCollective, Ready
 from rorqual.parallel.exchange import ExpertStore, StoreExchange, plus
 from rorqual.parallel.exchange_policy import gathers_fp8
@@ -57,7 +56,7 @@ class AllGatherExchange(StoreExchange):
         dtype = x.dtype
         top_k = ids.shape[1]
         dense = layout.dense_rows if self.shared else None
-        routing = pack(self.store.slots_of(ids, layout), weights)
+        routing = self.store.ops.pack_routing(self.store.slots_of(ids, layout), weights)
         # all ranks know this alike
         pairs = top_k * (x.shape[0] * axis.size if counts is None else sum(counts))
         if gathers_fp8(self.store.experts.gate_up.fp8_blocks, pairs, dense is not None):
@@ -81,8 +80,10 @@ class AllGatherExchange(StoreExchange):
         if scales:
             parts.append(routing[:, :scales].contiguous().view(torch.float32))
             routing = routing[:, scales:]
-        slots, weights = unpack(routing, ticket.ids)
-        y = self.store.run_received(parts, ticket.dtype, self.store.to_local(slots), weights)
+        held = self.store.local_slots
+        given = (routing, ticket.ids, held.start, len(held))
+        local_ids, weights = self.store.ops.unpack_routing(*given)
+        y = self.store.run_received(parts, ticket.dtype, local_ids, weights)
         if dense is not None:
             y[ticket.dense] += dense
         ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)

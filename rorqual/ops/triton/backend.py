@@ -572,6 +572,14 @@ class TritonOps(Ops):
             return super().quantize_activation(x)
         return quantize.quantize_exactly(x)
 
+    def pack_routing(self, slots: Tensor, weights: Tensor) -> Tensor:
+        return rank_rows.pack_routing(slots, weights)
+
+    def unpack_routing(
+        self, message: Tensor, dtype: torch.dtype, first: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        return rank_rows.unpack_routing(message, dtype, first, count)
+
     def rank_blocks(
         self, slots: Tensor, weights: Tensor, parts: RankParts, capacity: int
     ) -> RankBlocks:

@@ -1,5 +1,5 @@
-"""Blocks of rows by rank, and sums of what the ranks return: rorqual.ops.rank_rows, bit for bit, in
-one kernel each."""
+"""Routing as messages, blocks of rows by rank, and sums of what the ranks return:
+rorqual.ops.rank_rows, bit for bit, in one kernel each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,56 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 
 TOKENS_AT_ONCE = 64
 ROWS_AT_ONCE = 8  # loads of partial sums in flight
+PICKS_AT_ONCE = 1024
+
+
+@triton.jit(do_not_specialize=["picks"])
+def _pack_kernel(
+    slots,
+    weights,
+    message,
+    picks,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """SIZE picks of all tokens."""
+    wait_for_inputs(DEPENDENT)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < picks
+    slot = tl.load(slots + at, mask=inside, other=0).to(tl.int32)
+    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    to = message + at // TOP_K * (2 * TOP_K) + at % TOP_K
+    tl.store(to, slot, mask=inside)
+    tl.store(to + TOP_K, weight, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["picks", "row_stride", "first", "count"],
+    do_not_specialize_on_alignment=["message"],
+)
+def _unpack_kernel(
+    message,
+    ids,
+    weights,
+    picks,
+    row_stride,
+    first,
+    count,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """SIZE picks of all tokens."""
+    wait_for_inputs(DEPENDENT)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < picks
+    place = message + (at // TOP_K).to(tl.int64) * row_stride + at % TOP_K
+    local = tl.load(place, mask=inside, other=0) - first
+    local = tl.where((local >= 0) & (local < count), local, -1)
+    weight = tl.load(place + TOP_K, mask=inside, other=0).to(tl.float32, bitcast=True)
+    tl.store(ids + at, local.to(ids.dtype.element_ty), mask=inside)
+    tl.store(weights + at, weight, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "capacity"])
@@ -99,6 +149,50 @@ def _sums_kernel(
     if base is not None:
         total = total.to(kind).to(tl.float32) + more
     tl.store(out + token * columns + offsets, total.to(kind), mask=inside)
+
+
+def pack_routing(slots: Tensor, weights: Tensor) -> Tensor:
+    """rorqual.ops.rank_rows.pack."""
+    tokens, top_k = slots.shape
+    message = torch.empty(tokens, 2 * top_k, dtype=torch.int32, device=slots.device)
+    if tokens:
+        _pack_kernel[triton.cdiv(tokens * top_k, PICKS_AT_ONCE),](
+            slots.contiguous(),
+            weights.contiguous(),
+            message,
+            tokens * top_k,
+            top_k,
+            PICKS_AT_ONCE,
+            num_warps=4,
+            **dependent(slots.device),
+        )
+    return message
+
+
+def unpack_routing(
+    message: Tensor, dtype: torch.dtype, first: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """rorqual.ops.rank_rows.unpack_local. message [T, 2 K] int32, adjacent columns."""
+    assert message.stride(1) == 1
+    tokens = message.shape[0]
+    top_k = message.shape[1] // 2
+    ids = torch.empty(tokens, top_k, dtype=dtype, device=message.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=message.device)
+    if tokens:
+        _unpack_kernel[triton.cdiv(tokens * top_k, PICKS_AT_ONCE),](
+            message,
+            ids,
+            weights,
+            tokens * top_k,
+            message.stride(0),
+            first,
+            count,
+            top_k,
+            PICKS_AT_ONCE,
+            num_warps=4,
+            **dependent(message.device),
+        )
+    return ids, weights
 
 
 def rank_blocks(slots: Tensor, weights: Tensor, parts: RankParts, capacity: int) -> RankBlocks:

@@ -49,6 +49,29 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("tokens", "top_k", "beside"), [(7, 3, 0), (300, 8, 2), (0, 4, 1)])
+def test_routing_as_a_message(tokens: int, top_k: int, beside: int, kind: torch.dtype) -> None:
+    """beside: columns in front of it in each row."""
+    slots, weights = routed(tokens, RankParts(4, 4), top_k, kind)
+    if tokens:
+        slots[0, 0] = -1
+    want, got = (ops.pack_routing(slots, weights) for ops in (PLAIN, TritonOps()))
+    assert got.dtype == torch.int32
+    assert torch.equal(want, got)
+    columns = torch.zeros(tokens, beside, dtype=torch.int32, device=DEVICE)
+    rows = torch.cat((columns, got), 1)[:, beside:]
+    for first, count in ((4, 4), (0, 16)):
+        ids, found = TritonOps().unpack_routing(rows, kind, first, count)
+        expected = PLAIN.unpack_routing(rows, kind, first, count)
+        assert ids.dtype == kind
+        assert torch.equal(ids, expected[0])
+        assert torch.equal(bits(found), bits(expected[1]))
+        assert torch.equal(bits(found), bits(weights))
+        held = (slots >= first) & (slots < first + count)
+        assert torch.equal(ids, torch.where(held, slots - first, -1))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("case", CASES)
 def test_blocks(case: tuple[int, ...], kind: torch.dtype) -> None:
     tokens, ranks, each, share, top_k, capacity = case

@@ -381,6 +381,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some} {pads}", both
+    for top_k in (3, 8):
+        yield (
+            f"routing as a message K{top_k}",
+            lambda k=top_k: rank_rows.unpack_routing(
+                rank_rows.pack_routing(*picks(64, k)), torch.int64, 4, 8
+            ),
+        )
     for ranks, top_k in ((32, 8), (256, 8), (2, 3)):
         parts = RankParts(ranks, 8)
         yield (
