@@ -66,10 +66,10 @@ class GQA:
 
     def _attend(self, step: ForwardBatch, q: Tensor) -> Tensor:
         planes = step.read(self.index)
+        cache = (planes["k"], planes["v"])
+        rest = (planes.get("scales"), step.attention_out)
         outs = [
-            self.ops.attention(
-                q[part], planes["k"], planes["v"], segment, self.scale, planes.get("scales")
-            )
+            self.ops.attention(q[part], *cache, segment, self.scale, *rest)
             for segment, part in step.segments
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)

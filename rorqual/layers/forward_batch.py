@@ -45,6 +45,7 @@ class ForwardBatch:
     this many tokens, so the segments are unknown. `parts`: the micro-batches of the step, in the
     order of the packed tokens. `layer_written`: called after a layer has launched its cache writes.
     `layer_read`: called, with its number in the pool, before a layer launches its attention.
+    `attention_out` [T, heads, columns]: see Ops.attention.
     """
 
     token_ids: Tensor
@@ -59,6 +60,7 @@ class ForwardBatch:
     parts: Sequence[ForwardBatch] = ()
     layer_written: Callable[[], None] | None = None
     layer_read: Callable[[int], None] | None = None
+    attention_out: Tensor | None = None
 
     def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
         """A slice of the packed tokens, as its own batch without logit rows. If it begins inside a

@@ -323,14 +323,18 @@ class MLA:
         plane = self._latents(planes)
         assert plane is not None
         if form == "CC":
-            return self._attend_decompressed(q, plane, segment).flatten(1)
+            return self._attend_decompressed(q, plane, segment, step.attention_out).flatten(1)
         # an 8-bit cache has no concatenated latent and rope key
         if form == "A_CC" and isinstance(plane, Tensor) and not in_8_bits(plane):
             return self._attend_joined(q, plane, segment)
         return self.ops.mla_absorbed(q, self.weights, plane, segment, self.scale)
 
     def _attend_decompressed(
-        self, q: Tensor, plane: LatentCache, segment: AttentionMetadata
+        self,
+        q: Tensor,
+        plane: LatentCache,
+        segment: AttentionMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Decompresses at most as many cached tokens at once as ops/stretch.py allows: keys and
         values of all heads are many times larger than their latents. The step's own tokens are
@@ -338,15 +342,25 @@ class MLA:
         page = (plane if isinstance(plane, Tensor) else plane.latent).shape[1]
         tokens = stretch_tokens(self.config, q.element_size(), q.device.type, page)
         shares = self.ops.shares(segment, tokens, page)
-        outs = [self._attend_share(q[share.queries], plane, share.segments) for share in shares]
+        if len(shares) > 1:
+            out = None
+        outs = [
+            self._attend_share(q[share.queries], plane, share.segments, out) for share in shares
+        ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_share(
-        self, q: Tensor, plane: LatentCache, segments: list[AttentionMetadata]
+        self,
+        q: Tensor,
+        plane: LatentCache,
+        segments: list[AttentionMetadata],
+        out: Tensor | None,
     ) -> Tensor:
         if len(segments) == 1:
             nope, rope, v = self._decompressed(plane, segments[0], q.dtype)
-            return self.ops.decompressed_attention(q, (nope, rope), v, segments[0], self.scale)
+            return self.ops.decompressed_attention(
+                q, (nope, rope), v, segments[0], self.scale, out=out
+            )
         # fp32: rounding after each stretch would let errors grow with the number of stretches
         found = PartialAttention.over_no_keys(q, self.config.v_dim)
         for stretch in segments:

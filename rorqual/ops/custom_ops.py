@@ -249,6 +249,7 @@ class TracedOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         scales: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         return torch.ops.rorqual.attention(q, k_plane, v_plane, scale, scales)
 

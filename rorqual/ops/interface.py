@@ -592,11 +592,13 @@ class Ops:
         segment: AttentionMetadata,
         scale: float,
         scales: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H,
-        D] to [T, H, Dv]. `scales`: of an 8-bit cache, as gqa_prologue writes them."""
+        D] to [T, H, Dv]. `scales`: of an 8-bit cache, as gqa_prologue writes them. out: where the
+        result may be, if it is the one returned; rows of no request are then left as they are."""
         lens = segment.kv_lens.tolist()
-        out = []
+        found = []
         for i, part in enumerate(q.split(segment.query_lens)):
             k = reference.read_cache(k_plane, segment.tables[i], lens[i])
             v = reference.read_cache(v_plane, segment.tables[i], lens[i])
@@ -606,8 +608,8 @@ class Ops:
                 )
                 k = reference.unpack_heads(k, k_scale, q.dtype)
                 v = reference.unpack_heads(v, v_scale, q.dtype)
-            out.append(reference.causal_attention(part, k, v, scale))
-        return torch.cat(out)
+            found.append(reference.causal_attention(part, k, v, scale))
+        return torch.cat(found)
 
     def latent_attention(
         self,
@@ -685,10 +687,11 @@ class Ops:
         segment: AttentionMetadata,
         scale: float,
         found: PartialAttention | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`dense_attention` with keys decompressed from latents: [N, H, nope], and [N, rope] shared
         by all heads. With `found` it is `stretch_attention` and returns the updated `found.out`,
-        fp32."""
+        fp32. out: as in `attention`."""
         k = reference.whole_keys(*keys)
         if found is None:
             return self.dense_attention(q, k, v, segment, scale)

@@ -278,6 +278,7 @@ class CpuOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         scales: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The pages of an 8-bit cache that the segment reads are widened first."""
         if scales is not None:

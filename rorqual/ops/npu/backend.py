@@ -546,6 +546,7 @@ class NpuOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         found: PartialAttention | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The operator takes the rope part separately: nothing is concatenated. A context in
         stretches is computed with torch, which merges them in fp32."""
@@ -609,6 +610,7 @@ class NpuOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         scales: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         assert scales is None, "an NPU's cache of grouped-query attention is not in 8 bits"
         page, groups = k_plane.shape[1:3]

@@ -338,6 +338,7 @@ class TritonOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         scales: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Decode kernel for a few query tokens per request, which share one pass over keys and
         values; prefill kernel for chunks."""
@@ -358,7 +359,7 @@ class TritonOps(Ops):
         ):
             return _gqa_decode(q, k_plane, v_plane, known, scale, scales)
         where = (segment.tables, known.query_starts(), segment.kv_lens, known.most_queries)
-        return prefill.paged_prefill(q, k_plane, v_plane, *where, scale, scales=scales)
+        return prefill.paged_prefill(q, k_plane, v_plane, *where, scale, out, scales=scales)
 
     def latent_attention(
         self,
@@ -399,6 +400,7 @@ class TritonOps(Ops):
         segment: AttentionMetadata,
         scale: float,
         found: PartialAttention | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Hopper's kernel supports keys in two parts."""
         known = derived(segment)
@@ -410,9 +412,8 @@ class TritonOps(Ops):
             assert isinstance(segment, Stretch)
             so_far = prefill.SoFar(found.out, found.total, segment.first)
         starts = (known.query_starts(), known.key_starts())
-        return prefill.dense_prefill(
-            q, keys[0], v, *starts, segment.kv_lens, queries, scale, so_far=so_far, k_rope=keys[1]
-        )
+        given = (q, keys[0], v, *starts, segment.kv_lens, queries, scale, out)
+        return prefill.dense_prefill(*given, so_far=so_far, k_rope=keys[1])
 
     def shares(self, segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
         """Computed once per step, as everything derived from segments."""

@@ -48,7 +48,13 @@ def heads_of_pages(step: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Any
     k, tables = paged([random(n, 2, 64, dtype=dtype).cpu() for n in keys], PAGE)
     v = random(*k.shape, dtype=dtype)
     ops = TritonOps()
-    return (lambda segment, q: ops.attention(q, k, v, segment, 0.1)), tables
+
+    def attend(segment: AttentionMetadata, q: Tensor, out: Tensor | None = None) -> Tensor:
+        found = ops.attention(q, k, v, segment, 0.1, None, out)
+        assert out is None or found is out, "the result was made elsewhere, and is copied"
+        return found
+
+    return attend, tables
 
 
 def heads_of_latents(step: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Any, Tensor]:
@@ -58,14 +64,14 @@ def heads_of_latents(step: list[tuple[int, int]], dtype: torch.dtype) -> tuple[A
     plane = plane.nan_to_num(7.0)  # as everywhere in a cache: rows of nobody are finite
     ops = TritonOps()
 
-    def attend(segment: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(segment: AttentionMetadata, q: Tensor, out: Tensor | None = None) -> Tensor:
         assert len(ops.shares(segment, 192, PAGE)) == 1
         entries = ops.latent_entries(plane, segment, 128, dtype)
         nope, v, rope = entries.split((64, 64, 16), -1)
         every = (entries.shape[0], HEADS, 64)
         parts = (nope[:, None].expand(every).contiguous(), rope)
         v = v[:, None].expand(every).contiguous()
-        return ops.decompressed_attention(q, parts, v, segment, 0.1)
+        return ops.decompressed_attention(q, parts, v, segment, 0.1, out=out)
 
     return attend, tables
 
@@ -93,7 +99,7 @@ def test_bounds_give_what_exact_lengths_give(
 
     def work(of: ForwardBatch, q: Tensor) -> Tensor:
         assert of.prefill is not None
-        return attend(of.prefill, q)
+        return attend(of.prefill, q, of.attention_out)
 
     expected = out.clone()
     lens = [n for _, n in step]
@@ -124,7 +130,7 @@ def test_a_graph_is_replayed_for_several_steps(make: Callable[..., tuple[Any, Te
 
     def work(of: ForwardBatch, q: Tensor) -> Tensor:
         assert of.prefill is not None
-        return attend(of.prefill, q)
+        return attend(of.prefill, q, of.attention_out)
 
     attention.gaps = [Gap(0, work, (q,), out), Gap(1, work, (q,), out)]
     packed = make is heads_of_latents
