@@ -38,31 +38,38 @@ def test_bounds_cover_fresh_prompts(
     assert found == sorted(set(found))
     limit = MOST_KEYS if prompts.packed is None else prompts.packed
     assert all(each.keys <= limit for each in found)
-    assert all(each.requests * each.rows <= max(2 * each.rows, EMPTY_ROWS) for each in found)
+    assert all(each.requests * each.longest <= max(4 * each.rows, EMPTY_ROWS) for each in found)
+    assert all(each.rows % each.longest == 0 for each in found)
+    assert all(each.rows // each.longest <= each.requests for each in found)
     largest = min(most, sizes[-1])
     for rows in {1, 64, largest // 2, largest}:
         for requests in (1, 2):
             each = -(-rows // requests)
             keys = each if prompts.packed is None else each * requests
             if each <= longest and keys <= limit and each * requests <= largest:
-                assert any(bounds.take(keys, each * requests, requests) for bounds in found)
+                assert any(bounds.take(keys, each * requests, requests, each) for bounds in found)
 
 
 def test_what_continues_a_cached_prefix_has_more_keys_than_rows() -> None:
     found = prompt_bounds(PROMPT_ROWS, 4096, 100_000, CapturablePrompts(8192), single=True)
-    assert PromptBounds(8192, 64, 1) in found
-    assert PromptBounds(8192, 512, 16) in found
-    assert PromptBounds(4096, 2304, 4) in found
+    assert PromptBounds(8192, 64, 1, 64) in found
+    assert PromptBounds(8192, 512, 16, 512) in found
+    assert PromptBounds(4096, 2304, 4, 2304) in found
+    assert PromptBounds(4096, 2304, 16, 576) in found
     paged = prompt_bounds(PROMPT_ROWS, 4096, 100_000, PAGED, single=True)
     assert {each.keys for each in paged if each.requests > 1 or each.rows > 512} == {MOST_KEYS}
-    assert {PromptBounds(64, 64, 1), PromptBounds(MOST_KEYS, 64, 1)} <= set(paged)
+    assert {PromptBounds(64, 64, 1, 64), PromptBounds(MOST_KEYS, 64, 1, 64)} <= set(paged)
     parts = prompt_bounds(PART_ROWS, 4608, 9, PAGED, single=False)
     assert {(each.rows, each.requests) for each in parts} == {
         (576, 16),
         (1088, 8),
+        (1088, 16),
         (2112, 4),
+        (2112, 16),
         (4160, 2),
+        (4160, 16),
         (4608, 2),
+        (4608, 16),
     }
 
 

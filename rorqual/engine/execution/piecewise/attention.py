@@ -27,7 +27,9 @@ PROMPT_ROWS = (64, 128, 256, 512, 1024, 2304, 4096)
 # Of a micro-batch: a little more than half of a full step, and any number.
 PART_ROWS = (576, 1088, 2112, 4160, 1 << 20)
 MOST_PROMPTS = 16
-EMPTY_ROWS = 9216  # rows that all prompts of a graph would have if each had the most
+# Rows that all prompts of a graph would have if each had the most: programs that find nothing.
+EMPTY_ROWS = 9216
+SHORT = 4  # more prompts than that have at most a part of the rows each
 # Packed keys of prompts that continue a cached prefix, for these numbers of rows.
 LONG_KEYS = (2048, 4096, 8192)
 LONG_ROWS = (64, 512, 2304)
@@ -84,14 +86,21 @@ class DecodeRows:
 @dataclass(frozen=True, order=True)
 class PromptBounds:
     """Of the prompts that a graph takes: their keys, of all together where these are packed, else
-    of each; the rows of their step up to the last of theirs; and their number."""
+    of each; the rows of their step up to the last of theirs; their number; and the rows of one,
+    which divide those of the step."""
 
     keys: int
     rows: int
     requests: int
+    longest: int
 
-    def take(self, keys: int, rows: int, requests: int) -> bool:
-        return keys <= self.keys and rows <= self.rows and requests <= self.requests
+    def take(self, keys: int, rows: int, requests: int, longest: int) -> bool:
+        return (
+            keys <= self.keys
+            and rows <= self.rows
+            and requests <= self.requests
+            and longest <= self.longest
+        )
 
 
 def prompt_bounds(
@@ -104,17 +113,20 @@ def prompt_bounds(
     if prompts.packed is not None:
         most = min(most, prompts.packed)
     for rows in {min(size, most) for size in sizes}:
-        counts = {max(2, min(MOST_PROMPTS, EMPTY_ROWS // rows)), *([1] if single else [])}
-        for requests in counts:
+        few = max(2, min(MOST_PROMPTS, EMPTY_ROWS // rows))
+        numbers = [(1, rows), (few, rows)] if single else [(few, rows)]
+        if few < MOST_PROMPTS and rows % SHORT == 0:
+            numbers.append((MOST_PROMPTS, rows // SHORT))
+        for requests, each in numbers:
             if prompts.packed is None:
-                found.add(PromptBounds(min(longest, MOST_KEYS), rows, requests))
+                found.add(PromptBounds(min(longest, MOST_KEYS), rows, requests, each))
                 if requests == 1 and rows <= FEW_ROWS:
-                    found.add(PromptBounds(min(longest, rows), rows, requests))
+                    found.add(PromptBounds(min(longest, rows), rows, requests, each))
                 continue
             limit = min(prompts.packed, requests * longest)
             for keys in (rows, *(LONG_KEYS if rows in LONG_ROWS else ())):
                 if min(rows, requests * longest) <= min(keys, limit):
-                    found.add(PromptBounds(min(keys, limit), rows, requests))
+                    found.add(PromptBounds(min(keys, limit), rows, requests, each))
     return sorted(found)
 
 
@@ -158,12 +170,12 @@ class PromptRows:
         count = bounds.requests
         starts, keys, lens = held.numbers
         columns = -(-bounds.keys // pool.spec.page_size)
-        none = (0,) * (count - 1)
+        full = bounds.rows // bounds.longest
         segment = AttentionMetadata(
             held.tables[:count, :columns],
             lens[:count],
-            (bounds.rows, *none),
-            (bounds.keys, *none),
+            (*(bounds.longest,) * full, *(0,) * (count - full)),
+            (bounds.keys, *(0,) * (count - 1)),
             exact=False,
         )
         segment.query_starts = starts[: count + 1]
@@ -322,7 +334,8 @@ class CapturedAttention:
         if segment is None or not self.prompts or not segment.exact:
             return None
         keys = sum(segment.max_kv_lens) if self.packed else max(segment.max_kv_lens)
-        asked = (keys, before + segment.tokens, len(segment))
+        longest = max(segment.query_lens)
+        asked = (keys, before + segment.tokens, len(segment), longest)
         fits = (rows for rows in reversed(self.prompts) if rows.bounds.take(*asked))
         return next(fits, None)
 

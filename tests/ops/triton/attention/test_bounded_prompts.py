@@ -31,7 +31,8 @@ if SKIP_REASON is None:
 pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 PAGE = 16
 HEADS = 4
-BOUNDS = PromptBounds(keys=192, rows=128, requests=4)
+BOUNDS = PromptBounds(keys=192, rows=128, requests=4, longest=128)
+SHORT = PromptBounds(keys=192, rows=128, requests=5, longest=64)
 # (queries, keys) of each prompt, and rows before them
 STEPS = [
     ([(40, 40), (1, 1), (64, 64)], 0),
@@ -78,9 +79,15 @@ def heads_of_latents(step: list[tuple[int, int]], dtype: torch.dtype) -> tuple[A
 
 @pytest.mark.parametrize("make", [heads_of_pages, heads_of_latents])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number", range(len(STEPS)))
+@pytest.mark.parametrize(
+    ("number", "bounds"),
+    [*((n, BOUNDS) for n in range(len(STEPS))), *((n, SHORT) for n in (0, 1, 3, 4))],
+)
 def test_bounds_give_what_exact_lengths_give(
-    make: Callable[..., tuple[Any, Tensor]], dtype: torch.dtype, number: int
+    make: Callable[..., tuple[Any, Tensor]],
+    dtype: torch.dtype,
+    number: int,
+    bounds: PromptBounds,
 ) -> None:
     torch.manual_seed(number)
     step, before = STEPS[number]
@@ -93,7 +100,7 @@ def test_bounds_give_what_exact_lengths_give(
         held.inside.fill_(True)
         held.tables.fill_(1)
     pool: Any = SimpleNamespace(spec=SimpleNamespace(page_size=PAGE), layers=[])
-    rows = PromptRows(pool, BOUNDS, held)
+    rows = PromptRows(pool, bounds, held)
     q = random(160, HEADS, width, dtype=dtype)
     out = torch.full((160, HEADS, 64), 5.0, dtype=dtype, device=DEVICE)
 
@@ -106,7 +113,7 @@ def test_bounds_give_what_exact_lengths_give(
     queries = [count for count, _ in step]
     exact = segment(tables[: len(step)], lens, queries)
     if step:
-        held.hold(exact, before, BOUNDS)
+        held.hold(exact, before, bounds)
         mine = slice(before, before + tokens)
         expected[mine] = attend(segment(tables, lens, queries), q[mine])
     for gap in (Gap(0, work, (q,), out), Gap(1, work, (q,), out)):
