@@ -215,7 +215,11 @@ class ModelRunner:
                     self._capture_prompts(self.pieces)
                     if not self.graphs.loaded:
                         self._warm_mixed_steps(self.pieces, draft_counts, Parts())
-                    self.pieces.capture_attention(self._decode_rows(self.pieces, draft_counts))
+                    attention = self.pieces.attention
+                    rows = self._decode_rows(attention, self.pieces.sizes[-1], draft_counts)
+                    self.pieces.capture_attention(rows)
+                if self.parts:
+                    self.parts.capture_attention(self._decode_rows_of_parts(draft_counts))
 
     @torch.inference_mode()
     def capture_prompts(self) -> None:
@@ -480,14 +484,12 @@ class ModelRunner:
         return self._forward(self.batch(output, metadata), metadata)
 
     def _decode_rows(
-        self, pieces: PiecewiseGraphs, draft_counts: tuple[int, ...]
+        self, attention: CapturedAttention, most: int, draft_counts: tuple[int, ...]
     ) -> list[DecodeRows]:
-        """What is captured of the attention of decoding requests, between pieces."""
+        """What is captured of the attention of decoding requests, in up to `most` rows."""
         queries = sorted({count + 1 for count in draft_counts})
-        most = (self.rows.padding, pieces.sizes[-1])
-        return pieces.attention.decode_rows(
-            self.pool, self.max_len, *most, queries, self.shares_prefixes
-        )
+        sizes = (self.max_len, self.rows.padding, most)
+        return attention.decode_rows(self.pool, *sizes, queries, self.shares_prefixes)
 
     def _prompt_rows(
         self, attention: CapturedAttention, sizes: Iterable[int], most: int, single: bool
@@ -507,6 +509,12 @@ class ModelRunner:
         given = (PART_ROWS, parts.sizes[-1], False)
         return [self._prompt_rows(attention, *given) for attention in parts.attention]
 
+    def _decode_rows_of_parts(self, draft_counts: tuple[int, ...]) -> list[list[DecodeRows]]:
+        """By part. Their kernels are those of steps in one part."""
+        assert self.parts is not None
+        most = self.parts.sizes[-1]
+        return [self._decode_rows(each, most, draft_counts) for each in self.parts.attention]
+
     def _warm_attention(
         self, captured: Iterable[DecodeRows | PromptRows], of: CapturedAttention, parts: Parts
     ) -> None:
@@ -524,7 +532,8 @@ class ModelRunner:
         longest = self.max_len - 1
         lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
         buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
-        captured: list[DecodeRows | PromptRows] = [*self._decode_rows(pieces, draft_counts)]
+        captured: list[DecodeRows | PromptRows] = []
+        captured += self._decode_rows(pieces.attention, pieces.sizes[-1], draft_counts)
         captured += self._prompt_rows_of_pieces(pieces)
         self._warm_attention(captured, pieces.attention, parts)
         if self.parts:  # both parts have the same kernels

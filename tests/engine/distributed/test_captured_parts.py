@@ -16,10 +16,11 @@ from rorqual import LLM
 from rorqual.bench.micro_batches.run import BenchSizes, run
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.execution import worker
+from rorqual.engine.execution.piecewise.attention import DecodeRows
 from rorqual.engine.execution.piecewise.parts import AttentionGap, Message, MessageGap
 from rorqual.engine.micro_batches.measure import measure
 from rorqual.errors import EngineError
-from rorqual.ops.interface import Ops
+from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
 from tests.engine.execution import bounded
@@ -74,6 +75,33 @@ def test_tokens_are_those_of_one_process(
     assert not launched
     kinds = [type(gap) for gap in recording.gaps]
     assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
+    assert alike(found, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=lambda layout: "-".join(map(str, layout)))
+def test_requests_decode_beside_chunks(
+    layout: dict[str, Any], recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first part or in both, at the same time."""
+    options = {**OPTIONS, "chunked_prefill_size": 160}
+    expected = answers(LLM(**options), PROMPTS)
+    launched = cuts(monkeypatch)
+    held: list[tuple[DecodeRows, int]] = []
+    hold = DecodeRows.hold
+
+    def noted(rows: DecodeRows, segment: AttentionMetadata) -> None:
+        held.append((rows, len(segment)))
+        hold(rows, segment)
+
+    monkeypatch.setattr(DecodeRows, "hold", noted)
+    llm = LLM(**options, **CAPTURED, **layout)
+    parts = llm.engine.worker.runner.parts
+    captured = [rows for attention in parts.attention for rows in attention.decodes.values()]
+    found = answers(llm, PROMPTS)
+    assert any(rows in captured for rows, _ in held), "all were attended to one by one"
+    assert recording.replayed >= 3
+    assert not launched
     assert alike(found, expected)
 
 

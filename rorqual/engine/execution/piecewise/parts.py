@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise.attention import CapturedAttention, PromptRows
+from rorqual.engine.execution.piecewise.attention import (
+    CapturedAttention,
+    DecodeRows,
+    PromptRows,
+)
 from rorqual.engine.execution.piecewise.gaps import Buffers, Gap, Recorder, hold_tokens
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import part_buckets
@@ -196,8 +200,8 @@ class PiecewiseParts:
         for size in reversed(self.sizes):
             self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
 
-    def capture_attention(self, wanted: Sequence[Iterable[PromptRows]]) -> None:
-        """Of each part's prompts, after `capture`."""
+    def capture_attention(self, wanted: Sequence[Iterable[DecodeRows | PromptRows]]) -> None:
+        """By part, after `capture`."""
         for attention, rows in zip(self.attention, wanted, strict=True):
             attention.capture(rows, loaded=False)
 
