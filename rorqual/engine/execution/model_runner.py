@@ -26,6 +26,7 @@ from rorqual.engine.execution.piecewise.attention import (
     PART_ROWS,
     PROMPT_ROWS,
     CapturedAttention,
+    CapturedRows,
     DecodeRows,
     PromptRows,
     prompt_bounds,
@@ -516,7 +517,7 @@ class ModelRunner:
         return [self._decode_rows(each, most, draft_counts) for each in self.parts.attention]
 
     def _warm_attention(
-        self, captured: Iterable[DecodeRows | PromptRows], of: CapturedAttention, parts: Parts
+        self, captured: Iterable[CapturedRows], of: CapturedAttention, parts: Parts
     ) -> None:
         for rows in captured:
             for index, work in enumerate(rows.works(of.gaps)):
@@ -532,7 +533,7 @@ class ModelRunner:
         longest = self.max_len - 1
         lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
         buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
-        captured: list[DecodeRows | PromptRows] = []
+        captured: list[CapturedRows] = []
         captured += self._decode_rows(pieces.attention, pieces.sizes[-1], draft_counts)
         captured += self._prompt_rows_of_pieces(pieces)
         self._warm_attention(captured, pieces.attention, parts)

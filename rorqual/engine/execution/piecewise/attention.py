@@ -37,10 +37,28 @@ MOST_KEYS = 32768  # of a prompt whose keys are read from their pages
 FEW_ROWS = 512  # of one prompt, which programs share the keys of where it may have many
 
 
-class DecodeRows:
-    """So many decoding requests of a step with prompts, at fixed addresses: `step` has them alone,
-    and `graphs` compute one gap after the other for their rows. tables [requests, columns] int64
-    and lens [requests] int64 hold their block tables and cached entries, of up to `max_len`."""
+class CapturedRows:
+    """Requests of a step at fixed addresses: `step` has them alone, and `graphs` compute one gap
+    after the other for their rows."""
+
+    def __init__(self, name: str, pool: KVPool, rows: int, device: torch.device):
+        self.name = name
+        self.rows = rows
+        ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        nowhere = TokenPlaces(ids, ids, ids)  # not for attention
+        self.step = ForwardBatch(ids, ids, nowhere, ids[:0], pool)
+        self.graphs: list[Replay] = []
+
+    def works(self, gaps: Sequence[Gap]) -> list[Callable[[], None]]:
+        return [partial(self._attend, gap) for gap in gaps]
+
+    def _attend(self, gap: Gap) -> None:
+        raise NotImplementedError
+
+
+class DecodeRows(CapturedRows):
+    """So many decoding requests of a step with prompts. tables [requests, columns] int64 and lens
+    [requests] int64 hold their block tables and cached entries, of up to `max_len`."""
 
     def __init__(
         self,
@@ -51,25 +69,17 @@ class DecodeRows:
         lens: Tensor,
         may_share: bool,
     ):
-        self.requests = tables.shape[0]
+        requests = tables.shape[0]
+        name = f"decode rows {requests} x {queries}"
+        super().__init__(name, pool, requests * queries, lens.device)
+        self.requests = requests
         self.queries = queries
-        self.rows = self.requests * queries
         self.tables = tables
         self.lens = lens
-        each = ((queries,) * self.requests, (max_len,) * self.requests)
+        each = ((queries,) * requests, (max_len,) * requests)
         segment = AttentionMetadata(tables, lens, *each, exact=False)
         segment.may_share = may_share
-        ids = torch.zeros(self.rows, dtype=torch.int64, device=lens.device)
-        nowhere = TokenPlaces(ids, ids, ids)  # not for attention
-        self.step = ForwardBatch(ids, ids, nowhere, ids[:0], pool, decode=segment)
-        self.graphs: list[Replay] = []
-
-    @property
-    def name(self) -> str:
-        return f"decode rows {self.requests} x {self.queries}"
-
-    def works(self, gaps: Sequence[Gap]) -> list[Callable[[], None]]:
-        return [partial(self._attend, gap) for gap in gaps]
+        self.step.decode = segment
 
     def _attend(self, gap: Gap) -> None:
         inputs = (tensor[: self.rows] for tensor in gap.inputs)
@@ -159,12 +169,12 @@ class HeldPrompts:
         self.tables[:count, :columns].copy_(segment.tables)
 
 
-class PromptRows:
-    """Prompts within `bounds`, as `held`: `step` has them alone, and `graphs` compute one gap after
-    the other for their rows. Kernels read starts and lengths from the device, and take the host's
-    for bounds."""
+class PromptRows(CapturedRows):
+    """Prompts within `bounds`, as `held`. Kernels read starts and lengths from the device, and take
+    the host's for bounds."""
 
     def __init__(self, pool: KVPool, bounds: PromptBounds, held: HeldPrompts):
+        super().__init__(f"prompt rows {bounds}", pool, bounds.rows, held.numbers.device)
         self.bounds = bounds
         self.held = held
         count = bounds.requests
@@ -180,22 +190,12 @@ class PromptRows:
         )
         segment.query_starts = starts[: count + 1]
         segment.key_starts = keys[: count + 1]
-        ids = torch.zeros(bounds.rows, dtype=torch.int64, device=lens.device)
-        nowhere = TokenPlaces(ids, ids, ids)  # not for attention
-        self.step = ForwardBatch(ids, ids, nowhere, ids[:0], pool, prefill=segment)
-        self.graphs: list[Replay] = []
-
-    @property
-    def name(self) -> str:
-        return f"prompt rows {self.bounds}"
-
-    def works(self, gaps: Sequence[Gap]) -> list[Callable[[], None]]:
-        return [partial(self._attend, gap) for gap in gaps]
+        self.step.prefill = segment
 
     def _attend(self, gap: Gap) -> None:
         """Other rows of the result stay: those of decoding requests, and padding, which must be
         finite."""
-        rows = self.bounds.rows
+        rows = self.rows
         held = self.held
         inside = held.inside[:rows]
         if gap.index == 0:
@@ -268,19 +268,18 @@ class CapturedAttention:
         # the largest first: the others fit into its memory
         return [PromptRows(pool, each, held) for each in sorted(bounds, reverse=True)]
 
-    def capture(self, wanted: Iterable[DecodeRows | PromptRows], loaded: bool) -> None:
+    def capture(self, wanted: Iterable[CapturedRows], loaded: bool) -> None:
         """Without, attention is launched eagerly. loaded: all kernels are compiled and loaded."""
         for rows in wanted:
             works = rows.works(self.gaps)
             if loaded:  # a layer's products are those of all
                 self.platform.warm_up(works[0])
-            decodes = isinstance(rows, DecodeRows)
-            # both kinds are replayed by turns
-            use = f"{'decoding' if decodes else 'prompts'} {self.number}"
+            # the kinds are replayed by turns
+            use = f"{type(rows).__name__} {self.number}"
             rows.graphs = self.platform.capture_each(works, not loaded, use)
             if isinstance(rows, DecodeRows):
                 self.decodes[rows.requests, rows.queries] = rows
-            else:
+            elif isinstance(rows, PromptRows):
                 self.prompts.append(rows)
 
     def begin(self, step: ForwardBatch) -> Callable[[Gap], None]:

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise.attention import CapturedAttention, DecodeRows, PromptRows
+from rorqual.engine.execution.piecewise.attention import CapturedAttention, CapturedRows
 from rorqual.engine.execution.piecewise.gaps import Buffers, Gap, Recorder, hold_tokens
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import token_buckets
@@ -108,7 +108,7 @@ class PiecewiseGraphs:
         inputs = (tensor[: step.num_tokens] for tensor in first.inputs)
         first.work(step, *inputs)
 
-    def capture_attention(self, wanted: Iterable[DecodeRows | PromptRows]) -> None:
+    def capture_attention(self, wanted: Iterable[CapturedRows]) -> None:
         """After `capture`."""
         self.attention.capture(wanted, self.loaded)
 

@@ -22,11 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.piecewise.attention import (
-    CapturedAttention,
-    DecodeRows,
-    PromptRows,
-)
+from rorqual.engine.execution.piecewise.attention import CapturedAttention, CapturedRows
 from rorqual.engine.execution.piecewise.gaps import Buffers, Gap, Recorder, hold_tokens
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import part_buckets
@@ -200,7 +196,7 @@ class PiecewiseParts:
         for size in reversed(self.sizes):
             self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
 
-    def capture_attention(self, wanted: Sequence[Iterable[DecodeRows | PromptRows]]) -> None:
+    def capture_attention(self, wanted: Sequence[Iterable[CapturedRows]]) -> None:
         """By part, after `capture`."""
         for attention, rows in zip(self.attention, wanted, strict=True):
             attention.capture(rows, loaded=False)
