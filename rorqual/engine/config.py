@@ -328,8 +328,8 @@ class EngineConfig:
     )
     slow_link_gbits: float = _parallel(
         0.0,
-        "For benchmarks on GPUs, with --no-p2p-memory: what a rank sends by collectives starts as "
-        "much later as it would take on a link of so many Gbit/s.",
+        "For benchmarks on GPUs, with --no-p2p-memory: what a rank sends by collectives arrives "
+        "after the time that it would take on a link of so many Gbit/s.",
     )
     watchdog_seconds: float = _parallel(
         60.0, "A rank silent for so long, or a collective that takes longer, ends the engine."

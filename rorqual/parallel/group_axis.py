@@ -32,6 +32,7 @@ LEAST_SECONDS = 5e-6  # shorter delays are added to the next message's: each tak
 # with which a link measures what messages take without it
 OWN_BYTES = (1 << 16, 1 << 24)
 OWN_REPEATS = 5
+OWN_DELAY = 2e-3
 
 
 class SlowLink:
@@ -53,13 +54,16 @@ class SlowLink:
 
     def measure(self, axis: GroupAxis) -> None:
         """Time messages of an axis, without the link. Collective."""
+        from rorqual.ops.triton.comm.delay import delay
+
         found = []
         for count in OWN_BYTES:
             x = torch.zeros(count // (axis.size - 1), dtype=torch.uint8, device=self.device)
             times = []
             for _ in range(OWN_REPEATS):
                 torch.cuda.synchronize(self.device)
-                axis.start_all_gather(x[:1]).wait()  # both ranks begin together
+                axis.start_all_gather(x[:1]).wait()  # all ranks begin together
+                delay(OWN_DELAY)  # in which the host launches what follows
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 axis.start_all_gather(x).wait()
