@@ -188,7 +188,7 @@ def main(model: str, options: str = "{}") -> int:
         # before the modules of kernels are imported
         for name, value in {
             "is_hopper": lambda device: True,
-            "dependent": lambda device: {"DEPENDENT": True, "launch_pdl": True},
+            "dependent": lambda device, after_long=False: {"DEPENDENT": True, "launch_pdl": True},
             "INTERPRETED": False,
         }.items():
             stack.enter_context(mock.patch.object(launch, name, value))

@@ -218,7 +218,7 @@ def combine(
         ids is not None,
         base is not None,
         num_warps=4,
-        **dependent(y.device),
+        **dependent(y.device, after_long=True),
     )
     return out
 
@@ -277,6 +277,6 @@ def combine_add_norm(
             gave.base is not None,
             quantize_output,
             num_warps=warps_for(size),
-            **dependent(y.device),
+            **dependent(y.device, after_long=True),
         )
     return output_of(out, made), total

@@ -342,7 +342,7 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             size,
             each,
             num_warps=TILE_WARPS,
-            **dependent(both.device),
+            **dependent(both.device, after_long=True),
         )
     elif num_picks:
         size = min(2048, max(128, next_power(columns)))
@@ -356,6 +356,6 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             blocks.rows,
             size,
             num_warps=4,
-            **dependent(both.device),
+            **dependent(both.device, after_long=True),
         )
     return out

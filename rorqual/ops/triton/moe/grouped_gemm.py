@@ -523,7 +523,7 @@ def down_product(
         inner,
         blocks.rows,
         **_constants(weight, tile),
-        **dependent(y.device),
+        **dependent(y.device, after_long=True),
     )
     return y
 

@@ -326,7 +326,7 @@ def _launch(
         *REGISTERS,
         num_warps=4,
         maxnreg=168,
-        **dependent(device),
+        **dependent(device, after_long=not gated),
     )
 
 

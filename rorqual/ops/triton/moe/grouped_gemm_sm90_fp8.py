@@ -448,7 +448,7 @@ def product(
         *REGISTERS[warpgroups],
         num_warps=4,
         maxnreg=128 if warpgroups == 3 else 168,
-        **dependent(device),
+        **dependent(device, after_long=scatter),
     )
     return y
 

@@ -413,7 +413,7 @@ def down_product(
         **operands.constants(weight, h_group, scale is not None),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent(y.device),
+        **dependent(y.device, after_long=True),
     )
     return y
 

@@ -565,7 +565,7 @@ def _launch(
         *parts,
         num_warps=4,
         maxnreg=registers,
-        **dependent(device),
+        **dependent(device, after_long=not gated),
     )
 
 

@@ -110,13 +110,13 @@ def is_hopper(device: torch.device) -> bool:
     )
 
 
-def dependent(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that has a DEPENDENT parameter. In `beside_nccl` it begins after
-    the previous kernel: programs that wait for that one would take the multiprocessors that are
-    left to NCCL, for as long as it takes."""
+def dependent(device: torch.device, after_long: bool = False) -> dict[str, Any]:
+    """Launch arguments of a kernel that has a DEPENDENT parameter. after_long: the kernel before
+    takes long, as products of experts do. In `beside_nccl` this one then begins after it: programs
+    that wait would take the multiprocessors that are left to NCCL for all of that time."""
     if not is_hopper(device):
         return {"DEPENDENT": False}
-    return {"DEPENDENT": True, "launch_pdl": not _reserved}
+    return {"DEPENDENT": True, "launch_pdl": not (after_long and _reserved)}
 
 
 def next_power(n: int) -> int:

@@ -40,9 +40,11 @@ def test_kernels_do_not_wait_where_nccl_should_run(monkeypatch: pytest.MonkeyPat
     assert dependent(CPU) == {"DEPENDENT": False}
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": True}
+    assert dependent(CPU, after_long=True) == {"DEPENDENT": True, "launch_pdl": True}
     with beside_nccl():
-        assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": False}
-    assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": True}
+        assert dependent(CPU) == {"DEPENDENT": True, "launch_pdl": True}
+        assert dependent(CPU, after_long=True) == {"DEPENDENT": True, "launch_pdl": False}
+    assert dependent(CPU, after_long=True) == {"DEPENDENT": True, "launch_pdl": True}
 
 
 @pytest.mark.parametrize(
