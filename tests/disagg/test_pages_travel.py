@@ -86,11 +86,19 @@ def prefilled(where: Running, ids: list[int], **more: Any) -> dict[str, Any]:
     return found["kv_transfer_params"]
 
 
-def figure(where: Running, name: str) -> float:
+def shown(where: Running, name: str) -> float | None:
+    """A figure in /metrics; None before an engine that was just started has told it."""
     text = where.request("GET", "/metrics")[1]
     lines = text.splitlines()
-    (line,) = [one for one in lines if one.startswith(f"rorqual:{name}") and "{" in one]
-    return float(line.rsplit(" ", 1)[1])
+    found = [one for one in lines if one.startswith(f"rorqual:{name}") and "{" in one]
+    assert len(found) <= 1
+    return float(found[0].rsplit(" ", 1)[1]) if found else None
+
+
+def figure(where: Running, name: str) -> float:
+    found = shown(where, name)
+    assert found is not None, name
+    return found
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("fastapi")
 
 from tests.child_process import stand_still
-from tests.disagg.test_pages_travel import figure
+from tests.disagg.test_pages_travel import figure, shown
 from tests.route.running import start_router
 from tests.route.test_real_servers import Read, body, stream
 from tests.serve.running import Running, start_server
@@ -65,8 +65,8 @@ class Apart:
             server.wait_until(lambda server=server: self.killed.isdisjoint(server.engine_pids()))
             server.wait_until(server.healthy, 120)
             server.wait_until(lambda server=server: server.held_pages() == 0, 120)
-            server.wait_until(lambda server=server: figure(server, COMING) == 0, 120)
-        self.prefill.wait_until(lambda: figure(self.prefill, HELD) == 0, LEASE + 60)
+            server.wait_until(lambda server=server: shown(server, COMING) == 0, 120)
+        self.prefill.wait_until(lambda: shown(self.prefill, HELD) == 0, LEASE + 60)
         self.router.wait_until(self.router.healthy, 60)
         wanted = [f'server_ready{{server="{server.url}"}} 1.0' for server in self.servers]
         self.router.wait_until(lambda: all(one in self.router.get("/metrics") for one in wanted))

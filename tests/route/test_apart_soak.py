@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("fastapi")
 
-from tests.disagg.test_pages_travel import figure
+from tests.disagg.test_pages_travel import shown
 from tests.route.running import start_router
 from tests.route.test_apart_deaths import COMING, HELD, options, router_options
 from tests.route.test_real_servers import Read, body, killed, stream
@@ -164,7 +164,7 @@ def check(cluster: Cluster, clients: Clients, kills: int) -> None:
     for server in cluster.servers:
         server.wait_until(server.healthy, 120)
         server.wait_until(lambda server=server: server.held_pages() == 0, 120)
-        server.wait_until(lambda server=server: figure(server, COMING) == 0, 120)
+        server.wait_until(lambda server=server: shown(server, COMING) == 0, 120)
     prefill = cluster.servers[0]
-    prefill.wait_until(lambda: figure(prefill, HELD) == 0, 120)
+    prefill.wait_until(lambda: shown(prefill, HELD) == 0, 120)
     assert "rorqual_router_open_requests 0.0" in cluster.router.get("/metrics")
