@@ -47,7 +47,8 @@ class AttentionMetadata:
     tables [R, pages] int64: block tables. kv_lens [R] int64: cached entries, including this step's
     tokens. query_lens, max_kv_lens: host tuples; query lengths are exact, KV lengths equal kv_lens
     if `exact`, else they are upper bounds (while speculative steps are in flight only the device
-    knows how many tokens were accepted).
+    knows how many tokens were accepted). Of prompts that are captured both are bounds, and only
+    query_starts, key_starts and kv_lens count (`Ops.captures_prompts`).
 
     What the builder knows already, else None: query_starts, key_starts [R + 1] int64, sums of
     query_lens and of max_kv_lens; key_slots [sum of max_kv_lens] int64, the cache positions of all

@@ -52,8 +52,13 @@ def unpack_local(
     """`unpack`, with slots as local ids of a rank that holds `count` of them from `first` on; -1
     for others."""
     slots, weights = unpack(message, dtype)
+    return local_ids(slots, first, count), weights
+
+
+def local_ids(slots: Tensor, first: int | Tensor, count: int) -> Tensor:
+    """Slots as local ids of a rank that holds `count` of them from `first` on; -1 for others."""
     local = slots - first
-    return local.masked_fill((local < 0) | (local >= count), -1), weights
+    return local.masked_fill((local < 0) | (local >= count), -1)
 
 
 def destination_mask(slots: Tensor, parts: RankParts) -> Tensor:
@@ -68,8 +73,7 @@ def destination_mask(slots: Tensor, parts: RankParts) -> Tensor:
 def local_ids_at(slots: Tensor, rank: Tensor, parts: RankParts) -> Tensor:
     """Slots [N, K] of rows sent to `rank` [N], as local ids there; -1 if that rank does not hold
     them."""
-    local = slots - (rank // parts.share * parts.each)[:, None]
-    return local.masked_fill((local < 0) | (local >= parts.each), -1)
+    return local_ids(slots, (rank // parts.share * parts.each)[:, None], parts.each)
 
 
 def rank_blocks(slots: Tensor, weights: Tensor, parts: RankParts, capacity: int) -> RankBlocks:

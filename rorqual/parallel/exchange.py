@@ -13,7 +13,7 @@ from torch import Tensor
 from rorqual.errors import ConfigError
 from rorqual.ops.interface import Ops
 from rorqual.ops.padded_rows import PaddedRows
-from rorqual.ops.rank_rows import RankParts
+from rorqual.ops.rank_rows import RankParts, local_ids
 from rorqual.ops.reference import FP8, ExpertWeights
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.shard import WHOLE, Shard
@@ -199,8 +199,7 @@ class ExpertStore:
         """Physical slots to local ids, -1 where another rank holds the slot."""
         if self.shard.count == 1:
             return slots
-        local = slots - self.local_slots.start
-        return local.masked_fill((local < 0) | (local >= len(self.local_slots)), -1)
+        return local_ids(slots, self.local_slots.start, len(self.local_slots))
 
     def run(
         self, x: Tensor, local_ids: Tensor, weights: Tensor, base: Tensor | None = None

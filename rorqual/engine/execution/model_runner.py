@@ -220,7 +220,10 @@ class ModelRunner:
                     rows = self._decode_rows(attention, self.pieces.sizes[-1], draft_counts)
                     self.pieces.capture_attention(rows)
                 if self.parts:
-                    self.parts.capture_attention(self._decode_rows_of_parts(draft_counts))
+                    most = self.parts.sizes[-1]
+                    self.parts.capture_attention(
+                        lambda part: self._decode_rows(part, most, draft_counts)
+                    )
 
     @torch.inference_mode()
     def capture_prompts(self) -> None:
@@ -236,7 +239,7 @@ class ModelRunner:
         pieces.capture_attention(self._prompt_rows_of_pieces(pieces))
         if self.parts:
             self.parts.capture()
-            self.parts.capture_attention(self._prompt_rows_of_parts(self.parts))
+            self.parts.capture_attention(self._prompt_rows_of_part)
 
     def _compile(self, draft_counts: tuple[int, ...]) -> None:
         """Compile the forward pass, where configured and not yet done."""
@@ -505,16 +508,9 @@ class ModelRunner:
     def _prompt_rows_of_pieces(self, pieces: PiecewiseGraphs) -> list[PromptRows]:
         return self._prompt_rows(pieces.attention, PROMPT_ROWS, pieces.sizes[-1], single=True)
 
-    def _prompt_rows_of_parts(self, parts: PiecewiseParts) -> list[list[PromptRows]]:
-        """By part."""
-        given = (PART_ROWS, parts.sizes[-1], False)
-        return [self._prompt_rows(attention, *given) for attention in parts.attention]
-
-    def _decode_rows_of_parts(self, draft_counts: tuple[int, ...]) -> list[list[DecodeRows]]:
-        """By part. Their kernels are those of steps in one part."""
+    def _prompt_rows_of_part(self, attention: CapturedAttention) -> list[PromptRows]:
         assert self.parts is not None
-        most = self.parts.sizes[-1]
-        return [self._decode_rows(each, most, draft_counts) for each in self.parts.attention]
+        return self._prompt_rows(attention, PART_ROWS, self.parts.sizes[-1], single=False)
 
     def _warm_attention(
         self, captured: Iterable[CapturedRows], of: CapturedAttention, parts: Parts
@@ -537,9 +533,9 @@ class ModelRunner:
         captured += self._decode_rows(pieces.attention, pieces.sizes[-1], draft_counts)
         captured += self._prompt_rows_of_pieces(pieces)
         self._warm_attention(captured, pieces.attention, parts)
-        if self.parts:  # both parts have the same kernels
-            of_parts = self._prompt_rows_of_parts(self.parts)[0]
-            self._warm_attention(of_parts, self.parts.attention[0], parts)
+        if self.parts:  # both have the same kernels, decoding requests those of steps in one part
+            first = self.parts.attention[0]
+            self._warm_attention(self._prompt_rows_of_part(first), first, parts)
         for drafts, count, length in product(draft_counts, buckets, lengths):
             if count * (drafts + 1) < pieces.sizes[-1]:  # with the chunk's token
                 given = ([padding] * count, max(length, drafts + 1), 1, drafts)

@@ -47,7 +47,7 @@ def _bounded(name: str) -> Callable[..., Tensor]:
             return whole(ops, q, k, v, segment, *rest)
         exact, rows = found
         calls.append(exact.query_lens)
-        # a kernel leaves rows that are nobody's as they are: anything
+        # a kernel leaves rows of no request as they are: anything
         out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan, dtype=q.dtype)
         if exact.query_lens:
             out[rows] = whole(ops, q[rows], k, v, exact, *rest)

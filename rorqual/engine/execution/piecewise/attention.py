@@ -162,7 +162,7 @@ class HeldPrompts:
         keys = [*accumulate(segment.max_kv_lens, initial=0)]
         lens = list(segment.max_kv_lens)
         keys += [keys[-1]] * (most - len(keys))
-        keys[bounds.requests] = bounds.keys  # the last one owns what is left: nothing's keys
+        keys[bounds.requests] = bounds.keys  # the last one owns the rest, which is not read
         rows += [rows[-1]] * (most - len(rows))
         lens += [0] * (most - count)
         self.numbers.copy_(self.platform.to_device(torch.tensor([rows, keys, lens])))

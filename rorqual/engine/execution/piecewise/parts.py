@@ -196,10 +196,12 @@ class PiecewiseParts:
         for size in reversed(self.sizes):
             self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
 
-    def capture_attention(self, wanted: Sequence[Iterable[CapturedRows]]) -> None:
-        """By part, after `capture`."""
-        for attention, rows in zip(self.attention, wanted, strict=True):
-            attention.capture(rows, loaded=False)
+    def capture_attention(
+        self, wanted: Callable[[CapturedAttention], Iterable[CapturedRows]]
+    ) -> None:
+        """Of each part, after `capture`."""
+        for attention in self.attention:
+            attention.capture(wanted(attention), loaded=False)
 
     def _noting(self, size: int, gap: Callable[[GapWork], None]) -> Tensor:
         """`_compute`, which notes the attention of the largest size."""

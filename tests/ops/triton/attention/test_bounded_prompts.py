@@ -62,7 +62,7 @@ def heads_of_latents(step: list[tuple[int, int]], dtype: torch.dtype) -> tuple[A
     """Attention to packed keys, which are made of cached latents."""
     keys = [n for _, n in step] or [1]
     plane, tables = paged([random(n, 144, dtype=dtype).cpu() for n in keys], PAGE)
-    plane = plane.nan_to_num(7.0)  # as everywhere in a cache: rows of nobody are finite
+    plane = plane.nan_to_num(7.0)  # as everywhere in a cache: rows of no request are finite
     ops = TritonOps()
 
     def attend(segment: AttentionMetadata, q: Tensor, out: Tensor | None = None) -> Tensor:
