@@ -68,14 +68,18 @@ def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None
 # Figures that docs/planning.md tells of: mean and worst. Steps of an H200, of the kernels
 # that the tables are of; what kernels do later, `stale` and `older` say.
 # targets: decode steps 5 %, 10 % at worst; the rest 8 %
-LIMITS = {"decode": (0.04, 0.085), "prompts": (0.08, 0.11), "mixed": (0.03, 0.035)}
+LIMITS = {"decode": (0.03, 0.08), "prompts": (0.035, 0.08), "mixed": (0.035, 0.06)}
 # figures of earlier kernels, which were slower for few requests; and of an H100, for which the
 # target of decode steps is 7 %
 EARLIER = {"decode": (0.06, 0.09), "prompts": (0.08, 0.12), "mixed": (0.055, 0.065)}
-EARLIER_OFFLINE = (0.04, 0.10)
+EARLIER_OFFLINE = (0.045, 0.10)
 BEYOND = {
-    "steps-h100-qwen3-30b-a3b-fp8-prompts": (0.10, 0.16),
-    "steps-h100-qwen3-30b-a3b-mixed": (0.085, 0.085),  # one step, of the 16-bit experts before
+    # kernels of fp8 have changed since: an H200's step of one request takes 0.80 of what it took
+    "steps-h100-qwen3-30b-a3b-fp8-decode": (0.06, 0.125),
+    "steps-h100-qwen3-30b-a3b-fp8-prompts": (0.10, 0.125),
+    "steps-h100-qwen3-30b-a3b-fp8-mixed": (0.095, 0.10),
+    "steps-h100-qwen3-30b-a3b-mixed": (0.08, 0.08),  # one step, of the 16-bit experts before
+    "steps-h100-qwen3-30b-a3b-w4a16-mixed": (0.065, 0.075),
 }
 
 
@@ -100,9 +104,9 @@ def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
     assert served.unrecorded
     assert served.worst_error("output") < 0.08
     assert served.worst_error("TPOT") < 0.06
-    assert served.mean_error("TTFT p50") < 0.10
-    assert served.worst_error("TTFT p50") < 0.13  # a prompt alone
-    assert served.mean_error("TTFT p99") < 0.10
+    assert served.mean_error("TTFT p50") < 0.05
+    assert served.worst_error("TTFT p50") < 0.07
+    assert served.mean_error("TTFT p99") < 0.115
 
 
 OWN = ("steps", "offline", "served")
