@@ -151,7 +151,7 @@ class CudaPlatform(Platform):
         return pinned.fetch(tensor, torch.cuda.Event())
 
     def to_device(self, data: Tensor) -> Tensor:
-        return data.pin_memory().to(self.device, non_blocking=True)
+        return pinned.copy_of(data).to(self.device, non_blocking=True)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pinned memory, which has the same address on the GPU."""
@@ -247,8 +247,8 @@ class CudaPlatform(Platform):
 
     def separate_graphs(self) -> None:
         """Launch a kernel of no use. A graph that is launched behind n others which have not begun
-        yet, with nothing between them, begins 0.1 n us late (H200, driver 580); a kernel after
-        every few graphs prevents that."""
+        yet, with nothing between them, begins up to 0.1 n us late (H200, driver 580); a kernel
+        after every few graphs prevents that."""
         if self.separator is None:
             self.separator = torch.zeros(1, device=self.device)
         self.separator.add_(1)

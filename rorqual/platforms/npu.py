@@ -159,7 +159,7 @@ class NpuPlatform(Platform):
         return pinned.fetch(tensor, self.npu.Event())
 
     def to_device(self, data: Tensor) -> Tensor:
-        return data.pin_memory().to(self.device, non_blocking=True)
+        return pinned.copy_of(data).to(self.device, non_blocking=True)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise CapacityError("an NPU's kernels read no host memory; accepted: embed_device='auto'")
