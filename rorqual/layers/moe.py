@@ -39,13 +39,14 @@ def run_stages(stages: Sequence[Stage], x: Tensor) -> Any:
 @dataclass
 class MoEInFlight:
     """State between the stages of an MoE layer. `ticket`: what Exchange.dispatch returned.
-    shared: the shared expert's result, if the exchange does not return it with the routed
-    experts'."""
+    shared: the shared expert's result, unless the exchange returns it with the routed experts'
+    (`shared_returns`)."""
 
     x: Activation
     layout: Layout
     ticket: Any
     shared: Tensor | None = None
+    shared_returns: bool = False
 
 
 class DenseMLP:
@@ -113,20 +114,29 @@ class ExpertLayer:
         return work
 
     def run_experts(self, work: MoEInFlight) -> MoEInFlight:
-        """Routed and shared experts. The shared expert takes the rows that the exchange gathered,
-        if it did, and its sums are returned with the routed ones; else it takes the layer's own
-        rows."""
+        """Routed experts, and shared ones that take the rows which the exchange gathered; their
+        sums are returned with the routed ones. Otherwise shared experts take the layer's own rows
+        while the routed experts' sums are on their way."""
         rows = self.exchange.dense_rows(work.ticket)
         if self.shared is None or rows is None:
             self.exchange.run_experts(work.ticket)
-            if self.shared is not None:
-                with self.ops.side_stream():
-                    work.shared = self.shared.forward(work.x, work.layout)
+            if not work.layout.alternates:
+                self._run_shared(work)
         else:
             self.exchange.run_experts(work.ticket, self.shared.partial(rows))
+            work.shared_returns = True
         return work
 
+    def _run_shared(self, work: MoEInFlight) -> None:
+        if self.shared is not None and not work.shared_returns:
+            with self.ops.side_stream():
+                work.shared = self.shared.forward(work.x, work.layout)
+
     def combine(self, work: MoEInFlight) -> Tensor:
+        """Micro-batches compute their shared experts here: the next one's routed experts come
+        first, so that its sums are sent as early as possible."""
+        if work.layout.alternates:
+            self._run_shared(work)
         return self.exchange.combine(work.ticket, work.shared)
 
 

@@ -261,13 +261,10 @@ class Transformer:
         own = accumulate((part[self.mesh.dp_rank] for part in tokens), initial=0)
         most = max(max(part) for part in tokens)
         padded = step.layout.padded
-        step.parts = [
-            step.part(
-                slice(start, stop),
-                self.layout(part, decode, most).with_padding(padded and padded.after(start)),
-            )
-            for part, (start, stop) in zip(tokens, pairwise(own), strict=True)
-        ]
+        step.parts = []
+        for part, (start, stop) in zip(tokens, pairwise(own), strict=True):
+            layout = self.layout(part, decode, most).with_padding(padded and padded.after(start))
+            step.parts.append(step.part(slice(start, stop), layout.alternating()))
 
     def compute(self, step: ForwardBatch, every_row: bool = False) -> Tensor:
         """Run `forward` to its end. A split step interleaves its micro-batches and returns every

@@ -62,11 +62,12 @@ class AddNorm(Protocol):
 class Layout:
     """One step's layout. `exchange`: name of the step's exchange. `sharded`: the residual stream is
     sharded by tokens over tp. `padded`: which rows of this data-parallel rank are padding, in a
-    captured step."""
+    captured step. `alternates`: the step is a micro-batch, and others compute at its hand-overs."""
 
     exchange = "local"
     sharded = False
     padded: PaddedRows | None = None
+    alternates = False
 
     def __init__(self, mesh: MeshView):
         self.mesh = mesh
@@ -76,6 +77,11 @@ class Layout:
             return self
         found = copy.copy(self)
         found.padded = padded
+        return found
+
+    def alternating(self) -> Self:
+        found = copy.copy(self)
+        found.alternates = True
         return found
 
     @property

@@ -92,3 +92,50 @@ def test_the_shared_expert_computes_while_sums_travel_back() -> None:
     work = MoEInFlight(torch.ones(1), SINGLE_LAYOUT, "a")
     assert float(layer.combine(layer.run_experts(work))) == 1
     assert calls == ["experts a", "shared", "combine a"]
+
+
+class Gathered(Told):
+    """It has the dense group's rows."""
+
+    def dense_rows(self, ticket: Any) -> Tensor | None:
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_shared_experts_of_parts_wait_until_all_routed_ones_are_submitted(gathered: bool) -> None:
+    """A part's sums are sent before anything else of that part is computed, and the other part's
+    routed experts come next. Shared experts whose sums the exchange returns are not repeated."""
+    calls: list[str] = []
+    layout = SINGLE_LAYOUT.alternating()
+    assert not SINGLE_LAYOUT.alternates
+
+    def part(name: str) -> Generator[None, None, Tensor]:
+        layer = Stages(calls, False)
+        layer.ops = cast(Any, SimpleNamespace(side_stream=nullcontext))
+        if gathered:
+            layer.exchange = Gathered(calls, False)
+
+        def forward(x: Tensor, layout: Layout) -> Tensor:
+            calls.append(f"shared {name}")
+            return x
+
+        def partial(x: Tensor) -> Tensor:
+            calls.append(f"partial {name}")
+            return x
+
+        layer.shared = cast(Any, SimpleNamespace(forward=forward, partial=partial))
+        work = MoEInFlight(torch.ones(1), layout, name)
+        yield
+        work = layer.run_experts(work)
+        yield
+        return layer.combine(work)
+
+    found = run([part(name) for name in "ab"])
+    if gathered:
+        assert calls[:4] == ["partial a", "experts a", "partial b", "experts b"]
+        assert calls[4:] == ["combine a", "combine b"]
+        assert [float(x) for x in found] == [0, 0]
+    else:
+        assert calls[:2] == ["experts a", "experts b"]
+        assert calls[2:] == ["shared a", "combine a", "shared b", "combine b"]
+        assert [float(x) for x in found] == [1, 1]
