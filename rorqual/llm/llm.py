@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rorqual.config.option import by_field
+from rorqual.config.process import loaded_unscanned
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.errors import ConfigError, EngineError, RequestError
@@ -96,7 +97,8 @@ class LLM:
         ...}); results in the prompts' order."""
         results, deltas = self._submit(_as_list(prompts), sampling_params)
         total = sum(len(result.outputs) for result in results)
-        with closing(deltas), _progress(total, use_tqdm) as done:
+        # a full garbage collection takes 0.1 s, and other ranks would wait for it
+        with closing(deltas), loaded_unscanned(), _progress(total, use_tqdm) as done:
             for delta in deltas:
                 if delta.finish_reason is not None:
                     done(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +173,43 @@ def test_stream_equals_generate_and_closing_it_frees_everything(llm: LLM):
     scheduler = llm.engine.scheduler.schedulers[0]
     assert not llm.engine.has_work
     assert scheduler.prefix.available == scheduler.allocator.capacity
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
+
+
+def test_collections_while_it_generates_leave_out_what_was_there(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """Scanning all of torch takes 0.1 s. What the caller drops is freed afterwards."""
+    gc.unfreeze()  # what other tests did
+    frozen: list[int] = []
+    step = llm.engine.step
+
+    def noted() -> Any:
+        frozen.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", noted)
+    llm.generate("Once", SamplingParams(max_tokens=3))
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(RequestError):
+        llm.generate([1, -1])
+    assert gc.get_freeze_count() == 0
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Once", SamplingParams(max_tokens=3))
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # the caller's own
+    try:
+        kept = gc.get_freeze_count()
+        llm.generate("Once", SamplingParams(max_tokens=3))
+        assert gc.get_freeze_count() >= kept - 100
+    finally:
+        gc.unfreeze()
 
 
 def test_a_refused_prompt_takes_the_others_back(llm: LLM):

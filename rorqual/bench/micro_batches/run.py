@@ -17,6 +17,7 @@ from rich.table import Table
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.bench.provenance import client_facts
 from rorqual.config.parallel import AUTO, MAX_AUTO_MICRO_BATCHES
+from rorqual.config.process import loaded_frozen
 from rorqual.engine.engine import Engine
 from rorqual.engine.micro_batches.policy import (
     MARGIN,
@@ -109,13 +110,14 @@ def run(engine: Engine, sizes: BenchSizes, report: Callable[[str], None]) -> lis
     }
     policies[AUTO] = MeasuredParts(times)
     found = []
-    for cell in _cells(engine, sizes, times):
-        ratios = ", ".join(f"{name}: x{ratio:.2f}" for name, ratio in cell.predicted.items())
-        report(f"{cell.phase} {cell.tokens}: predicted {ratios}")
-        measure = _prompts if cell.phase == PROMPTS else _decode
-        measure(engine, cell, policies, sizes.repeats)
-        found.append(cell)
-        report(f"{cell.phase} {cell.tokens}: auto took {cell.decided}")
+    with loaded_frozen():
+        for cell in _cells(engine, sizes, times):
+            ratios = ", ".join(f"{name}: x{ratio:.2f}" for name, ratio in cell.predicted.items())
+            report(f"{cell.phase} {cell.tokens}: predicted {ratios}")
+            measure = _prompts if cell.phase == PROMPTS else _decode
+            measure(engine, cell, policies, sizes.repeats)
+            found.append(cell)
+            report(f"{cell.phase} {cell.tokens}: auto took {cell.decided}")
     return found
 
 
