@@ -27,7 +27,7 @@ from rorqual.platforms.base import Platform
 
 log = logging.getLogger(__name__)
 
-METHOD = 3  # of measuring: times that were measured otherwise are not compared
+METHOD = 4  # of measuring: times that were measured otherwise are not compared
 AGREES = 0.25  # allowed deviation of a pass from the kept time, relative
 
 

@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from rorqual.engine.execution.model_runner import ModelRunner
 
 SECONDS = 30.0  # of measuring, after which no further size is timed; half of it for decode steps
-SIZE_SECONDS = 1.2  # of passes of one size, as far as REPEATS allow
+SIZE_SECONDS = 1.2  # of passes of one size that may win, as far as REPEATS allow
 REPEATS = (3, 20)  # of a pass, least and most
 SETTLED = 0.01  # noise below which a pass is not repeated further
 FAR = 1.5  # times the fastest, from which a pass is not repeated further either
+VERY_FAR = 3.0  # the same after two repeats
 STAGE_REPEATS = (5, 40)  # of the stages of a layer, least and most
 STAGE_SECONDS = 0.4  # of stages of one size, as far as STAGE_REPEATS allow
 LAUNCHING = 0.005  # seconds in which a stage is launched, and at most, where others are slower
@@ -337,12 +338,14 @@ class PartsTimer:
                 times[number].append(seconds)
             shortest, noise = _shortest(times)
             self.least = sum(shortest) * (1 + least)
+            if count == 1:
+                continue
+            near = min(shortest) * (FAR if count >= least else VERY_FAR)
+            repeated = [number for number in repeated if shortest[number] <= near]
             if count < least:
                 continue
-            near = FAR * min(shortest)
-            repeated = [number for number in repeated if shortest[number] <= near]
             settled = max(noise[number] for number in repeated) <= SETTLED
-            if settled or sum(map(sum, times)) > SIZE_SECONDS:
+            if settled or sum(sum(times[number]) for number in repeated) > SIZE_SECONDS:
                 break
         return shortest, noise
 
