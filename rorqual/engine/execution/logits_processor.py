@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,7 +183,10 @@ class HostSampling:
         accepts them. Waits for the drafts."""
         output = self.output
         rows = self.rows
-        mask = torch.full((len(self.logit_rows), mask_words(rows.vocab)), -1, dtype=torch.int32)
+        # numpy's, as torch would wake threads for so many numbers, which takes milliseconds where
+        # processors are busy
+        shape = (len(self.logit_rows), mask_words(rows.vocab))
+        mask = torch.from_numpy(np.full(shape, -1, np.int32))
         slots = torch.tensor(output.decode_slots, dtype=torch.int64)
         drafts = rows.drafts[rows.platform.to_device(slots)].tolist()
         for row, matcher in self.matchers.items():

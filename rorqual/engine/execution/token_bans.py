@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +29,9 @@ class TokenBans:
     def of(params: SamplingParams, vocab: int, platform: Platform) -> TokenBans:
         found = TokenBans()
         if params.allowed_token_ids is not None:
-            forbidden = torch.ones(vocab, dtype=torch.bool)
-            forbidden[torch.tensor(params.allowed_token_ids, dtype=torch.int64)] = False
-            found.forbidden = platform.to_device(forbidden)
+            forbidden = np.ones(vocab, np.bool_)  # torch would wake threads for so many
+            forbidden[np.array(params.allowed_token_ids, np.int64)] = False
+            found.forbidden = platform.to_device(torch.from_numpy(forbidden))
         words = params.bad_word_ids
         if words:
             width = max(map(len, words)) - 1

@@ -1,0 +1,64 @@
+"""What the launching thread makes on the host for a step wakes no threads: torch's operations on
+32,768 numbers or more do, which takes milliseconds where processors are busy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BEFORE = """
+import os
+from types import SimpleNamespace
+import torch
+from rorqual.engine.execution.logits_processor import HostSampling
+from rorqual.engine.execution.token_bans import TokenBans
+from rorqual.request import SamplingParams
+
+torch.set_num_threads(4)
+VOCAB = 151936
+platform = SimpleNamespace(to_device=lambda data: data)
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def bitmask():
+    made = HostSampling.__new__(HostSampling)
+    made.output = SimpleNamespace(decode_slots=list(range(40)))
+    made.rows = SimpleNamespace(
+        platform=platform, vocab=VOCAB, drafts=torch.zeros(40, 0, dtype=torch.int64)
+    )
+    made.logit_rows = [None] * 40
+    made.matchers = {}
+    mask = made._bitmask()
+    assert mask.shape == (40, VOCAB // 32) and mask.dtype == torch.int32
+    assert set(mask.numpy().ravel().tolist()) == {-1}
+
+def forbidden():
+    params = SamplingParams(allowed_token_ids=[5, 70000])
+    found = TokenBans.of(params, VOCAB, platform).forbidden
+    assert found.shape == (VOCAB,) and found.dtype == torch.bool
+    assert (~found.numpy()).nonzero()[0].tolist() == [5, 70000]
+
+def of_torch():
+    torch.full((40, VOCAB // 32), -1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "wakes"), [("bitmask", False), ("forbidden", False), ("of_torch", True)]
+)
+def test_no_thread_is_woken(work: str, wakes: bool) -> None:
+    code = f"""
+    before = threads()
+    {work}()
+    print(before, threads())
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", BEFORE + textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert not run.returncode, run.stderr
+    before, after = map(int, run.stdout.split())
+    assert (after > before) == wakes
