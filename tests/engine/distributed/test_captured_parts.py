@@ -26,6 +26,7 @@ from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answ
 from tests.engine.execution import bounded
 from tests.engine.execution.recording import LOOKING, RecordingPlatform, as_one_call
 from tests.engine.mixed_batch import params
+from tests.models.checkpoints import save
 
 SITE = Path(__file__).parent / "recording_site"
 OPTIONS: dict[str, Any] = {
@@ -76,6 +77,24 @@ def test_tokens_are_those_of_one_process(
     kinds = [type(gap) for gap in recording.gaps]
     assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
     assert alike(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_dense_layers_as_experts_have_messages_too(
+    recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save("v3", tmp_path)  # a dense layer is one shared and two fixed experts
+    prompts = [[token % 50 + 3 for token in prompt[:200]] for prompt in PROMPTS]
+    options = {**OPTIONS, "skip_tokenizer_init": True, "max_model_len": 256}
+    expected = answers(LLM(tmp_path, **options), prompts)
+    launched = cuts(monkeypatch)
+    started = []
+    for fixed in (False, True):
+        llm = LLM(tmp_path, **options, **CAPTURED, dp=2, ep=2, fixed_experts=fixed)
+        assert alike(answers(llm, prompts), expected)
+        started.append(sum(type(gap) is MessageGap for gap in recording.gaps))
+    assert started[1] > started[0] > 0
+    assert not launched
 
 
 @pytest.mark.exhaustive
