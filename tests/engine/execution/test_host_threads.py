@@ -12,14 +12,18 @@ import pytest
 BEFORE = """
 import os
 from types import SimpleNamespace
+import numpy as np
 import torch
 from rorqual.engine.execution.logits_processor import HostSampling
 from rorqual.engine.execution.token_bans import TokenBans
+from rorqual.platforms import pinned
 from rorqual.request import SamplingParams
 
 torch.set_num_threads(4)
 VOCAB = 151936
 platform = SimpleNamespace(to_device=lambda data: data)
+data = torch.from_numpy(np.arange(4 * pinned.THREADED))
+host = torch.from_numpy(np.zeros(len(data), np.int64))
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -42,13 +46,27 @@ def forbidden():
     assert found.shape == (VOCAB,) and found.dtype == torch.bool
     assert (~found.numpy()).nonzero()[0].tolist() == [5, 70000]
 
-def of_torch():
+def copy():
+    pinned.fill(host, data)
+    assert (host.numpy() == data.numpy()).all()
+
+def copy_of_torch():
+    host.copy_(data)
+
+def full_of_torch():
     torch.full((40, VOCAB // 32), -1)
 """
 
 
 @pytest.mark.parametrize(
-    ("work", "wakes"), [("bitmask", False), ("forbidden", False), ("of_torch", True)]
+    ("work", "wakes"),
+    [
+        ("copy", False),
+        ("bitmask", False),
+        ("forbidden", False),
+        ("copy_of_torch", True),
+        ("full_of_torch", True),
+    ],
 )
 def test_no_thread_is_woken(work: str, wakes: bool) -> None:
     code = f"""
