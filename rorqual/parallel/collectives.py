@@ -36,19 +36,31 @@ class Ready:
         return self.tensor
 
 
+class CollectiveLaunch(Protocol):
+    """launch(out, x) starts a collective and returns what to wait for. kind: which, and of how many
+    bytes; launches of one kind between the same tensors are alike."""
+
+    @property
+    def kind(self) -> tuple[object, ...]: ...
+
+    def count(self) -> None:
+        """Count it as sent."""
+
+    def __call__(self, out: Tensor, x: Tensor) -> Any: ...
+
+
 class CollectiveRecorder(Protocol):
     """Of a pass that is captured in pieces: its collectives are launched between them."""
 
     def start(
         self,
-        launch: Callable[[Tensor, Tensor], Any],
+        launch: CollectiveLaunch,
         x: Tensor,
         shape: Sequence[int] | None,
         finish: Callable[[Tensor], Tensor],
     ) -> PendingCollective:
-        """At each replay `launch(out, x)` starts the collective and returns what to wait for. out
-        is of this shape; None: x is overwritten. The result is `finish(out)`, for the layer that
-        asks for it."""
+        """At each replay `launch(out, x)` is repeated and counted. out is of this shape; None: x is
+        overwritten. The result is `finish(out)`, for the layer that asks for it."""
 
 
 class FusedAddNorm(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -83,10 +84,14 @@ class SlowLink:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            self.owed += count * self.seconds
-            if self.owed >= LEAST_SECONDS:
-                carry(self.free, self.owed, self.own[0] + count * self.own[1])
-                self.owed = 0.0
+            captured = torch.cuda.is_current_stream_capturing()
+            # what earlier ones owe is not added to each replay
+            owed = count * self.seconds + (0.0 if captured else self.owed)
+            if captured or owed >= LEAST_SECONDS:
+                carry(self.free, owed, self.own[0] + count * self.own[1])
+                owed = 0.0
+            if not captured:
+                self.owed = owed
             yield
         if waits:
             current.wait_stream(self.stream)
@@ -103,6 +108,27 @@ class Started:
     def wait(self) -> Tensor:
         self.work.wait()
         return self.finish()
+
+
+@dataclass(eq=False)
+class Launch:
+    """CollectiveLaunch over a process group. message: as in GroupAxis.count."""
+
+    axis: GroupAxis
+    call: str
+    message: int
+    collective: Callable[[Tensor, Tensor], dist.Work]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.axis.name, self.call, self.message
+
+    def count(self) -> None:
+        self.axis.count(self.call, self.message)
+
+    def __call__(self, out: Tensor, x: Tensor) -> dist.Work:
+        with self.axis.carrying(self.call, self.message):
+            return self.collective(out, x)
 
 
 class GroupAxis:
@@ -147,22 +173,12 @@ class GroupAxis:
     ) -> PendingCollective:
         """Start `collective(out, x)`, out of this shape, whose result `finish(out)` is. message: as
         in `count`."""
-        launch = partial(self._launched, call, message, collective)
+        launch = Launch(self, call, message, collective)
         if self.recorder is not None:
             return self.recorder.start(launch, x, shape, finish)
+        launch.count()
         out = x.new_empty(*shape)
         return self._started(launch(out, x), partial(finish, out))
-
-    def _launched(
-        self,
-        call: str,
-        message: int,
-        collective: Callable[[Tensor, Tensor], dist.Work],
-        out: Tensor,
-        x: Tensor,
-    ) -> dist.Work:
-        with self.sending(call, message):
-            return collective(out, x)
 
     def settle(self) -> None:
         """Wait for the collectives started since the previous `settle`; their results must still be
@@ -182,6 +198,11 @@ class GroupAxis:
     def sending(self, call: str, message: int, waits: bool = False) -> AbstractContextManager[None]:
         """Count a collective that is launched in this context. waits: see SlowLink."""
         self.count(call, message)
+        return self.carrying(call, message, waits)
+
+    def carrying(
+        self, call: str, message: int, waits: bool = False
+    ) -> AbstractContextManager[None]:
         if self.link is None:
             return nullcontext()
         return self.link.carries(bytes_sent(call, message, self.size), waits)
@@ -202,8 +223,8 @@ class GroupAxis:
             return x
         x = x.contiguous()
         if self.recorder is not None:
-            collective = partial(self._launched, "all_reduce", x.nbytes, self._reduced)
-            return self.recorder.start(collective, x, None, _as_it_is).wait()
+            launch = Launch(self, "all_reduce", x.nbytes, self._reduced)
+            return self.recorder.start(launch, x, None, _as_it_is).wait()
         with self.sending("all_reduce", x.nbytes, waits=True):
             dist.all_reduce(x, group=self.group)
         return x

@@ -13,6 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 Pieces = Callable[[Callable[[T], None]], Tensor]
 Replay = Callable[[], None]
+Start = Callable[[], Callable[[], None]]  # returns what makes later work wait
 
 
 class Staging:
@@ -145,6 +146,23 @@ class Platform:
         between, and returns the same output tensor each time, overwritten. warm: as in
         `capture`."""
         raise AssertionError(f"the {self.name} platform records no graphs")
+
+    def capture_messages(self, launch: Callable[[], Sequence[Any]]) -> Start:
+        """Messages between ranks, all of which call this alike: `launch` starts them and returns
+        what to wait for. The result starts them, behind what was launched before, and returns what
+        makes later work wait for them. Where a platform can capture messages it is the same each
+        time, so the host does less; the previous ones were waited for before they start again."""
+
+        def start() -> Callable[[], None]:
+            works = launch()
+
+            def arrive() -> None:
+                for work in works:
+                    work.wait()
+
+            return arrive
+
+        return start
 
     def capture_each(
         self, works: Sequence[Callable[[], None]], warm: bool = True, use: str = "between pieces"

@@ -17,10 +17,11 @@ from rorqual.bench.micro_batches.run import BenchSizes, run
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.execution import worker
 from rorqual.engine.execution.piecewise.attention import DecodeRows
-from rorqual.engine.execution.piecewise.parts import AttentionGap, Message, MessageGap
+from rorqual.engine.execution.piecewise.parts import AttentionGap, MessageGap, Sending
 from rorqual.engine.micro_batches.measure import measure
 from rorqual.errors import EngineError
 from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.platforms.base import Start
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
 from tests.engine.execution import bounded
@@ -165,17 +166,17 @@ def test_a_rank_that_dies_or_hangs_between_pieces_ends_the_engine_with_its_name(
     assert isinstance(executor, DistributedExecutor)
     process = executor.handles[0].process
     assert process is not None
-    started = Message.start
+    started = Sending.start
     sent = 0
 
-    def start(self: Message) -> None:
+    def start(self: Sending, how: Start) -> None:
         nonlocal sent
         sent += 1
         if sent == 20:
             os.kill(process.pid, blow)
-        started(self)
+        started(self, how)
 
-    monkeypatch.setattr(Message, "start", start)
+    monkeypatch.setattr(Sending, "start", start)
     given = [prompt for prompt in PROMPTS for _ in range(2)]
     try:
         with pytest.raises(EngineError, match=r"rank 1 \(pp 0, dp 1, tp 0\)") as error:

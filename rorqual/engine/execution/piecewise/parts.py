@@ -13,7 +13,7 @@ the host launches such a step up to some thousand tokens a rank more slowly than
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,9 @@ from rorqual.engine.execution.piecewise.gaps import Buffers, Gap, Recorder, hold
 from rorqual.engine.kernels_ahead import Parts
 from rorqual.engine.scheduling.buckets import part_buckets
 from rorqual.layers.forward_batch import Between, ForwardBatch
-from rorqual.parallel.collectives import PendingCollective
+from rorqual.parallel.collectives import CollectiveLaunch, PendingCollective
 from rorqual.parallel.group_axis import GroupAxis
-from rorqual.platforms.base import Pieces, Platform
+from rorqual.platforms.base import Pieces, Platform, Start
 
 PARTS = 2
 
@@ -46,35 +46,61 @@ class AttentionGap:
 
 @dataclass(eq=False)
 class Message:
-    """`launch(out, x)` starts a collective at each replay."""
+    """A collective that each replay repeats."""
 
-    launch: Callable[[Tensor, Tensor], Any]
+    launch: CollectiveLaunch
     x: Tensor
     out: Tensor
-    work: Any = None
 
-    def start(self) -> None:
-        self.work = self.launch(self.out, self.x)
 
-    def arrive(self) -> None:
-        self.work.wait()
-        self.work = None
+@dataclass(eq=False)
+class Sending:
+    """Messages that start together."""
+
+    messages: Sequence[Message]
+    arrive: Callable[[], None] | None = None
+
+    @property
+    def key(self) -> SendingKey:
+        """Sendings of one key are alike: layers use the same buffers."""
+        return tuple(
+            (*message.launch.kind, message.x.data_ptr(), message.out.data_ptr())
+            for message in self.messages
+        )
+
+    def launch(self) -> list[Any]:
+        return [message.launch(message.out, message.x) for message in self.messages]
+
+    def start(self, how: Start) -> None:
+        for message in self.messages:
+            message.launch.count()
+        self.arrive = how()
+
+    def wait(self) -> None:
+        assert self.arrive is not None, "a message is waited for once, after its start"
+        self.arrive()
+        self.arrive = None
 
 
 @dataclass
 class MessageGap:
     """Messages to start, and then others to wait for, between two pieces."""
 
-    started: Sequence[Message]
-    awaited: Sequence[Message] = ()
+    started: Sending | None
+    awaited: Sequence[Sending] = ()
+    how: Start | None = None
 
-    def run(self) -> None:
-        for message in self.started:
-            message.start()
-        for message in self.awaited:
-            message.arrive()
+    def run(self, starts: Mapping[SendingKey, Start]) -> None:
+        """starts: what capture_messages returned, by key."""
+        if self.started is not None:
+            if self.how is None:  # once, as it takes the host some microseconds
+                self.how = starts[self.started.key]
+            self.started.start(self.how)
+        for sending in self.awaited:
+            sending.wait()
 
 
+SendingKey = tuple[tuple[object, ...], ...]
 GapWork = AttentionGap | MessageGap
 
 
@@ -102,7 +128,7 @@ class PartRecorder(Recorder):
         self.between_pieces = gap
         self.number = 0  # of a layer's messages
         self.unsent: list[Message] = []
-        self.under_way: list[Message] = []
+        self.under_way: list[Sending] = []
 
     def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
         self.flush()
@@ -111,7 +137,7 @@ class PartRecorder(Recorder):
 
     def start(
         self,
-        launch: Callable[[Tensor, Tensor], Any],
+        launch: CollectiveLaunch,
         x: Tensor,
         shape: Sequence[int] | None,
         finish: Result,
@@ -127,17 +153,23 @@ class PartRecorder(Recorder):
 
     def flush(self) -> None:
         """Start what was not started yet."""
-        if self.unsent:
-            self.between_pieces(MessageGap(self.unsent))
-            self.under_way += self.unsent
-            self.unsent = []
+        sending = self._sending()
+        if sending is not None:
+            self.between_pieces(MessageGap(sending))
+
+    def _sending(self) -> Sending | None:
+        if not self.unsent:
+            return None
+        self.under_way.append(Sending(self.unsent))
+        self.unsent = []
+        return self.under_way[-1]
 
     def wait(self, message: Message) -> None:
         """Wait for it, and for the part's other messages: for all between the same two pieces."""
-        waiting = [*self.under_way, *self.unsent]
-        if message in waiting:
-            self.between_pieces(MessageGap(self.unsent, waiting))
-            self.unsent, self.under_way = [], []
+        sent = any(message in sending.messages for sending in self.under_way)
+        if sent or message in self.unsent:
+            self.between_pieces(MessageGap(self._sending(), self.under_way))
+            self.under_way = []
 
     def recording(
         self, forward: Generator[None, None, Tensor], axes: Sequence[GroupAxis]
@@ -180,6 +212,8 @@ class PiecewiseParts:
         self.attention = [CapturedAttention(platform, 1 + part) for part in range(PARTS)]
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[GapWork]] = {}
+        self.sendings: dict[SendingKey, Sending] = {}
+        self.starts: dict[SendingKey, Start] = {}
         shape = (PARTS, 3, most)
         self.columns = torch.zeros(shape, dtype=torch.int64, device=platform.device)
         # of each part, that are not padding, in the next replay
@@ -192,9 +226,12 @@ class PiecewiseParts:
             parts(f"pieces of parts {size}", run, always=size == self.sizes[-1])
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first."""
+        """Capture all sizes, the largest first, and their messages. Collective."""
         for size in reversed(self.sizes):
             self.graphs[size] = self.platform.capture_pieces(partial(self._noting, size))
+            for key, sending in self.sendings.items():
+                self.starts[key] = self.platform.capture_messages(sending.launch)
+            self.sendings.clear()
 
     def capture_attention(
         self, wanted: Callable[[CapturedAttention], Iterable[CapturedRows]]
@@ -204,15 +241,18 @@ class PiecewiseParts:
             attention.capture(wanted(attention), loaded=False)
 
     def _noting(self, size: int, gap: Callable[[GapWork], None]) -> Tensor:
-        """`_compute`, which notes the attention of the largest size."""
-        if size < self.sizes[-1]:
-            return self._compute(size, gap)
-        for attention in self.attention:
-            attention.gaps = []
+        """`_compute`, which notes messages, and the attention of the largest size."""
+        largest = size == self.sizes[-1]
+        if largest:
+            for attention in self.attention:
+                attention.gaps = []
 
         def note(what: GapWork) -> None:
             if isinstance(what, AttentionGap):
-                self.attention[what.part].gaps.append(what.gap)
+                if largest:
+                    self.attention[what.part].gaps.append(what.gap)
+            elif what.started is not None and what.started.key not in self.starts:
+                self.sendings[what.started.key] = what.started
             gap(what)
 
         return self._compute(size, note)
@@ -240,7 +280,7 @@ class PiecewiseParts:
 
         def between(what: GapWork) -> None:
             if isinstance(what, MessageGap):
-                what.run()
+                what.run(self.starts)
                 return
             of_part = attend[what.part]
             if of_part is not None:
@@ -252,5 +292,6 @@ class PiecewiseParts:
     def drop(self) -> None:
         """Release everything captured."""
         self.graphs.clear()
+        self.starts.clear()
         for attention in self.attention:
             attention.drop()
