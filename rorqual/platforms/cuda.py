@@ -151,6 +151,11 @@ class CudaPlatform(Platform):
                 return pinned.fetch(tensor, torch.cuda.Event(), host_stores.store)
         return pinned.fetch(tensor, torch.cuda.Event())
 
+    def finished(self) -> Callable[[], bool]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
     def to_device(self, data: Tensor) -> Tensor:
         return pinned.copy_of(data).to(self.device, non_blocking=True)
 

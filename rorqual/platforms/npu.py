@@ -158,6 +158,12 @@ class NpuPlatform(Platform):
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         return pinned.fetch(tensor, self.npu.Event())
 
+    def finished(self) -> Callable[[], bool]:
+        event = self.npu.Event()
+        event.record()
+        query: Callable[[], bool] = event.query
+        return query
+
     def to_device(self, data: Tensor) -> Tensor:
         return pinned.copy_of(data).to(self.device, non_blocking=True)
 

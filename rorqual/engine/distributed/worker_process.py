@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import device_of, make_platform
 
 ALIVE_SECONDS = 1.0
+POLL_SECONDS = 20e-6  # between two looks at the device while no frame comes
 LEAVE_SECONDS = 3.0  # from STOP until the process exits, even inside a collective
 ORPHANED = 1  # exit status: rank 0 is gone without STOP
 
@@ -96,6 +97,19 @@ class Inbox:
         os._exit(ORPHANED)
 
 
+@dataclass(frozen=True)
+class Pending:
+    """send: waits for the device, then responds. ready: whether that wait is over, or is not to be
+    put off."""
+
+    send: Callable[[], None]
+    ready: Callable[[], bool]
+
+
+def _at_once() -> bool:
+    return True
+
+
 class WorkerProcess:
     def __init__(self, channel: Channel, hello: dict[str, Any], config: EngineConfig):
         self.channel = channel
@@ -109,20 +123,27 @@ class WorkerProcess:
         mesh = self.worker.mesh
         # it sends its data-parallel rank's results
         self.sends_results = mesh.last_stage and mesh.tp_rank == 0
-        self.pending: deque[Callable[[], None]] = deque()  # wait for the device, then respond
+        self.pending: deque[Pending] = deque()
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
         self.trace = RankTrace(self.worker, partial(channel.send, FrameKind.TRACE))
         self.service: RankService | None = None
 
     def run(self) -> None:
-        """Launch steps as they arrive; while none does, collect launched ones."""
+        """Launch steps as they arrive, and collect those that the device has finished: a step is
+        launched while the one before is computed, so never wait for the device alone."""
         work = self.inbox.work
         while True:
             if self.pending and work.empty():
-                self._collect()
-                continue
-            kind, data = work.get()
+                if self.pending[0].ready():
+                    self._collect()
+                    continue
+                try:
+                    kind, data = work.get(timeout=POLL_SECONDS)
+                except queue.Empty:
+                    continue
+            else:
+                kind, data = work.get()
             if kind is FrameKind.STOP:
                 self.trace.drop()
                 if self.service is not None:
@@ -133,7 +154,8 @@ class WorkerProcess:
             elif kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
-                self._enqueue_response(partial(self._send_load, data, self.worker.fetch_load()))
+                send = partial(self._send_load, data, self.worker.fetch_load())
+                self._enqueue_response(send, self._finished())
             elif kind is FrameKind.MOVE:
                 self._move(Move.decode(data))
             elif kind is FrameKind.SERVICE_START:
@@ -153,16 +175,23 @@ class WorkerProcess:
         part = output.parts[self.worker.mesh.dp_rank]
         pending = self.worker.runner.launch(part, output.metadata())
         self.grammars.used(output.structures)
-        self._enqueue_response(partial(self._send_result, number, pending))
+        # the rest of a step that has only begun is launched when it is collected
+        ready = self._finished() if pending.begun is None else _at_once
+        self._enqueue_response(partial(self._send_result, number, pending), ready)
 
-    def _enqueue_response(self, send: Callable[[], None]) -> None:
-        """Responses are sent in the order of requests."""
-        self.pending.append(send)
+    def _finished(self) -> Callable[[], bool]:
+        with self.worker.platform.stream():
+            return self.worker.platform.finished()
+
+    def _enqueue_response(self, send: Callable[[], None], ready: Callable[[], bool]) -> None:
+        """Responses are sent in the order of requests. ready: whether `send` would not wait for the
+        device for long."""
+        self.pending.append(Pending(send, ready))
         if not self.worker.platform.asynchronous:
             self._collect()  # else rank 0 would also wait for the next step
 
     def _collect(self) -> None:
-        self.pending.popleft()()
+        self.pending.popleft().send()
 
     def _send_result(self, number: int, pending: PendingStep) -> None:
         try:
@@ -188,7 +217,7 @@ class WorkerProcess:
         assert self.service is not None, "it was started first"
         done = self.service.handle(message)
         if done is not None:
-            self._enqueue_response(done)
+            self._enqueue_response(done, _at_once)
 
     def _send_load(self, request: bytes, load: Callable[[], torch.Tensor]) -> None:
         self.channel.send(FrameKind.LOAD, request + encode_load(load()))
