@@ -658,6 +658,8 @@ class ModelRunner:
         places = TokenPlaces(*model.rotary.rows(positions), slots)
         layout = model.layout((ids.shape[0],) * model.mesh.sizes.dp)
         layout = layout.with_padding(PaddedRows(num_tokens, 1))
+        if isinstance(recorder, PartRecorder):
+            layout = layout.alternating()
         return ForwardBatch(
             ids, positions, places, ids, self.pool, layout=layout, recorder=recorder
         )

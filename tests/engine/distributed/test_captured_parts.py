@@ -5,22 +5,34 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rorqual import LLM
 from rorqual.bench.micro_batches.run import BenchSizes, run
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.execution import worker
 from rorqual.engine.execution.piecewise.attention import DecodeRows
-from rorqual.engine.execution.piecewise.parts import AttentionGap, MessageGap, Sending
+from rorqual.engine.execution.piecewise.parts import (
+    AttentionGap,
+    MessageGap,
+    PartRecorder,
+    Sending,
+)
 from rorqual.engine.micro_batches.measure import measure
 from rorqual.errors import EngineError
+from rorqual.layers.moe import DenseMLP
 from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.platforms.base import Start
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
@@ -96,6 +108,36 @@ def test_dense_layers_as_experts_have_messages_too(
         started.append(sum(type(gap) is MessageGap for gap in recording.gaps))
     assert started[1] > started[0] > 0
     assert not launched
+
+
+def test_results_are_sent_before_shared_experts_compute(
+    recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[PartRecorder] = []
+    unsent: list[int] = []
+    enter = PartRecorder._recording
+    forward = DenseMLP.forward
+
+    @contextmanager
+    def entered(part: PartRecorder, axes: Sequence[GroupAxis]) -> Iterator[None]:
+        with enter(part, axes):
+            parts.append(part)
+            try:
+                yield
+            finally:
+                parts.pop()
+
+    def noted(mlp: DenseMLP, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
+        if parts:
+            unsent.append(len(parts[-1].unsent))
+        return forward(mlp, x, layout)
+
+    monkeypatch.setattr(PartRecorder, "_recording", entered)
+    monkeypatch.setattr(DenseMLP, "forward", noted)
+    llm = LLM(**OPTIONS, **CAPTURED, dp=2, ep=2)
+    llm.engine.close()
+    assert len(unsent) > 2 * len(llm.engine.worker.model.layers)
+    assert not any(unsent)
 
 
 @pytest.mark.exhaustive
