@@ -192,23 +192,38 @@ def permitted(times: StepTimes, decodes: bool, tokens: int) -> tuple[float, floa
 def _prompts(
     engine: Engine, cell: Cell, policies: dict[str, MicroBatchPolicy], repeats: int
 ) -> None:
+    """As under load: a step's requests are added while the step before is computed, and are all
+    that it computes."""
     ranks = engine.config.dp
     lengths = even(cell.tokens, cell.requests)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    depth = max(1, min(engine.depth, engine.worker.max_num_seqs // cell.requests))
+
+    def launch(step: int, seed: int) -> None:
+        drawn = _draw(engine, ranks * cell.tokens, seed)
+        for place, length in enumerate(length for length in lengths for _ in range(ranks)):
+            tokens, drawn = drawn[:length], drawn[length:]
+            engine.add(Request(f"prompt-{step}-{place}", tuple(tokens), params))
+        before = engine.stats.prompt_tokens
+        engine.launch()
+        computed = engine.stats.prompt_tokens - before
+        if computed != ranks * cell.tokens:
+            raise ConfigError(
+                f"{depth} steps in flight leave room for {computed} of a step's "
+                f"{ranks * cell.tokens} tokens; accepted: more memory for the cache"
+            )
 
     def once(number: int) -> float:
-        seconds, steps = 0.0, 0
-        while seconds < BLOCK_SECONDS:
-            drawn = _draw(engine, ranks * cell.tokens, 100 * number + steps)
-            for place, length in enumerate(length for length in lengths for _ in range(ranks)):
-                tokens, drawn = drawn[:length], drawn[length:]
-                engine.add(Request(f"prompt-{place}", tuple(tokens), params))
-            start = time.perf_counter()
-            while engine.has_work:
-                engine.step()
-            seconds += time.perf_counter() - start
-            steps += 1
-        return steps * ranks * cell.tokens / seconds
+        launched = collected = 0
+        start = time.perf_counter()
+        while collected < launched or time.perf_counter() - start < BLOCK_SECONDS:
+            more = time.perf_counter() - start < BLOCK_SECONDS
+            while more and launched - collected < depth:
+                launch(launched, 100 * number + launched)
+                launched += 1
+            engine.collect()
+            collected += 1
+        return collected * ranks * cell.tokens / (time.perf_counter() - start)
 
     _alternate(engine, cell, policies, repeats, once)
 
