@@ -46,6 +46,10 @@ class CollectiveLaunch(Protocol):
     def count(self) -> None:
         """Count it as sent."""
 
+    def ready(self, at: Callable[[], Tensor]) -> None:
+        """What is launched now comes when x is complete. at: gives memory, [1] int64, that nothing
+        else uses until the message arrived."""
+
     def __call__(self, out: Tensor, x: Tensor) -> Any: ...
 
 

@@ -3,6 +3,7 @@ calls."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,10 +31,18 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LEAST_SECONDS = 5e-6  # shorter delays are added to the next message's: each takes a launch
-# with which a link measures what messages take without it
-OWN_BYTES = (1 << 16, 1 << 24)
+# with which a link measures what messages take without it; NCCL has several ways to send them
+OWN_BYTES = (1 << 16, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
 OWN_REPEATS = 5
 OWN_DELAY = 2e-3
+
+
+def between(points: Sequence[tuple[int, float]], count: int) -> float:
+    """Seconds of so many bytes, by (bytes, seconds) in order; not less than 0."""
+    after = min(max(bisect_left(points, (count, 0.0)), 1), len(points) - 1)
+    (low, low_seconds), (high, high_seconds) = points[after - 1 : after + 1]
+    slope = (high_seconds - low_seconds) / (high - low)
+    return max(0.0, low_seconds + (count - low) * slope)
 
 
 class SlowLink:
@@ -51,13 +60,14 @@ class SlowLink:
         self.device = device
         self.owed = 0.0
         self.free = torch.zeros(1, dtype=torch.int64, device=device)
-        self.own = (0.0, 0.0)  # seconds that a message takes anyway: of each, and of each byte
+        # (bytes, seconds) of messages: what they take anyway
+        self.own: list[tuple[int, float]] = [(0, 0.0), (1, 0.0)]
 
     def measure(self, axis: GroupAxis) -> None:
         """Time messages of an axis, without the link. Collective."""
         from rorqual.ops.triton.comm.delay import delay
 
-        found = []
+        self.own = []
         for count in OWN_BYTES:
             x = torch.zeros(count // (axis.size - 1), dtype=torch.uint8, device=self.device)
             times = []
@@ -71,14 +81,15 @@ class SlowLink:
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end) / 1e3)
-            found.append(min(times))
-        of_byte = max(0.0, found[1] - found[0]) / (OWN_BYTES[1] - OWN_BYTES[0])
-        self.own = (max(0.0, found[0] - OWN_BYTES[0] * of_byte), of_byte)
+            self.own.append((count, min(times)))
 
     @contextmanager
-    def carries(self, count: int, waits: bool = False) -> Iterator[None]:
+    def carries(
+        self, count: int, waits: bool = False, ready: Tensor | None = None
+    ) -> Iterator[None]:
         """Messages of `count` bytes are launched in this context. waits: what is launched after it
-        waits for them."""
+        waits for them. ready: see `carry`; it is given where the context itself waits for earlier
+        messages, for which the link would not."""
         from rorqual.ops.triton.comm.delay import carry
 
         current = torch.cuda.current_stream(self.device)
@@ -88,7 +99,7 @@ class SlowLink:
             # what earlier ones owe is not added to each replay
             owed = count * self.seconds + (0.0 if captured else self.owed)
             if captured or owed >= LEAST_SECONDS:
-                carry(self.free, owed, self.own[0] + count * self.own[1])
+                carry(self.free, ready, owed, between(self.own, count))
                 owed = 0.0
             if not captured:
                 self.owed = owed
@@ -118,6 +129,7 @@ class Launch:
     call: str
     message: int
     collective: Callable[[Tensor, Tensor], dist.Work]
+    since: Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -126,8 +138,15 @@ class Launch:
     def count(self) -> None:
         self.axis.count(self.call, self.message)
 
+    def ready(self, at: Callable[[], Tensor]) -> None:
+        if self.axis.link is not None:
+            from rorqual.ops.triton.comm.delay import stamp
+
+            self.since = at()
+            stamp(self.since)
+
     def __call__(self, out: Tensor, x: Tensor) -> dist.Work:
-        with self.axis.carrying(self.call, self.message):
+        with self.axis.carrying(self.call, self.message, ready=self.since):
             return self.collective(out, x)
 
 
@@ -201,11 +220,12 @@ class GroupAxis:
         return self.carrying(call, message, waits)
 
     def carrying(
-        self, call: str, message: int, waits: bool = False
+        self, call: str, message: int, waits: bool = False, ready: Tensor | None = None
     ) -> AbstractContextManager[None]:
+        """As `sending`, without counting. ready: see SlowLink.carries."""
         if self.link is None:
             return nullcontext()
-        return self.link.carries(bytes_sent(call, message, self.size), waits)
+        return self.link.carries(bytes_sent(call, message, self.size), waits, ready)
 
     def abort(self) -> None:
         """Abort NCCL collectives. A gloo call ends by itself when a peer exits, or at its

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from rorqual.ops.triton.comm.delay import delay
+from rorqual.ops.triton.comm.delay import delay, stamp
 from rorqual.parallel.group_axis import LEAST_SECONDS, SlowLink
 
 GBITS = 8.0  # a byte takes a nanosecond
@@ -58,7 +58,7 @@ def test_messages_leave_one_after_the_other() -> None:
 def test_a_message_begins_early_by_what_it_takes_itself() -> None:
     """And the next one no earlier for that."""
     link = SlowLink(GBITS, torch.device("cuda"))
-    link.own = (1e-4, 0.45e-9)
+    link.own = [(0, 1e-4), (4_000_000, 1.9e-3)]
 
     def send() -> torch.cuda.Event:
         with link.carries(2_000_000):
@@ -76,6 +76,21 @@ def test_a_message_begins_early_by_what_it_takes_itself() -> None:
     torch.cuda.synchronize()
     assert 1.0 <= start.elapsed_time(first) <= 1.2
     assert 3.0 <= start.elapsed_time(second) <= 3.2
+
+
+def test_a_message_is_carried_from_when_it_was_ready() -> None:
+    """Though what launches it waited for something else since."""
+    link = SlowLink(GBITS, torch.device("cuda"))
+    at = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def sent() -> None:
+        stamp(at)
+        delay(1e-3)
+        with link.carries(2_000_000, waits=True, ready=at):
+            pass
+
+    sent()
+    assert 2.0 <= milliseconds(sent) <= 2.2
 
 
 def test_what_waits_comes_after_the_message() -> None:

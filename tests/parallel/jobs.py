@@ -131,7 +131,9 @@ class NotedLink(SlowLink):
         pass
 
     @contextmanager
-    def carries(self, count: int, waits: bool = False) -> Iterator[None]:
+    def carries(
+        self, count: int, waits: bool = False, ready: Tensor | None = None
+    ) -> Iterator[None]:
         self.bytes += count
         yield
 

@@ -144,12 +144,17 @@ class PartRecorder(Recorder):
     ) -> PendingCollective:
         """CollectiveRecorder.start: the message is copied, because its memory would be another
         piece's while it is on its way."""
-        use = f"{'layer' if self.gaps else 'first'} message {self.number} of part {self.part}"
+        use = self._use
         kept = self.buffers.room(use, x.shape, x.dtype).copy_(x)
         out = kept if shape is None else self.buffers.room(f"{use}, result", shape, x.dtype)
         self.number += 1
         self.unsent.append(Message(launch, kept, out))
         return Recorded(self, self.unsent[-1], finish)
+
+    @property
+    def _use(self) -> str:
+        """Of the next message's buffers."""
+        return f"{'layer' if self.gaps else 'first'} message {self.number} of part {self.part}"
 
     def flush(self) -> None:
         """Start what was not started yet."""
@@ -160,6 +165,9 @@ class PartRecorder(Recorder):
     def _sending(self) -> Sending | None:
         if not self.unsent:
             return None
+        use = f"{self._use}, time"
+        for message in self.unsent:
+            message.launch.ready(lambda: self.buffers.get(use, (1,), torch.int64))
         self.under_way.append(Sending(self.unsent))
         self.unsent = []
         return self.under_way[-1]

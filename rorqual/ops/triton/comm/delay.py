@@ -22,17 +22,29 @@ def delay(seconds: float) -> None:
     _delay_kernel[(1,)](round(seconds * 1e9), num_warps=1)
 
 
+@triton.jit
+def _stamp_kernel(at):
+    tl.store(at, globaltimer())
+
+
+def stamp(at: Tensor) -> None:
+    """On the current stream: write the GPU's time in ns to at [1] int64."""
+    _stamp_kernel[(1,)](at, num_warps=1)
+
+
 @triton.jit(do_not_specialize=["nanoseconds", "early"])
-def _carry_kernel(free, nanoseconds, early):
-    start = tl.maximum(globaltimer(), tl.load(free))
-    end = start + nanoseconds.to(tl.int64)
+def _carry_kernel(free, ready, nanoseconds, early):
+    now = globaltimer()
+    if ready is not None:
+        now = tl.load(ready)
+    end = tl.maximum(now, tl.load(free)) + nanoseconds.to(tl.int64)
     tl.store(free, end)
-    now = start
     while now < end - early.to(tl.int64):
         now = globaltimer()
 
 
-def carry(free: Tensor, seconds: float, early: float) -> None:
+def carry(free: Tensor, ready: Tensor | None, seconds: float, early: float) -> None:
     """On the current stream: wait until a link has carried a message of so many seconds, less
-    `early`. free [1] int64: the GPU's time in ns from which the link is free, which is moved on."""
-    _carry_kernel[(1,)](free, round(seconds * 1e9), round(early * 1e9), num_warps=1)
+    `early`. Both [1] int64, the GPU's time in ns. free: from when on the link is free, which is
+    moved on; ready: since when the message is ready, None for now."""
+    _carry_kernel[(1,)](free, ready, round(seconds * 1e9), round(early * 1e9), num_warps=1)
