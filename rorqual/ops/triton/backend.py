@@ -33,8 +33,8 @@ CPU's logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -82,6 +82,7 @@ from rorqual.ops.triton.quantized import rounded_direct
 from rorqual.ops.triton.rowwise import embedding, quantize
 from rorqual.ops.triton.rowwise import norm as norm_kernels
 from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.cublas import products_on
 from rorqual.ops.triton.runtime.launch import (
     INTERPRETED,
     beside_nccl,
@@ -98,8 +99,15 @@ WIDEST_HEAD = 256
 class TritonOps(Ops):
     name = "triton"
 
-    def beside_messages(self) -> AbstractContextManager[None]:
-        return beside_nccl()
+    @contextmanager
+    def beside_messages(self) -> Iterator[None]:
+        with beside_nccl():
+            if INTERPRETED or not torch.cuda.is_initialized():
+                yield
+                return
+            device = torch.device("cuda", torch.cuda.current_device())
+            with products_on(multiprocessors(device)):
+                yield
 
     def delay(self, seconds: float) -> None:
         from rorqual.ops.triton.comm import delay
