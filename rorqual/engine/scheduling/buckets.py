@@ -39,13 +39,13 @@ def token_buckets(most: int) -> list[int]:
 
 def part_buckets(most: int) -> list[int]:
     """Tokens of each of two micro-batches: every 64 up to 512; beyond, quarters of a power of two,
-    from 1,024 on eighths, and a little more (1/32 of the power), as the larger part of a full step
-    has a little more than half of its tokens; and `most`."""
+    from 1,024 on eighths, and a little more, as the larger part of a full step has a little more
+    than half of its tokens; and `most`."""
     found = list(range(64, min(512, most) + 1, 64))
     power = 512
     while power < most:
         step = power // (4 if power < 1024 else 8)
-        more = power // 32
+        more = min(64, power // 32)
         sizes = range(power + step + more, 2 * power + more + 1, step)
         found += [size for size in sizes if size <= most]
         power *= 2
