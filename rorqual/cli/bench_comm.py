@@ -215,6 +215,15 @@ def bench_pages(
     devices: Annotated[
         str, typer.Option(help="Where the pages are and where they are to be: cuda:0,cuda:1.")
     ] = "cpu,cpu",
+    request_after_ms: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1000,
+            help="From the lease's opening until its pages are asked for; its response takes some "
+            "milliseconds through a router.",
+        ),
+    ] = 0,
     json_file: Json = None,
 ) -> None:
     """Time a prompt's pages between two processes of this host, by each transport."""
@@ -232,7 +241,10 @@ def bench_pages(
     for length in numbers(tokens):
         if length < page_size:
             raise typer.BadParameter(f"{length} tokens are less than a page of {page_size}")
-        setup = TransferSetup(model, length, page_size, names, repeats, staging_mb, (there, here))
+        setup = TransferSetup(
+            *(model, length, page_size, names, repeats, staging_mb, (there, here)),
+            request_after=request_after_ms / 1e3,
+        )
         found = page_transfers.bench(setup)
         page_transfers.print_table(found, setup)
         runs.append((setup, found))

@@ -1,7 +1,7 @@
 """The server's side where a peer's GPU copies from ours: leased pages are gathered into windows of
 staging memory on the device, one after the other while windows are free, and the reader is notified
 of each as soon as it is filled. So a prompt's pages are copied between the GPUs while later ones
-are gathered.
+are gathered. The first window is often filled already (prepared_windows.py).
 
 A page's lease is checked before and after: while it is open the page is not written to.
 """
@@ -12,8 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain, repeat
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage, receive
+from rorqual.disagg.prepared_windows import RAMP, FilledWindow, PreparedWindows
 from rorqual.disagg.staged_server import StagedPages, check_confirm, nothing
 from rorqual.disagg.transports.handles import HandleTransport
 from rorqual.disagg.transports.interface import TransportError
@@ -31,7 +31,6 @@ from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
 WINDOW_SECONDS = 5.0  # for a reader to get a window
-RAMP = (2,)  # divisors of a prompt's first windows: partly filled, so that the copy starts sooner
 AHEAD = 2  # windows whose copies are launched before waiting for the first
 SPIN_SECONDS = 0.003  # of busy polling for the reader's message after a window was sent
 
@@ -50,18 +49,13 @@ class HandlePages:
         self.windows = windows
         self.leases = leases
         self.memory = memory
+        self.prepared = PreparedWindows(windows, leases, memory)
 
     def link(self) -> HandlePagesLink:
         return HandlePagesLink(self)
 
-
-@dataclass
-class FilledWindow:
-    """count: pages in it, once `wait` returns."""
-
-    window: HeldWindow
-    count: int
-    wait: Callable[[], None]
+    def close(self) -> None:
+        self.prepared.close()
 
 
 class HandlePagesLink:
@@ -102,8 +96,11 @@ class HandlePagesLink:
             reason = f"{self.size} bytes of a page do not fit into a window of its staging memory"
             send(sock, PageMessage.UNSTAGED, reason.encode())
             return
-        begun = 0
         parts = chain(RAMP, repeat(1))
+        begun = self._take_prepared(lease, part, keys)
+        if begun:
+            next(parts)
+            self._announce(sock)
         while begun < len(keys):
             count = max(1, most // next(parts))
             if not self._begin(sock, lease, part, keys[begun:], count):
@@ -120,6 +117,16 @@ class HandlePagesLink:
         elif self.num_announced < len(keys) or not keys:
             send(sock, PageMessage.STAGED, STAGED.pack(0, 0, 0, 0) + self.description)
         self.busy_until = time.monotonic() + SPIN_SECONDS
+
+    def _take_prepared(self, lease: bytes, part: PagePart, keys: Sequence[bytes]) -> int:
+        """How many pages of these are in a window that was filled before."""
+        prepared = self.pages.prepared.take(lease, part, keys)
+        if prepared is None:
+            return 0
+        self.filling.append(prepared.filled)
+        self.places = prepared.places
+        self.numbers = prepared.numbers
+        return prepared.filled.count
 
     def _begin(
         self,
@@ -171,6 +178,8 @@ class HandlePagesLink:
         are announced first."""
         windows = self.pages.windows
         window = windows.take(0)
+        while window is None and self.pages.prepared.give_up_oldest():
+            window = windows.take(0)
         while window is None and (self.filling or self.held):
             if self.filling:
                 self._announce(sock)

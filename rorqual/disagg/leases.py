@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from rorqual.cache.prefix import PrefixCache
 from rorqual.cache.written_layers import Mark, WrittenLayers
@@ -164,12 +165,22 @@ class OpenLease:
         return page, written.marks[min(count, count if layers is None else layers) - 1]
 
 
+class LeaseWatcher(Protocol):
+    """Told of leases on the engine's thread, which it must not hold up."""
+
+    def opened(self, lease: bytes) -> None:
+        """It has all its pages, and they are written."""
+
+    def closed(self, lease: bytes) -> None: ...
+
+
 class LeaseTable:
     """The leases of one rank. `read` and the like are called on the page server's threads, all else
-    on the engine's."""
+    on the engine's. watcher: told of leases that open with all their pages."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
+        self.watcher: LeaseWatcher | None = None
         self.leases: dict[bytes, OpenLease] = {}
         self.newest = 0
         self.changed = threading.Condition()
@@ -182,7 +193,14 @@ class LeaseTable:
         with self.changed:
             self.leases[name] = OpenLease(by_layer=by_layer)
         self.note(name)
-        return self.add(name, pages, complete)
+        written = self.add(name, pages, complete)
+
+        def whole() -> None:
+            written()
+            if self.watcher is not None and complete:
+                self.watcher.opened(name)
+
+        return whole
 
     def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> Callable[[], None]:
         """Add pages; likewise."""
@@ -212,6 +230,8 @@ class LeaseTable:
             if lease is not None:
                 with lease.lock:
                     lease.closed = True
+                if self.watcher is not None:
+                    self.watcher.closed(name)
 
     def write(self, name: bytes, pages: dict[bytes, int], written: WrittenLayers) -> None:
         """The next step writes these pages."""
@@ -220,6 +240,12 @@ class LeaseTable:
             if lease is not None:
                 lease.writing.update((key, (page, written)) for key, page in pages.items())
             self.changed.notify_all()
+
+    def keys(self, name: bytes) -> list[bytes]:
+        """Of an open lease's written pages, in the prompt's order."""
+        with self.changed:
+            lease = self.leases.get(name)
+            return [] if lease is None else list(lease.pages)
 
     def is_by_layer(self, name: bytes) -> bool:
         lease = self._find(name)

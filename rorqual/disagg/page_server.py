@@ -76,6 +76,8 @@ class PageServer:
 
     def close(self) -> None:
         self.server.close()
+        if isinstance(self.staged, HandlePages):
+            self.staged.close()
 
     def _serve(self, sock: socket.socket) -> None:
         sock.settimeout(QUIET_SECONDS)

@@ -14,7 +14,9 @@ from rorqual.bench.comm.transfer_setup import TransferSetup
 
 @pytest.mark.exhaustive
 def test_pages_travel_and_are_timed() -> None:
-    setup = TransferSetup("deepseek-v2-lite", tokens=32, page_size=8, repeats=2)
+    setup = TransferSetup(
+        "deepseek-v2-lite", tokens=32, page_size=8, repeats=2, request_after=0.002
+    )
     found = bench(setup)
     assert found.bytes == 32 * 27 * 576 * 2
     assert (found.pieces, found.piece) == (4 * 27, 8 * 576 * 2)
@@ -26,3 +28,4 @@ def test_pages_travel_and_are_timed() -> None:
     print_table(found, setup, Console(file=out, width=200))
     assert "pages by tcp" in out.getvalue()
     assert "plain socket" in out.getvalue()
+    assert "asked for 2 ms after their lease opened" in " ".join(out.getvalue().split())

@@ -444,6 +444,169 @@ def test_a_link_is_kept_for_the_next_prompt_and_one_that_ended_is_not_used(
     assert len(made) == 4
 
 
+# ---- windows that are filled before they are asked for
+
+
+def prepared(keeper: HandingKeeper, name: bytes) -> bool:
+    return name in keeper.handed.prepared.ready
+
+
+def test_a_first_window_is_filled_when_its_lease_opens(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = []
+    gather = keeper.memory.gather
+
+    def noted(places: Any, *given: Any) -> Any:
+        gathered.append([page for page, _ in places])
+        return gather(places, *given)
+
+    monkeypatch.setattr(keeper.memory, "gather", noted)
+    name = keeper.offer()
+    wait_for(lambda: prepared(keeper, name))
+    assert gathered == [keeper.pages[:1]]
+    assert len(keeper.windows.free) == WINDOWS - 1
+    found = reader.fetch(keeper, name)
+    assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+    assert gathered == [[page] for page in keeper.pages], "each once"
+    wait_for(lambda: all_free(keeper))
+    again = reader.fetch(keeper, name)  # what was prepared is used once
+    assert (again.found, again.error, is_right(keeper, again)) == (4, "", True)
+    assert gathered == 2 * [[page] for page in keeper.pages]
+
+
+def test_more_leases_than_windows_for_them(keeper: HandingKeeper, reader: HandedReader) -> None:
+    """One of three windows may be held so. A reader that finds none gets it."""
+    first = keeper.offer()
+    wait_for(lambda: prepared(keeper, first))
+    second = keeper.offer()
+    wait_for(lambda: second not in keeper.handed.prepared.wanted)
+    assert not prepared(keeper, second)
+    taken = [keeper.windows.take(0) for _ in range(WINDOWS - 1)]
+    assert None not in taken
+    assert not keeper.windows.free
+    found = reader.fetch(keeper, second)
+    assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+    assert not prepared(keeper, first)
+    found = reader.fetch(keeper, first)
+    assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+
+
+def test_other_pages_than_those_that_were_prepared(
+    keeper: HandingKeeper, reader: HandedReader
+) -> None:
+    """Of a reader that has the first ones, or whose pages end before the lease's."""
+    for keys, pages in (
+        (keeper.keys[1:], keeper.pages[1:]),
+        (keeper.keys[:2], keeper.pages[:2]),
+        ([keeper.keys[0], b"x" * len(keeper.keys[0])], keeper.pages[:1]),
+    ):
+        name = keeper.offer()
+        wait_for(lambda name=name: prepared(keeper, name))  # type: ignore[misc]
+        found = fetch_of((keeper.server.host, keeper.server.port), name, keys)
+        run(reader, found)
+        assert found.found == len(pages)
+        assert found.rows is not None
+        assert torch.equal(found.rows[: len(pages)], page_bytes(keeper.memory, pages))
+        found.release()
+        wait_for(lambda: all_free(keeper))
+
+
+def test_a_lease_that_ends_gives_its_window_back(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its reader asks, and while the window is being filled."""
+    name = keeper.offer()
+    wait_for(lambda: prepared(keeper, name))
+    keeper.table.close([name])
+    wait_for(lambda: all_free(keeper))
+    found = reader.fetch(keeper, name)
+    assert (found.found, found.error) == (0, "the pages are kept no more")
+    gather = keeper.memory.gather
+
+    def ending(*given: Any) -> Any:
+        keeper.table.close([names[-1]])
+        return gather(*given)
+
+    monkeypatch.setattr(keeper.memory, "gather", ending)
+    names = [keeper.make()[0]]
+    keeper.table.open(names[0], dict(zip(keeper.keys, keeper.pages, strict=True)))()
+    wait_for(lambda: not keeper.handed.prepared.wanted and all_free(keeper))
+    found = reader.fetch(keeper, names[0])
+    assert (found.found, found.error) == (0, "the pages are kept no more")
+
+
+def test_a_lease_that_ended_after_its_window_was_taken(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may write to its pages by then, so what was gathered is not told."""
+    name = keeper.offer()
+    wait_for(lambda: prepared(keeper, name))
+    take = keeper.handed.prepared.take
+
+    def ending(*given: Any) -> Any:
+        found = take(*given)
+        assert found is not None
+        keeper.table.close([name])
+        return found
+
+    monkeypatch.setattr(keeper.handed.prepared, "take", ending)
+    found = reader.fetch(keeper, name)
+    assert (found.found, found.error) == (0, "the pages are kept no more")
+    wait_for(lambda: all_free(keeper))
+
+
+def test_a_reader_that_asks_while_its_window_is_being_filled_waits_for_that(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    gather = keeper.memory.gather
+    first = []
+
+    def slow(*given: Any) -> Any:
+        if not first:
+            first.append(threading.current_thread())
+            assert go.wait(60)
+        return gather(*given)
+
+    monkeypatch.setattr(keeper.memory, "gather", slow)
+    name = keeper.offer()
+    wait_for(lambda: bool(first))
+    found = fetch_of((keeper.server.host, keeper.server.port), name, keeper.keys)
+    done = threading.Event()
+    reader.reader.start(found, done.set)
+    assert not done.wait(0.05)
+    go.set()
+    assert done.wait(60)
+    assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+    assert first == [keeper.handed.prepared.thread]
+    found.release()
+    wait_for(lambda: all_free(keeper))
+
+
+def test_a_device_that_fails_meanwhile_is_the_reader_s_to_meet(
+    keeper: HandingKeeper,
+    reader: HandedReader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gather = keeper.memory.gather
+    failed = []
+
+    def failing(*given: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("out of memory")
+        return gather(*given)
+
+    monkeypatch.setattr(keeper.memory, "gather", failing)
+    name = keeper.offer()
+    wait_for(lambda: bool(failed) and all_free(keeper))
+    found = reader.fetch(keeper, name)
+    assert (found.found, found.error, is_right(keeper, found)) == (4, "", True)
+    assert "not prepared for their reader: out of memory" in caplog.text
+
+
 # ---- the transport's contract
 
 

@@ -92,6 +92,8 @@ def print_table(
         f"of this host ({' to '.join(setup.devices)}): {found.bytes / 1e6:.0f} MB, "
         f"{found.pieces} pieces of {found.piece / 1000:.0f} kB; medians of {setup.repeats}"
     )
+    if setup.request_after:
+        title += f"; asked for {1e3 * setup.request_after:g} ms after their lease opened"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in ("ms", "ms, least", "GB/s", "times the plain socket", "of the copy's speed"):

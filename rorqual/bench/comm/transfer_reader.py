@@ -69,6 +69,7 @@ class ReaderSide:
         self.secret = bytes.fromhex(secret)
         self.part = memory.held
         self.page_size = setup.page_size
+        self.request_after = setup.request_after
         settings = {"transport": transport, "setup": asdict(setup), "secret": secret}
         found = self.ask(json.dumps(settings))
         self.port, self.crc = found["port"], found["crc"]
@@ -93,6 +94,7 @@ class ReaderSide:
         if self.reader.places:
             fetch.pages = pages
         done = threading.Event()
+        time.sleep(self.request_after)
         start = time.perf_counter()
         self.reader.start(fetch, done.set)
         if not done.wait(FETCH_SECONDS) or fetch.error:

@@ -18,7 +18,8 @@ CHUNK = 16 * 2**20  # bytes of a plain socket's buffer
 @dataclass(frozen=True)
 class TransferSetup:
     """model: a folder or a name in rorqual/shapes; tokens: of the prompt, whole pages count.
-    devices: where the pages are, and where they are to be."""
+    devices: where the pages are, and where they are to be. request_after: seconds from a lease's
+    opening until its pages are asked for."""
 
     model: str
     tokens: int = 2048
@@ -27,6 +28,7 @@ class TransferSetup:
     repeats: int = 5
     staging_mb: int = 128
     devices: tuple[str, str] = ("cpu", "cpu")
+    request_after: float = 0.0
 
     @property
     def pages(self) -> int:

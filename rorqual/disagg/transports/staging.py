@@ -56,6 +56,7 @@ class StagingWindows:
         self.memory = memory
         self.offset = offset
         self.size = size
+        self.count = count
         self.free = list(range(count))
         self.held: dict[int, HeldWindow] = {}
         self.aside: list[HeldWindow] = []
@@ -72,14 +73,20 @@ class StagingWindows:
                 if self.free or left <= 0:
                     break
                 self.changed.wait(min(left, 1.0))
-            if not self.free:
-                return None
-            place = self.free.pop()
-            self.generation += 1
-            offset = self.offset + place * self.size
-            data = self.memory[offset : offset + self.size]
-            found = self.held[place] = HeldWindow(place, offset, data, self.generation)
-            return found
+            return self._taken() if self.free else None
+
+    def take_spare(self) -> HeldWindow | None:
+        """A window if more than half are free."""
+        with self.changed:
+            return self._taken() if 2 * len(self.free) > self.count else None
+
+    def _taken(self) -> HeldWindow:
+        place = self.free.pop()
+        self.generation += 1
+        offset = self.offset + place * self.size
+        data = self.memory[offset : offset + self.size]
+        found = self.held[place] = HeldWindow(place, offset, data, self.generation)
+        return found
 
     def _reclaim(self) -> None:
         late = time.monotonic() - OFFERED_SECONDS
