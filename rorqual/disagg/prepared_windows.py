@@ -122,7 +122,7 @@ class PreparedWindows:
         while (work := self.work.get()) is not None:
             try:
                 work()
-            except RuntimeError as error:  # of the device: the reader's own request will meet it
+            except Exception as error:  # such as the device's: a reader's own request will meet it
                 log.warning("pages were not prepared for their reader: %s", error)
 
     def _prepare(self, lease: bytes) -> None:
