@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections import deque
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rorqual import LLM
 from rorqual.engine.distributed import worker_process
 from rorqual.engine.distributed.channel import FrameKind
 from rorqual.engine.distributed.worker_process import WorkerProcess
 from rorqual.engine.execution.sampler import PendingStep
+from tests.engine.distributed.starting import ROOT
+from tests.engine.mixed_batch import COMMON, TEXTS, everything
 
 SOON = 20.0
+SITE = Path(__file__).parent / "late_site"
 
 
 class Device:
@@ -128,3 +134,28 @@ def test_a_rank_stops_while_its_device_computes(monkeypatch: pytest.MonkeyPatch)
     until(lambda: rank.device.launched == [1])
     rank.stop()
     assert rank.collected == []
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
+        {"pp": 2, "num_speculative_tokens": 2},
+        {"tp": 2, "chunked_prefill_size": 3},
+        {"dp": 2, "ep": 2, "redundant_experts": 2, "record_expert_load": True},
+    ],
+    ids=lambda layout: "-".join(map(str, layout)),
+)
+def test_tokens_are_those_of_one_process_however_late_results_come(
+    layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = everything(LLM(**COMMON), TEXTS)
+    monkeypatch.setenv("PYTHONPATH", f"{SITE}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("LATE_RANKS", str(tmp_path))
+    llm = LLM(**COMMON, **layout, steps_in_flight=2)
+    try:
+        assert everything(llm, TEXTS) == expected
+    finally:
+        llm.engine.close()
+    assert len(list(tmp_path.iterdir())) == 1, "the other rank"
