@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rorqual.bench.comm.expert_reads import Reads
 from rorqual.bench.comm.server_processes import read_settings, serve, server_processes
+from rorqual.bench.wide_console import wide_console
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.exchange import RemoteExchange, RemoteLanes
@@ -198,7 +199,7 @@ def print_table(found: list[Hop], setup: HopSetup, console: Console | None = Non
             f"{hop.sent / 1000:.1f}",
             f"{hop.back / 1000:.1f}",
         )
-    (console or Console()).print(table)
+    (console or wide_console(140)).print(table)
 
 
 def print_reads(reads: Reads, hops: list[Hop], setup: HopSetup) -> None:

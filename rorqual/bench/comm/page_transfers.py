@@ -18,6 +18,7 @@ from rich.table import Table
 
 from rorqual.bench.comm.transfer_reader import ReaderSide, TransferTimes, reader_side
 from rorqual.bench.comm.transfer_setup import TransferSetup, spec_of
+from rorqual.bench.wide_console import wide_console
 from rorqual.cache.page_memory import PageMemory
 from rorqual.cache.pool import KVPool
 from rorqual.disagg.transports.installed import HANDLES
@@ -120,7 +121,7 @@ def print_table(
             f"{middle / plain:.2f}",
             f"{100 * copied / middle:.0f} %",
         )
-    (console or Console()).print(table)
+    (console or wide_console(140)).print(table)
 
 
 def as_json(runs: Sequence[tuple[TransferSetup, TransferFigures]]) -> str:

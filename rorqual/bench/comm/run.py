@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rorqual.bench.comm.exchanges import Call, ExchangeCase, Share, Sizes, exchanges, share_cards
+from rorqual.bench.wide_console import wide_console
 from rorqual.config.parallel import ParallelConfig
 from rorqual.config.process import end_process
 from rorqual.errors import ConfigError
@@ -272,7 +273,7 @@ def print_table(rows: Sequence[CommRow], setup: CommSetup, console: Console | No
             f"{row.gb_s:.2f}",
             "graph" if row.captured else "",
         )
-    (console or Console()).print(table)
+    (console or wide_console(140)).print(table)
 
 
 def as_json(rows: Sequence[CommRow], setup: CommSetup) -> str:

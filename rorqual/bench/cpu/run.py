@@ -25,6 +25,7 @@ from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.bench.wide_console import wide_console
 from rorqual.config.whole_file import write_whole
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -247,7 +248,6 @@ def _at(row: CpuRow) -> str:
 
 
 def print_table(report: CpuReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     # with --formats the other is bf16
@@ -262,8 +262,6 @@ def print_table(report: CpuReport) -> None:
         cells = [f"{number:.2f}" for number in numbers[:4]] + [f"{numbers[4]:.0f}"]
         cells.append("" if row.read_gb_s is None else f"{row.read_gb_s:.0f}")
         table.add_row(row.shape, row.work, *cells, hit, row.sizes)
-    console = Console()
-    console = console if console.is_terminal else Console(width=180)
-    console.print(table)
+    wide_console(180).print(table)
     for work in dict.fromkeys(row.work for row in report.rows):
         print(f"{work}: geometric mean of the ratios {report.mean(work):.2f}")

@@ -24,6 +24,7 @@ from rorqual.bench.llama_cpp.gguf_file import GgufTensor, gguf_package, tensors_
 from rorqual.bench.llama_cpp.peer import LlamaCpp
 from rorqual.bench.llama_cpp.sides import LlamaSide, OurSide, Side
 from rorqual.bench.llama_cpp.work import LlamaCppWork, kind_of
+from rorqual.bench.wide_console import wide_console
 from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig
 from rorqual.config.whole_file import write_whole
@@ -306,7 +307,6 @@ def _line(row: LlamaCppRow) -> str:
 
 
 def print_table(report: LlamaCppReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     title = (
@@ -319,9 +319,7 @@ def print_table(report: LlamaCppReport) -> None:
         table.add_column(name)
     for row in report.rows:
         table.add_row(*_cells(row))
-    console = Console()
-    console = console if console.is_terminal else Console(width=190)
-    console.print(table)
+    wide_console(190).print(table)
     for name, size in report.sizes.items():
         print(f"{name}: {size:.2f} GB of weights")
     for row in report.rows:

@@ -21,6 +21,7 @@ from rorqual.bench.offline.profile import StepProfile, profile_steps, trace_step
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
+from rorqual.bench.wide_console import wide_console
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.process import loaded_frozen, process_age
 from rorqual.config.whole_file import write_whole
@@ -488,7 +489,6 @@ COLUMNS = (
 
 
 def print_report(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"offline, {report.provenance['dtype']}, {report.provenance['device']}")
@@ -499,9 +499,7 @@ def print_report(report: Report) -> None:
         first = base.setdefault(row.concurrency, row.tokens_per_s)
         ratio = row.tokens_per_s / first if row.engine == "rorqual" else first / row.tokens_per_s
         table.add_row(*_cells(row, ratio))
-    console = Console()
-    # a log file has no width to fit into
-    console = console if console.is_terminal else Console(width=150)
+    console = wide_console(150)
     console.print(table)
     for row in report.rows:
         if row.profile:

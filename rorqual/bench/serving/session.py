@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rorqual.bench import provenance
 from rorqual.bench.serving import compare, pareto, report, slo
@@ -20,6 +19,7 @@ from rorqual.bench.serving.measure import Data, Method, ServingBench, warnings
 from rorqual.bench.serving.metrics import Figures
 from rorqual.bench.serving.progress import Progress
 from rorqual.bench.serving.prompts import Vocabulary
+from rorqual.bench.wide_console import wide_console
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
 
@@ -180,7 +180,7 @@ class Session:
             f"{self.data.lengths.input_len}/{self.data.lengths.output_len} tokens in/out"
         )
         table = report.sweep_table(self.rows, title, found["max_concurrency"] if found else None)
-        console().print(table)
+        wide_console(LOG_WIDTH).print(table)
         if found:
             print(report.verdict(found))
         if self.outputs.json:
@@ -228,7 +228,7 @@ def compare_files(files: Sequence[Path], gpus: int | None, chart: Path | None) -
     if len(files) < 2:
         raise ConfigError(f"--compare needs two result files or more; given: {len(files)}")
     results = compare.read(files, gpus)
-    console().print(compare.table(results))
+    wide_console(LOG_WIDTH).print(compare.table(results))
     if chart is not None:
         write_charts(
             results,
@@ -250,11 +250,3 @@ def write_charts(
     pareto.write_html(drawn, page, notes)
     pareto.write_png(drawn, png)
     print(f"charts: {png}, {page}", file=sys.stderr)
-
-
-def console() -> Any:
-    from rich.console import Console
-
-    found = Console()
-    # a log file has no width to fit into
-    return found if found.is_terminal else Console(width=LOG_WIDTH)
