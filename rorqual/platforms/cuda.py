@@ -36,6 +36,26 @@ class EventClock:
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self.events)]
 
 
+class AnyThreadEvent:
+    """An event that any thread may wait for. Without its GPU as the current one, waiting gives the
+    process a context on the first GPU, about half a gigabyte there."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self.event.record()
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
+
+    def query(self) -> bool:
+        with torch.cuda.device(self.device):
+            return self.event.query()
+
+
 class CudaPlatform(Platform):
     name = "cuda"
     default_page_size = 64
@@ -101,7 +121,7 @@ class CudaPlatform(Platform):
             return self.mark()
 
     def reached(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
+        event = AnyThreadEvent(self.device)
         event.record()
 
         def wait() -> None:
@@ -148,11 +168,11 @@ class CudaPlatform(Platform):
             from rorqual.platforms import host_stores
 
             if tensor.nbytes <= host_stores.MOST_BYTES:
-                return pinned.fetch(tensor, torch.cuda.Event(), host_stores.store)
-        return pinned.fetch(tensor, torch.cuda.Event())
+                return pinned.fetch(tensor, AnyThreadEvent(self.device), host_stores.store)
+        return pinned.fetch(tensor, AnyThreadEvent(self.device))
 
     def finished(self) -> Callable[[], bool]:
-        event = torch.cuda.Event()
+        event = AnyThreadEvent(self.device)
         event.record()
         return event.query
 

@@ -43,11 +43,11 @@ class LaneHeads:
                 into.copy_(head, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        deadline = time.monotonic() + seconds
-        while not copied.query():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(POLL_SECONDS)
+            deadline = time.monotonic() + seconds
+            while not copied.query():  # on this GPU: else it makes a context on the first one
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(POLL_SECONDS)
         found = self.host.tolist()
         return found
 
