@@ -137,13 +137,11 @@ class WorkerProcess:
             if self.pending and work.empty():
                 if self.pending[0].ready():
                     self._collect()
-                    continue
-                try:
-                    kind, data = work.get(timeout=POLL_SECONDS)
-                except queue.Empty:
-                    continue
-            else:
-                kind, data = work.get()
+                else:
+                    # not get(timeout=...): CPython 3.11's may wait forever once that has passed
+                    time.sleep(POLL_SECONDS)
+                continue
+            kind, data = work.get()
             if kind is FrameKind.STOP:
                 self.trace.drop()
                 if self.service is not None:
