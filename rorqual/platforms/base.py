@@ -113,8 +113,8 @@ class Platform:
         return lambda: tensor
 
     def finished(self) -> Callable[[], bool]:
-        """The result says, without waiting, whether the device has done what was launched before
-        this call."""
+        """The result says, without waiting and on any thread, whether the device has done what was
+        launched on the current stream before this call."""
         return lambda: True
 
     def to_device(self, data: Tensor) -> Tensor:

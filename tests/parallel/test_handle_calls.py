@@ -292,20 +292,13 @@ def test_a_step_of_an_engine_made_in_inference_mode_is_given_up() -> None:
 
 
 def test_heads_are_read_by_copies_alone_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in torch.cuda's place copies at once, and says that it has when it is told to."""
+    """What stands in a GPU's place copies at once, and says that it has when it is told to."""
     done: list[bool] = []
-
-    class Event:
-        def record(self) -> None:
-            pass
-
-        def query(self) -> bool:
-            return bool(done)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    platform = CpuPlatform(CPU)
+    monkeypatch.setattr(platform, "finished", lambda: lambda: bool(done))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     memory = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
-    heads = LaneHeads(memory[:, :8].view(torch.int32), CpuPlatform(CPU))
+    heads = LaneHeads(memory[:, :8].view(torch.int32), platform)
     heads.stream = object()  # type: ignore[assignment]
     assert heads.read(0.01) is None
     done.append(True)

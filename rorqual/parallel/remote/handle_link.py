@@ -28,6 +28,7 @@ class LaneHeads:
 
     def __init__(self, heads: Tensor, platform: Platform):
         self.heads = heads
+        self.platform = platform
         self.host = platform.host_empty(tuple(heads.shape), heads.dtype)
         on_gpu = heads.device.type == "cuda"
         self.stream = torch.cuda.Stream(heads.device, PRIORITY) if on_gpu else None
@@ -41,13 +42,12 @@ class LaneHeads:
         with torch.cuda.stream(self.stream):
             for into, head in zip(self.host, self.heads, strict=True):  # each is contiguous
                 into.copy_(head, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            deadline = time.monotonic() + seconds
-            while not copied.query():  # on this GPU: else it makes a context on the first one
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(POLL_SECONDS)
+            copied = self.platform.finished()
+        deadline = time.monotonic() + seconds
+        while not copied():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
         found = self.host.tolist()
         return found
 

@@ -50,7 +50,7 @@ class Device:
 
 
 class Rank:
-    """A WorkerProcess whose steps are numbers. waits: collecting starts the rest of a step."""
+    """A WorkerProcess whose steps are numbers. begun: collecting starts the rest of a step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, begun: bool = False):
         self.device = Device()
