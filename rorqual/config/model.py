@@ -242,6 +242,13 @@ def nccl_without_registration() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
+def nccl_without_clusters() -> None:
+    """Before the first communicator of a process: NCCL's programs start one by one, unless the
+    environment says otherwise. By default four must find free multiprocessors close to one another
+    on Hopper, and a message that is ready waits until a product of experts beside it has ended."""
+    os.environ.setdefault("NCCL_CGA_CLUSTER_SIZE", "0")
+
+
 def visible_device(number: int) -> int:
     """Index of the host's GPU `number` among those visible to this process
     (CUDA_VISIBLE_DEVICES)."""

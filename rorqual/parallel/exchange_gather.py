@@ -63,8 +63,10 @@ class AllGatherExchange(StoreExchange):
             x, scale = self.store.ops.quantize_for_experts(x, self.store.experts)
             x = x.view(torch.uint8)
             routing = torch.cat((scale.view(torch.int32), routing), 1)
-        messages = axis.start_all_gather(x, counts), axis.start_all_gather(routing, counts)
-        return GatherTicket(axis, counts, *messages, top_k, ids.dtype, dtype, dense)
+        # the short one first: nothing is left to launch when the rows have come
+        sent = axis.start_all_gather(routing, counts)
+        rows = axis.start_all_gather(x, counts)
+        return GatherTicket(axis, counts, rows, sent, top_k, ids.dtype, dtype, dense)
 
     def dense_rows(self, ticket: GatherTicket) -> Tensor | None:
         if ticket.dense is None:

@@ -3,11 +3,10 @@ calls."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,28 +30,49 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LEAST_SECONDS = 5e-6  # shorter delays are added to the next message's: each takes a launch
-# with which a link measures what messages take without it; NCCL has several ways to send them
-OWN_BYTES = (1 << 16, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
-OWN_REPEATS = 5
-OWN_DELAY = 2e-3
 
 
-def between(points: Sequence[tuple[int, float]], count: int) -> float:
-    """Seconds of so many bytes, by (bytes, seconds) in order; not less than 0."""
-    after = min(max(bisect_left(points, (count, 0.0)), 1), len(points) - 1)
-    (low, low_seconds), (high, high_seconds) = points[after - 1 : after + 1]
-    slope = (high_seconds - low_seconds) / (high - low)
-    return max(0.0, low_seconds + (count - low) * slope)
+class Arriving(Protocol):
+    def wait(self) -> Any:
+        """Order the current stream after it."""
+
+
+class Arrival:
+    """Of what a stream has before it now. kept: is kept until it is waited for, as the tensors of a
+    message must be."""
+
+    def __init__(self, stream: torch.cuda.Stream, kept: object = None):
+        self.event = stream.record_event()
+        self.kept = kept
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.event.device).wait_event(self.event)
+        self.kept = None
+
+
+class MeetingPlace:
+    """Where the ranks of an axis wait for one another, on their GPUs. memory: P2PMemory of 4 *
+    axis.size bytes."""
+
+    def __init__(self, rank: int, memory: Any, device: torch.device):
+        self.rank = rank
+        self.memory = memory
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def meet(self) -> None:
+        from rorqual.ops.triton.comm.delay import meet
+
+        meet(self.memory.table, self.epoch, self.rank)
 
 
 class SlowLink:
-    """An imitated slow link of a GPU, for benchmarks of overlap: what this rank sends arrives after
-    the time that its bytes would take on such a link, one message after the other. gbits: Gbit/s of
+    """An imitated slow link of a GPU, for benchmarks of overlap: what leaves this rank takes the
+    time that its bytes would take on such a link, one message after the other. gbits: Gbit/s of
     what leaves this rank. All of its axes share the link.
 
-    A message starts late by that time less what it takes anyway, as `measure` found. Unlike NCCL's
-    own programs, which copy more slowly while kernels use the memory, and unlike sockets, whose
-    bytes are copied by processors, the link takes the same time whatever else runs."""
+    Collectives begin when their rows are ready, and end with the last bytes of all ranks, like
+    NCCL's, whose programs copy a message piece by piece while the link carries it. They keep their
+    multiprocessors for all of that time. What one rank sends to others alone is begun late."""
 
     def __init__(self, gbits: float, device: torch.device):
         self.seconds = 8e-9 / gbits  # of a byte
@@ -60,59 +80,56 @@ class SlowLink:
         self.device = device
         self.owed = 0.0
         self.free = torch.zeros(1, dtype=torch.int64, device=device)
-        # (bytes, seconds) of messages: what they take anyway
-        self.own: list[tuple[int, float]] = [(0, 0.0), (1, 0.0)]
+        self.places: dict[str, MeetingPlace] = {}
 
-    def measure(self, axis: GroupAxis) -> None:
-        """Time messages of an axis, without the link. Collective."""
-        from rorqual.ops.triton.comm.delay import delay
+    def join(self, axis: GroupAxis, stop: Callable[[torch.device], Tensor]) -> None:
+        """An axis sends over the link. stop: gives the word of P2PMemory.of. Collective over the
+        axis; raises RuntimeError on all ranks if GPUs cannot share memory."""
+        from rorqual.parallel.p2p_memory import P2PMemory
 
-        self.own = []
-        for count in OWN_BYTES:
-            x = torch.zeros(count // (axis.size - 1), dtype=torch.uint8, device=self.device)
-            times = []
-            for _ in range(OWN_REPEATS):
-                torch.cuda.synchronize(self.device)
-                axis.start_all_gather(x[:1]).wait()  # all ranks begin together
-                delay(OWN_DELAY)  # in which the host launches what follows
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                axis.start_all_gather(x).wait()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) / 1e3)
-            self.own.append((count, min(times)))
+        memory = P2PMemory.of(axis, 4 * axis.size, self.device, stop(self.device))
+        self.places[axis.name] = MeetingPlace(axis.rank, memory, self.device)
 
-    @contextmanager
-    def carries(
-        self, count: int, waits: bool = False, ready: Tensor | None = None
-    ) -> Iterator[None]:
-        """Messages of `count` bytes are launched in this context. waits: what is launched after it
-        waits for them. ready: see `carry`; it is given where the context itself waits for earlier
-        messages, for which the link would not."""
-        from rorqual.ops.triton.comm.delay import carry
+    def carry(
+        self,
+        send: Callable[[], Arriving],
+        count: int,
+        axis: str = "",
+        ready: Tensor | None = None,
+    ) -> Arriving:
+        """`send` launches a message, of which `count` bytes leave this rank. axis: whose ranks all
+        send; none if some only receive. ready: see `delay.book`; it is given where this stream
+        waits for earlier messages, for which the link would not."""
+        from rorqual.ops.triton.comm.delay import book, hold
 
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             captured = torch.cuda.is_current_stream_capturing()
             # what earlier ones owe is not added to each replay
             owed = count * self.seconds + (0.0 if captured else self.owed)
-            if captured or owed >= LEAST_SECONDS:
-                carry(self.free, ready, owed, between(self.own, count))
+            delayed = captured or owed >= LEAST_SECONDS
+            if delayed:
+                book(self.free, ready, owed)
                 owed = 0.0
             if not captured:
                 self.owed = owed
-            yield
-        if waits:
-            current.wait_stream(self.stream)
+            place = self.places.get(axis)
+            if place is None:
+                if delayed:
+                    hold(self.free)
+                return send()
+            send().wait()
+            if delayed:
+                hold(self.free)
+            place.meet()
+        return Arrival(self.stream, send)
 
 
 class Started:
     """A collective in flight; `finish` makes the result from the received data. On a GPU, waiting
     orders streams and does not block the host."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], Tensor]):
+    def __init__(self, work: Arriving, finish: Callable[[], Tensor]):
         self.work = work
         self.finish = finish
 
@@ -145,9 +162,10 @@ class Launch:
             self.since = at()
             stamp(self.since)
 
-    def __call__(self, out: Tensor, x: Tensor) -> dist.Work:
-        with self.axis.carrying(self.call, self.message, ready=self.since):
-            return self.collective(out, x)
+    def __call__(self, out: Tensor, x: Tensor) -> Arriving:
+        return self.axis.launch(
+            self.call, self.message, lambda: self.collective(out, x), ready=self.since
+        )
 
 
 class GroupAxis:
@@ -167,7 +185,7 @@ class GroupAxis:
         self.p2p_dispatch: P2PDispatch | None = None
         self.last_call = ""
         self.sent: list[tuple[dist.Work, Tensor]] = []
-        self.watched: list[dist.Work] | None = None
+        self.watched: list[Arriving] | None = None
         self.link: SlowLink | None = None  # imitated
         self.recorder: CollectiveRecorder | None = None  # of a pass that is being captured
 
@@ -176,7 +194,7 @@ class GroupAxis:
         """Whether some of its messages go through memory that GPUs share."""
         return self.fused is not None or self.p2p_dispatch is not None
 
-    def _started(self, work: dist.Work, finish: Callable[[], Tensor]) -> Started:
+    def _started(self, work: Arriving, finish: Callable[[], Tensor]) -> Started:
         if self.watched is not None:
             self.watched.append(work)
         return Started(work, finish)
@@ -214,18 +232,23 @@ class GroupAxis:
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
-    def sending(self, call: str, message: int, waits: bool = False) -> AbstractContextManager[None]:
-        """Count a collective that is launched in this context. waits: see SlowLink."""
+    def counted(self, call: str, message: int, send: Callable[[], dist.Work]) -> Arriving:
+        """Count a collective and launch it, by `send`."""
         self.count(call, message)
-        return self.carrying(call, message, waits)
+        return self.launch(call, message, send)
 
-    def carrying(
-        self, call: str, message: int, waits: bool = False, ready: Tensor | None = None
-    ) -> AbstractContextManager[None]:
-        """As `sending`, without counting. ready: see SlowLink.carries."""
+    def launch(
+        self,
+        call: str,
+        message: int,
+        send: Callable[[], dist.Work],
+        ready: Tensor | None = None,
+    ) -> Arriving:
+        """As `counted`, without counting. ready: see SlowLink.carry."""
         if self.link is None:
-            return nullcontext()
-        return self.link.carries(bytes_sent(call, message, self.size), waits, ready)
+            return send()
+        axis = "" if call in ("send", "broadcast") else self.name
+        return self.link.carry(send, bytes_sent(call, message, self.size), axis, ready)
 
     def abort(self) -> None:
         """Abort NCCL collectives. A gloo call ends by itself when a peer exits, or at its
@@ -245,14 +268,15 @@ class GroupAxis:
         if self.recorder is not None:
             launch = Launch(self, "all_reduce", x.nbytes, self._reduced)
             return self.recorder.start(launch, x, None, _as_it_is).wait()
-        with self.sending("all_reduce", x.nbytes, waits=True):
+        if self.link is None:
+            self.count("all_reduce", x.nbytes)
             dist.all_reduce(x, group=self.group)
+        else:
+            self.counted("all_reduce", x.nbytes, lambda: self._reduced(x, x)).wait()
         return x
 
     def _reduced(self, out: Tensor, x: Tensor) -> dist.Work:
-        work = dist.all_reduce(out, group=self.group, async_op=True)
-        assert work is not None, "this rank is part of the group"
-        return work
+        return _ours(dist.all_reduce(out, group=self.group, async_op=True))
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
@@ -330,10 +354,13 @@ class GroupAxis:
         row = x[:1].nbytes if x.shape[0] else 0
         out = x.new_empty(sum(receive), *x.shape[1:])
         bits = _bits(x.contiguous())
-        with self.sending("all_to_all", (x.shape[0] - send[self.rank]) * row):
-            work = dist.all_to_all_single(
+        work = self.counted(
+            "all_to_all",
+            (x.shape[0] - send[self.rank]) * row,
+            lambda: dist.all_to_all_single(
                 _bits(out), bits, list(receive), list(send), group=self.group, async_op=True
-            )
+            ),
+        )
         return self._started(work, lambda: out)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
@@ -357,9 +384,13 @@ class GroupAxis:
         )
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
-        with self.sending("broadcast", x.nbytes):
-            work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
-        assert work is not None, "this rank is part of the group"
+        work = self.counted(
+            "broadcast",
+            x.nbytes,
+            lambda: _ours(
+                dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
+            ),
+        )
         return self._started(work, lambda: x)
 
     # ---- neighbours
@@ -371,10 +402,13 @@ class GroupAxis:
         # the event of a send during capture cannot be queried
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
-        with self.sending("send", x.nbytes):
-            work = dist.isend(x, self.ranks[to], group=self.group)
-        assert work is not None, "this rank is part of the group"
-        self.sent.append((work, x))  # x must live until the send is done
+
+        def send() -> dist.Work:
+            work = _ours(dist.isend(x, self.ranks[to], group=self.group))
+            self.sent.append((work, x))  # x must live until the send is done
+            return work
+
+        self.counted("send", x.nbytes, send)
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
@@ -382,14 +416,18 @@ class GroupAxis:
         out = torch.empty(*shape, dtype=dtype, device=device)
         if not out.numel():
             return Ready(out)
-        work = dist.irecv(out, self.ranks[source], group=self.group)
-        assert work is not None, "this rank is part of the group"
+        work = _ours(dist.irecv(out, self.ranks[source], group=self.group))
         return self._started(work, lambda: out)
 
     def flush(self) -> None:
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
+
+
+def _ours(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is part of the group"
+    return work
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -212,9 +212,10 @@ class Mesh:
 
     def slow_down(self, link: SlowLink) -> None:
         """For benchmarks: this rank's collectives leave by such a link. Collective."""
-        if self.group_axes:
-            link.measure(self.group_axes[0])
-        for axis in self.group_axes:
+        axes = self.group_axes
+        for axis in axes:
+            link.join(axis, self._stop_word)
+        for axis in axes:
             axis.link = link
 
     @property

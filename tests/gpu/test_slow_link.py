@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual.ops.triton.comm.delay import delay, stamp
-from rorqual.parallel.group_axis import LEAST_SECONDS, SlowLink
+from rorqual.parallel.group_axis import LEAST_SECONDS, Arrival, Arriving, MeetingPlace, SlowLink
 
 GBITS = 8.0  # a byte takes a nanosecond
 LAUNCHED = 3e-3  # seconds in which the host launches what is timed
@@ -36,83 +37,127 @@ def test_a_delay_is_as_long_as_asked() -> None:
         assert asked <= took <= asked + 0.1
 
 
-def test_messages_leave_one_after_the_other() -> None:
+def link_of_one() -> SlowLink:
+    """With an axis "ep" of this rank alone."""
     device = torch.device("cuda")
     link = SlowLink(GBITS, device)
-    seen = torch.zeros(2, device=device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    table = torch.tensor([flags.data_ptr(), stop.data_ptr()], device=device)
+    memory = SimpleNamespace(table=table, own=flags, stop=stop)
+    link.places["ep"] = MeetingPlace(0, memory, device)
+    return link
 
-    def send(place: int) -> None:
-        with link.carries(2_000_000):
+
+def event() -> torch.cuda.Event:
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+
+@pytest.mark.parametrize("axis", ["ep", ""])
+def test_messages_leave_one_after_the_other(axis: str) -> None:
+    link = link_of_one()
+    seen = torch.zeros(2, device="cuda")
+
+    def send(place: int) -> Arriving:
+        def message() -> Arriving:
             seen[place] += 1
+            return Arrival(torch.cuda.current_stream())
+
+        return link.carry(message, 2_000_000, axis)
 
     def both() -> None:
-        send(0)
-        send(1)
-        torch.cuda.current_stream().wait_stream(link.stream)
+        first, second = send(0), send(1)
+        first.wait()
+        second.wait()
 
     both()
     assert 4.0 <= milliseconds(both) <= 4.2
     assert seen.tolist() == [2, 2]
 
 
-def test_a_message_begins_early_by_what_it_takes_itself() -> None:
-    """And the next one no earlier for that."""
-    link = SlowLink(GBITS, torch.device("cuda"))
-    link.own = [(0, 1e-4), (4_000_000, 1.9e-3)]
+@pytest.mark.parametrize("axis", ["ep", ""])
+def test_collectives_begin_at_once_and_others_late(axis: str) -> None:
+    link = link_of_one()
+    begun = []
 
-    def send() -> torch.cuda.Event:
-        with link.carries(2_000_000):
-            begun = torch.cuda.Event(enable_timing=True)
-            begun.record()
-        return begun
+    def send() -> Arriving:
+        begun.append(event())
+        return Arrival(torch.cuda.current_stream())
 
-    send()
+    link.carry(send, 2_000_000, axis)
     torch.cuda.synchronize()
     time.sleep(0.01)  # until the link has carried that one
-    start = torch.cuda.Event(enable_timing=True)
     delay(LAUNCHED)
-    start.record()
-    first, second = send(), send()
+    start = event()
+    arrivals = [link.carry(send, 2_000_000, axis) for _ in range(2)]
+    for arrival in arrivals:
+        arrival.wait()
+    end = event()
     torch.cuda.synchronize()
-    assert 1.0 <= start.elapsed_time(first) <= 1.2
-    assert 3.0 <= start.elapsed_time(second) <= 3.2
+    first, second = (start.elapsed_time(one) for one in begun[1:])
+    late = 0.0 if axis else 2.0
+    assert late <= first <= late + 0.1
+    assert late + 2.0 <= second <= late + 2.2
+    assert 4.0 <= start.elapsed_time(end) <= 4.2
+
+
+def test_what_a_message_takes_itself_is_part_of_its_time() -> None:
+    link = link_of_one()
+
+    def sent(itself: float) -> None:
+        def send() -> Arriving:
+            delay(itself)
+            return Arrival(torch.cuda.current_stream())
+
+        link.carry(send, 2_000_000, "ep").wait()
+
+    sent(1e-3)
+    assert 2.0 <= milliseconds(lambda: sent(1e-3)) <= 2.2
+    assert 3.0 <= milliseconds(lambda: sent(3e-3)) <= 3.2
 
 
 def test_a_message_is_carried_from_when_it_was_ready() -> None:
     """Though what launches it waited for something else since."""
-    link = SlowLink(GBITS, torch.device("cuda"))
+    link = link_of_one()
     at = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def sent() -> None:
         stamp(at)
         delay(1e-3)
-        with link.carries(2_000_000, waits=True, ready=at):
-            pass
+        link.carry(lambda: Arrival(torch.cuda.current_stream()), 2_000_000, "ep", at).wait()
 
     sent()
     assert 2.0 <= milliseconds(sent) <= 2.2
 
 
-def test_what_waits_comes_after_the_message() -> None:
-    link = SlowLink(GBITS, torch.device("cuda"))
-    came = torch.zeros(1, device="cuda")
-
-    def waited() -> None:
-        with link.carries(1_000_000, waits=True):
-            came.fill_(1)
-
-    waited()
-    assert 1.0 <= milliseconds(waited) <= 1.2
-    assert came.clone().item() == 1
+def test_collectives_wait_for_all_ranks_but_not_after_a_stop() -> None:
+    link = link_of_one()
+    place = link.places["ep"]
+    peer = torch.zeros(2, dtype=torch.int32, device="cuda")  # a rank that never comes
+    memory = place.memory
+    place.memory = SimpleNamespace(
+        table=torch.tensor([peer.data_ptr(), peer.data_ptr(), memory.stop.data_ptr()]).cuda(),
+        stop=memory.stop,
+    )
+    arrival = link.carry(lambda: Arrival(torch.cuda.current_stream()), 2_000_000, "ep")
+    time.sleep(0.1)
+    assert not arrival.event.query()
+    memory.stop.fill_(1)
+    deadline = time.monotonic() + 10
+    while not arrival.event.query():
+        assert time.monotonic() < deadline
+    assert peer.tolist() == [1, 0], "this one came"
 
 
 def test_short_messages_are_late_together() -> None:
-    link = SlowLink(GBITS, torch.device("cuda"))
+    link = link_of_one()
     count = int(0.4 * LEAST_SECONDS * 1e9)
+
+    def send() -> Arriving:
+        return Arrival(torch.cuda.current_stream())
+
     for _ in range(2):
-        with link.carries(count):
-            pass
+        link.carry(send, count, "ep")
     assert 0.7 * LEAST_SECONDS < link.owed < LEAST_SECONDS
-    with link.carries(count):
-        pass
+    link.carry(send, count, "ep")
     assert link.owed == 0

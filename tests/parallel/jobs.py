@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -37,7 +36,7 @@ from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
-from rorqual.parallel.group_axis import GroupAxis, SlowLink
+from rorqual.parallel.group_axis import Arriving, GroupAxis, SlowLink
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 from rorqual.parallel.p2p_memory import run_on_all_ranks
@@ -127,15 +126,14 @@ class NotedLink(SlowLink):
     def __init__(self) -> None:
         self.bytes = 0
 
-    def measure(self, axis: GroupAxis) -> None:
+    def join(self, axis: GroupAxis, stop: Callable[[torch.device], Tensor]) -> None:
         pass
 
-    @contextmanager
-    def carries(
-        self, count: int, waits: bool = False, ready: Tensor | None = None
-    ) -> Iterator[None]:
+    def carry(
+        self, send: Callable[[], Arriving], count: int, axis: str = "", ready: Tensor | None = None
+    ) -> Arriving:
         self.bytes += count
-        yield
+        return send()
 
 
 def traffic(mesh: Mesh) -> dict[str, dict[str, int]]:

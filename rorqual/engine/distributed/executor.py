@@ -33,7 +33,7 @@ from typing import NoReturn, cast
 import numpy as np
 import torch.distributed as dist
 
-from rorqual.config.model import collectives_on
+from rorqual.config.model import collectives_on, nccl_without_clusters
 from rorqual.engine.balance.initial import initial_maps
 from rorqual.engine.balance.policy import BalanceStats, LoadWindow, RebalancePolicy
 from rorqual.engine.config import EngineConfig
@@ -190,6 +190,8 @@ class DistributedExecutor:
         for handle in self.handles:
             handle.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
         platform = make_platform(rank_device(config, launcher.device_index()))
+        if self.sizes.micro_batches != 1:
+            nccl_without_clusters()
         groups = launcher.rendezvous.join(
             platform, 0, self.sizes.world, config.watchdog_seconds, self._check
         )

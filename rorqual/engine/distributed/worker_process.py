@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rorqual.config.model import collectives_on
+from rorqual.config.model import collectives_on, nccl_without_clusters
 from rorqual.config.process import (
     die_with_parent,
     end_process,
@@ -116,6 +116,8 @@ class WorkerProcess:
         number = hello["rank"]
         self.inbox = Inbox(channel, number, config.watchdog_seconds)
         platform = make_platform(rank_device(config, hello["device_index"]))
+        if config.parallel.micro_batches != 1:
+            nccl_without_clusters()
         groups = Rendezvous(**hello["meeting"]).join(
             platform, number, config.parallel.world, config.watchdog_seconds
         )

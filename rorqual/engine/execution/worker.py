@@ -176,7 +176,12 @@ class Worker:
         if config.slow_link_gbits:
             if platform.name != "cuda":
                 raise ConfigError("slow_link_gbits is for GPUs")
-            mesh.slow_down(SlowLink(config.slow_link_gbits, platform.device))
+            try:
+                mesh.slow_down(SlowLink(config.slow_link_gbits, platform.device))
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"slow_link_gbits needs GPUs that share memory: {error}"
+                ) from error
             if mesh.rank == 0:
                 log.warning("slow_link_gbits=%g: collectives are delayed", config.slow_link_gbits)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype

@@ -39,7 +39,7 @@ def _data_start(rows: int, world: int) -> int:
 
 
 @triton.jit
-def _meet(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
+def meet_ranks(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
     """Barrier over the ranks: signal that this one reached `epoch` with `row`, and wait for all.
     Their earlier stores are then visible."""
     tl.debug_barrier()  # all threads' stores come before the flag
@@ -93,7 +93,7 @@ def _all_reduce_norm_kernel(
     tl.store(mine + row_start + offsets, values, mask=inside)
     added = tl.full([SIZE], 0.0, tl.float32)
     if TWO_SHOT:
-        _meet(table, row, epoch + 1, rank, WORLD, PEERS)
+        meet_ranks(table, row, epoch + 1, rank, WORLD, PEERS)
         if row % WORLD == rank:
             for peer in tl.static_range(WORLD):
                 theirs = at(table, peer, start, kind) + row_start
@@ -103,12 +103,12 @@ def _all_reduce_norm_kernel(
             for peer in tl.static_range(WORLD):
                 theirs = at(table, peer, start, kind) + row_start + 2 * half
                 tl.store(theirs + offsets, added.to(kind), mask=inside)
-        _meet(table, row, epoch + 2, rank, WORLD, PEERS)
+        meet_ranks(table, row, epoch + 2, rank, WORLD, PEERS)
         added = tl.load(
             mine + row_start + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg"
         ).to(tl.float32)
     else:
-        _meet(table, row, epoch + 2, rank, WORLD, PEERS)
+        meet_ranks(table, row, epoch + 2, rank, WORLD, PEERS)
         for peer in tl.static_range(WORLD):
             theirs = at(table, peer, start, kind) + row_start
             added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(
