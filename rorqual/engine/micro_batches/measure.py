@@ -123,6 +123,7 @@ class PartsTimer:
         self.mesh = runner.model.mesh
         self.platform = runner.platform
         self.seconds = seconds
+        self.meeting = torch.zeros(1, device=self.platform.device)
         self.generator = torch.Generator().manual_seed(self.mesh.dp_rank)
         self.start = time.perf_counter()
         self.launching = LAUNCHING
@@ -420,6 +421,8 @@ class PartsTimer:
             self._settle()
             return value, [computed, time.perf_counter() - start]
         self.model.ops.delay(self.launching)
+        if not self.mesh.is_single:  # hosts launch the delay at different times
+            dist.all_reduce(self.meeting)
         clock.mark()
         value = stage()
         clock.mark()
