@@ -35,10 +35,11 @@ from rorqual.errors import ConfigError
 from rorqual.parallel.collectives import Axis, NullAxis
 from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
 from rorqual.parallel.fake_axis import FakeAxis
-from rorqual.parallel.group_axis import GroupAxis, SlowLink
+from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
 from rorqual.parallel.shard import Shard
+from rorqual.parallel.shared.slow_link import SlowLink
 
 # exchanges that P2PExchange can replace
 P2P_EXCHANGES = ("low_latency", "allgather_ep", "allgather_tp")

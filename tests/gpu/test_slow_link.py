@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual.ops.triton.comm.delay import delay, stamp
-from rorqual.parallel.group_axis import LEAST_SECONDS, Arrival, Arriving, MeetingPlace, SlowLink
+from rorqual.parallel.group_axis import Arriving
+from rorqual.parallel.p2p_memory import P2PMemory
+from rorqual.parallel.shared.slow_link import LEAST_SECONDS, LinkArrival, MeetingPlace, SlowLink
 
 GBITS = 8.0  # a byte takes a nanosecond
 LAUNCHED = 3e-3  # seconds in which the host launches what is timed
@@ -44,7 +45,7 @@ def link_of_one() -> SlowLink:
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     table = torch.tensor([flags.data_ptr(), stop.data_ptr()], device=device)
-    memory = SimpleNamespace(table=table, own=flags, stop=stop)
+    memory = P2PMemory(flags, table, stop)
     link.places["ep"] = MeetingPlace(0, memory, device)
     return link
 
@@ -61,7 +62,7 @@ def test_messages_leave_one_after_the_other(axis: str) -> None:
     def send(place: int) -> Arriving:
         def message() -> Arriving:
             seen[place] += 1
-            return Arrival(torch.cuda.current_stream())
+            return LinkArrival(torch.cuda.current_stream())
 
         return link.carry(message, 2_000_000, axis)
 
@@ -82,7 +83,7 @@ def test_collectives_begin_at_once_and_others_late(axis: str) -> None:
 
     def send() -> Arriving:
         begun.append(event())
-        return Arrival(torch.cuda.current_stream())
+        return LinkArrival(torch.cuda.current_stream())
 
     link.carry(send, 2_000_000, axis)
     torch.cuda.synchronize()
@@ -107,7 +108,7 @@ def test_what_a_message_takes_itself_is_part_of_its_time() -> None:
     def sent(itself: float) -> None:
         def send() -> Arriving:
             delay(itself)
-            return Arrival(torch.cuda.current_stream())
+            return LinkArrival(torch.cuda.current_stream())
 
         link.carry(send, 2_000_000, "ep").wait()
 
@@ -124,7 +125,7 @@ def test_a_message_is_carried_from_when_it_was_ready() -> None:
     def sent() -> None:
         stamp(at)
         delay(1e-3)
-        link.carry(lambda: Arrival(torch.cuda.current_stream()), 2_000_000, "ep", at).wait()
+        link.carry(lambda: LinkArrival(torch.cuda.current_stream()), 2_000_000, "ep", at).wait()
 
     sent()
     assert 2.0 <= milliseconds(sent) <= 2.2
@@ -135,11 +136,10 @@ def test_collectives_wait_for_all_ranks_but_not_after_a_stop() -> None:
     place = link.places["ep"]
     peer = torch.zeros(2, dtype=torch.int32, device="cuda")  # a rank that never comes
     memory = place.memory
-    place.memory = SimpleNamespace(
-        table=torch.tensor([peer.data_ptr(), peer.data_ptr(), memory.stop.data_ptr()]).cuda(),
-        stop=memory.stop,
-    )
-    arrival = link.carry(lambda: Arrival(torch.cuda.current_stream()), 2_000_000, "ep")
+    table = torch.tensor([peer.data_ptr(), peer.data_ptr(), memory.stop.data_ptr()]).cuda()
+    place.memory = P2PMemory(peer, table, memory.stop)
+    arrival = link.carry(lambda: LinkArrival(torch.cuda.current_stream()), 2_000_000, "ep")
+    assert isinstance(arrival, LinkArrival)
     time.sleep(0.1)
     assert not arrival.event.query()
     memory.stop.fill_(1)
@@ -154,7 +154,7 @@ def test_short_messages_are_late_together() -> None:
     count = int(0.4 * LEAST_SECONDS * 1e9)
 
     def send() -> Arriving:
-        return Arrival(torch.cuda.current_stream())
+        return LinkArrival(torch.cuda.current_stream())
 
     for _ in range(2):
         link.carry(send, count, "ep")

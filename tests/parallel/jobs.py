@@ -36,10 +36,11 @@ from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
-from rorqual.parallel.group_axis import Arriving, GroupAxis, SlowLink
+from rorqual.parallel.group_axis import Arriving, GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 from rorqual.parallel.p2p_memory import run_on_all_ranks
+from rorqual.parallel.shared.slow_link import SlowLink
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.request import SamplingParams

@@ -76,10 +76,10 @@ from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_policy import captured_prompt_tokens, possible_exchanges
 from rorqual.parallel.exchange_select import captures_decode
-from rorqual.parallel.group_axis import SlowLink
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.servers import ExpertServers
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
+from rorqual.parallel.shared.slow_link import SlowLink
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:

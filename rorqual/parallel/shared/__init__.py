@@ -1,1 +1,1 @@
-"""GPU memory that processes of one host share by file descriptors."""
+"""What GPUs of one host share: memory by file descriptors, and an imitated slow link."""
