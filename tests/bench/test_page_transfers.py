@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -29,3 +31,19 @@ def test_pages_travel_and_are_timed() -> None:
     assert "pages by tcp" in out.getvalue()
     assert "plain socket" in out.getvalue()
     assert "asked for 2 ms after their lease opened" in " ".join(out.getvalue().split())
+
+
+def test_an_impossible_transport_is_refused_in_one_line() -> None:
+    """Its other process says nothing of its own."""
+    asked = "pages deepseek-v2-lite --tokens 64 --transports handles --devices cpu,cpu"
+    told = subprocess.run(
+        [sys.executable, "-m", "rorqual", "bench", *asked.split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode != 0
+    assert told.stdout == ""
+    assert told.stderr.splitlines() == [
+        "rorqual: kv_transport='handles' is between NVIDIA GPUs; the device is cpu"
+    ]

@@ -122,8 +122,12 @@ def say(what: Any) -> None:
 
 
 def keep() -> None:
-    """Main of a keeper, which reads its settings from stdin."""
-    settings = json.loads(sys.stdin.readline())
+    """Main of a keeper, which reads its settings from stdin. It ends where none come: its caller
+    met an error."""
+    line = sys.stdin.readline()
+    if not line:
+        return
+    settings = json.loads(line)
     torch.set_num_threads(1)
     given = settings["setup"]
     tuples = {name: tuple(given[name]) for name in ("transports", "devices")}
