@@ -3,6 +3,7 @@ over every exchange, with cached contexts, drafts and prompt log probabilities."
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM
+from rorqual.engine.distributed.rendezvous import Rendezvous
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata
+from rorqual.parallel.mesh import ProcessGroups
 from tests.engine.mixed_batch import COMMON, comparable, params
 from tests.models import checkpoints
 from tests.models.checkpoints import save
@@ -152,3 +155,25 @@ def test_queries_between_two_places() -> None:
     with pytest.raises(AssertionError, match="decodes"):
         loose.between(0, 6)
     assert loose.between(4, 12).query_lens == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "expected"), [(2, None, "0"), (1, None, None), (2, "2", "2")]
+)
+def test_programs_of_nccl_start_one_by_one_beside_micro_batches(
+    parts: int, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first communicator, unless the environment says otherwise."""
+    monkeypatch.setenv("NCCL_CGA_CLUSTER_SIZE", given or "")  # as it was, at the end
+    if given is None:
+        monkeypatch.delenv("NCCL_CGA_CLUSTER_SIZE")
+    joined: list[str | None] = []
+    join = Rendezvous.join
+
+    def noted(self: Rendezvous, *args: Any) -> ProcessGroups:
+        joined.append(os.environ.get("NCCL_CGA_CLUSTER_SIZE"))
+        return join(self, *args)
+
+    monkeypatch.setattr(Rendezvous, "join", noted)
+    LLM(**COMMON, dp=2, ep=2, micro_batches=parts).engine.close()
+    assert joined == [expected]
