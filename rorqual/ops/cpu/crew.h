@@ -1,6 +1,7 @@
 // How many threads a call uses now. Where another program runs on a thread's processor, all threads wait for that one at the end of every
-// call, a time slice of some milliseconds each time, and a decode step has hundreds of calls. So callers note how long they wait. Where
-// that is a good part of the calls' time, they use one thread less for a while. Results do not depend on the number of threads.
+// call, or before the next one may begin, a time slice of some milliseconds each time, and a decode step has hundreds of calls. So callers
+// note how long they wait. Where that is a good part of the calls' time, they use one thread less for a while. Results do not depend on the
+// number of threads.
 class Crew {
     // nanoseconds
     static constexpr int64_t WINDOW = 20'000'000;  // of calls, looked at together
@@ -36,11 +37,11 @@ public:
         return std::max(1, most - less);
     }
 
-    // A call by up to `most` threads, whose caller was through at `done`.
-    void note(int most, int64_t start, int64_t done) {
-        int64_t end = now();
+    // A call by up to `most` threads, whose caller began its own part at `began` and was through at `done`.
+    void note(int most, int64_t start, int64_t began, int64_t done) {
+        int64_t end = now(), idle = began - start + end - done;
         spent += end - start;
-        if (end - done > PATIENCE) waited += end - done;
+        if (idle > PATIENCE) waited += idle;
         if (spent < WINDOW) return;
         if (4 * waited > spent && fewer < most - 1) {
             pause = trial ? std::min(2 * pause, LONGEST_PAUSE) : FIRST_PAUSE;

@@ -221,14 +221,15 @@ void together(int parts, F body) {
 #ifdef _OPENMP
     parts = std::min(parts, crew.size(max_threads));
     if (parts > 1) {
-        int64_t start = Crew::now(), done = start;
+        int64_t start = Crew::now(), began = start, done = start;
 #pragma omp parallel num_threads(parts)
         {
             int64_t part = omp_get_thread_num();
+            if (part == 0) began = Crew::now();
             body(part, int64_t(omp_get_num_threads()));
             if (part == 0) done = Crew::now();
         }
-        crew.note(max_threads, start, done);
+        crew.note(max_threads, start, began, done);
         return;
     }
 #endif
