@@ -213,10 +213,8 @@ class Mesh:
 
     def slow_down(self, link: SlowLink) -> None:
         """For benchmarks: this rank's collectives leave by such a link. Collective."""
-        axes = self.group_axes
-        for axis in axes:
+        for axis in self.group_axes:
             link.join(axis, self._stop_word)
-        for axis in axes:
             axis.link = link
 
     @property

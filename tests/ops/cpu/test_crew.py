@@ -13,9 +13,8 @@ from rorqual.ops.cpu.backend import CpuOps, threads
 from tests.engine.distributed.starting import environment
 
 # Two threads on one processor wait for each other as those do that share theirs with another
-# program. Then both processors are theirs again. With each answer, the share of these processors
-# that other programs took meanwhile: where it is large, threads wait for those.
-TAKEN = 0.15
+# program. Then both processors are theirs again. Looked at after every call: where others take the
+# second one, two threads are tried for a few calls at a time.
 SHARED = """
 import os, time, torch
 whole = os.sched_getaffinity(0)
@@ -32,27 +31,17 @@ expected = ops.linear(x, weight)
 def until(count, seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for _ in range(20):
-            assert torch.equal(ops.linear(x, weight), expected)
+        assert torch.equal(ops.linear(x, weight), expected)
         if ops.native.threads_used() == count:
             return True
     return False
 def move(processors):
     for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), processors)
-def busy(processors):
-    names = {f"cpu{number}" for number in processors}
-    rows = [line.split() for line in open("/proc/stat")]
-    ticks = sum(sum(map(int, row[1:4] + row[6:9])) for row in rows if row[0] in names)
-    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-def answer(processors, count):
-    move(processors)
-    before, start = busy(processors), time.monotonic()
-    found = until(count, 30)
-    spent = (time.monotonic() - start) * len(processors)
-    print(found, (busy(processors) - before) / spent)
-answer({min(whole)}, 1)
-answer(whole, 2)
+move({min(whole)})
+print("fewer", until(1, 30))
+move(whole)
+print("all", until(2, 30))
 """
 
 
@@ -69,13 +58,7 @@ def test_threads_that_wait_for_each_other_become_fewer_and_are_tried_again() -> 
         timeout=120,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    for line in told.stdout.splitlines():
-        found, taken = line.split()
-        if found != "True" and float(taken) > TAKEN:
-            pytest.skip(f"other programs took {float(taken):.0%} of the processors")
-        assert found == "True", line
-    assert told.stdout.count("\n") == 2
+    assert told.stdout.split("\n")[:2] == ["fewer True", "all True"], told.stderr
 
 
 def test_torch_has_as_many_threads_as_calls_in_steps_that_decode(
