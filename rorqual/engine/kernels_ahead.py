@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from rorqual.config.model import ModelConfig, cache_folder, environment_for_child
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.kept_file import digest, keep_newest, read, write
 from rorqual.models.transformer import Transformer
+from rorqual.parallel.collectives import Axis
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
@@ -51,9 +54,9 @@ class Parts:
 
 
 class KeptParts:
-    """The parts that met kernels when all were run, in this start or an earlier one. `names`: None
-    where that is not known, and where there is no file: for one of several ranks, which must launch
-    what the others launch."""
+    """The parts that met kernels on any rank when all were run, in this start or an earlier one.
+    `names`: None where that is not known, and where there is no file. Each rank has a file of its
+    own."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -68,6 +71,24 @@ class KeptParts:
             log.info("%s cannot be written: the next start launches all steps again", self.path)
             return
         keep_newest(self.path.parent, MOST_KEPT)
+
+
+def agreed(names: Collection[str] | None, axis: Axis, device: torch.device) -> bool:
+    """Whether all ranks know the same names: they must launch the same. Collective."""
+    own = -1 if names is None else digest(sorted(names))
+    known = axis.all_gather(torch.tensor([own], device=device)).tolist()
+    return own >= 0 and known == [own] * axis.size
+
+
+def of_all_ranks(names: Collection[str], axis: Axis, device: torch.device) -> list[str]:
+    """The names of any rank. Collective."""
+    text = "\n".join(names).encode()
+    sizes = axis.all_gather(torch.tensor([len(text)], device=device)).tolist()
+    row = torch.zeros(1, max(sizes), dtype=torch.uint8)
+    row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = axis.all_gather(row.to(device)).cpu()
+    texts = [bytes(one[:size].tolist()).decode() for one, size in zip(rows, sizes, strict=True)]
+    return sorted({name for text in texts for name in text.split("\n") if name})
 
 
 def names_in(text: str) -> frozenset[str] | None:

@@ -22,6 +22,7 @@ from rorqual.bench.comm import run as comm
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.config.parallel import ParallelConfig
+from rorqual.engine import kernels_ahead
 from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
 from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
@@ -467,6 +468,16 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
         "broadcast": axis.start_broadcast(torch.tensor([rank]), 1).wait().item() == 1,
         "ring": got.item() == (rank - 1) % world,
     }
+
+
+def kept_names(
+    world: int, sizes: dict[str, Any], names: list[list[str] | None]
+) -> tuple[bool, list[str]]:
+    """names: of each rank."""
+    mesh = mesh_of(sizes, world)
+    own = names[mesh.rank]
+    place = mesh.axes["stage"], CPU
+    return kernels_ahead.agreed(own, *place), kernels_ahead.of_all_ranks(own or [], *place)
 
 
 def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:

@@ -52,6 +52,7 @@ from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Layer, Transformer
 from rorqual.ops.interface import TokenPlaces
 from rorqual.ops.padded_rows import PaddedRows
+from rorqual.parallel.exchange_policy import captured_prompt_tokens
 from rorqual.parallel.overlap import run, run_one
 from rorqual.parallel.remote.step_calls import StepCalls
 from rorqual.parallel.remote.steps_in_turns import StepsInTurns
@@ -551,11 +552,13 @@ class ModelRunner:
     def _warm_eager_steps(self, draft_counts: tuple[int, ...], parts: Parts) -> None:
         """Launch steps of prompts and decoding requests as serving does where nothing is captured:
         above the sizes of pieces, or all, with the sampling that pieces leave out. Kernels are
-        chosen by the number of tokens, some for a range between two powers of two. On one rank,
-        where no collective has to match."""
-        most = self.batched_tokens
-        alone = self.model.mesh.is_single and self.calls is None
-        if not (alone and self.platform.compiles and most) or self.compiled:
+        chosen by the number of tokens, some for a range between two powers of two. All ranks launch
+        the same; not where ranks first tell one another how many rows come, which no kernel has
+        computed here."""
+        mesh = self.model.mesh
+        whole = mesh.sizes.pp == 1 and self.calls is None
+        most = captured_prompt_tokens(mesh.sizes, self.model.config.moe, self.batched_tokens)
+        if not (whole and self.platform.compiles and most) or self.compiled:
             return
         # prediction modules draft after a step in pieces too, for its tokens and for each request
         drafts = self.sampler.reads_hidden
@@ -599,7 +602,8 @@ class ModelRunner:
             chunks=chunks or self._padding_chunks(rest),
             num_speculative_tokens=num_speculative_tokens,
         )
-        metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
+        ranks = [output] * self.model.mesh.sizes.dp
+        metadata = StepMetadata.of(ranks, SamplingVariant.GREEDY, host=False)
         batch = self.batch(output, metadata)
         self.model.compute(batch.step, self._every_row(metadata))
         # for every row the last norm also does what, with few layers, is the only one to do: the

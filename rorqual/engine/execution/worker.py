@@ -50,10 +50,12 @@ from rorqual.engine.execution.piecewise.parts import PARTS
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.kernels_ahead import (
     KeptParts,
+    agreed,
     beside,
     fits_beside,
     kept_path,
     layers_of_all_kinds,
+    of_all_ranks,
 )
 from rorqual.engine.micro_batches.kept import KeptTimes
 from rorqual.engine.micro_batches.measure import Limits, deviation, measure
@@ -278,17 +280,23 @@ class Worker:
         self._forget_load()
 
     def _compile_ahead(self) -> None:
-        names = self.kept_parts.names
-        self.kept_parts.learn(self.runner.compile_ahead(*self._captured_steps(), names))
+        kept = self.kept_parts
+        place = self.mesh.axes["stage"], self.platform.device
+        if kept.path is not None and not agreed(kept.names, *place):
+            kept.names = None
+        met = self.runner.compile_ahead(*self._captured_steps(), kept.names)
+        if kept.path is not None and met is not None:
+            kept.learn(of_all_ranks(met, *place))
 
     @cached_property
     def kept_parts(self) -> KeptParts:
-        alone = self.mesh.is_single and self.remote is None
-        if not (alone and self.platform.compiles) or self.compiles:
+        whole = self.mesh.sizes.pp == 1 and self.remote is None
+        if not (whole and self.platform.compiles) or self.compiles:
             return KeptParts(None)
         device = ops_for(self.platform.name).kernel_choice(self.platform.device)
         sizes = (self.max_num_seqs, self.max_row_len, self.batched_tokens, self.dtype)
-        return KeptParts(kept_path(self.config, self.model_config, (device, *sizes)))
+        choice = (device, *sizes, self.mesh.rank)
+        return KeptParts(kept_path(self.config, self.model_config, choice))
 
     @torch.inference_mode()
     def _forget_load(self) -> None:

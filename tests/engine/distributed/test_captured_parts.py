@@ -19,6 +19,7 @@ from rorqual import LLM
 from rorqual.bench.micro_batches.run import BenchSizes, run
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.execution import worker
+from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.execution.piecewise.attention import DecodeRows
 from rorqual.engine.execution.piecewise.parts import (
     AttentionGap,
@@ -90,6 +91,30 @@ def test_tokens_are_those_of_one_process(
     kinds = [type(gap) for gap in recording.gaps]
     assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
     assert alike(found, expected)
+
+
+def test_larger_steps_are_launched_ahead_on_all_ranks(
+    recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels are compiled; here they run, and every collective has its match."""
+    ahead: list[int] = []
+    run_ahead = ModelRunner._run_ahead
+
+    def noted(runner: ModelRunner, tokens: int, *given: Any) -> None:
+        ahead.append(tokens)
+        run_ahead(runner, tokens, *given)
+
+    monkeypatch.setattr(ModelRunner, "_run_ahead", noted)
+    monkeypatch.setattr(RecordingPlatform, "compiles", True)
+    monkeypatch.setenv("COMPILES_IN_TESTS", "1")
+    llm = LLM(**OPTIONS, **CAPTURED, dp=2, ep=2)
+    try:
+        assert CAPTURED["piecewise_tokens"] < min(ahead)
+        assert max(ahead) == OPTIONS["max_num_batched_tokens"]
+        given = [prompt for prompt in PROMPTS for _ in range(2)]
+        assert len(llm.generate(given, params(max_tokens=3))) == len(given)
+    finally:
+        llm.engine.close()
 
 
 @pytest.mark.exhaustive
