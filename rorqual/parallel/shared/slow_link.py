@@ -35,10 +35,11 @@ class MeetingPlace:
         self.memory = memory
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def meet(self) -> None:
+    def meet(self, free: Tensor, ready: Tensor, seconds: float) -> None:
+        """See delay.meet."""
         from rorqual.ops.triton.comm.delay import meet
 
-        meet(self.memory.table, self.epoch, self.rank)
+        meet(self.memory.table, self.epoch, self.rank, free, ready, seconds)
 
 
 class SlowLink:
@@ -54,7 +55,9 @@ class SlowLink:
         self.stream = torch.cuda.Stream(device)
         self.device = device
         self.owed = 0.0
+        # the device's time in ns: from when on the link is free, and when the message came to it
         self.free = torch.zeros(1, dtype=torch.int64, device=device)
+        self.came = torch.zeros(1, dtype=torch.int64, device=device)
         self.places: dict[str, MeetingPlace] = {}
 
     def join(self, axis: GroupAxis, stop: Callable[[torch.device], Tensor]) -> None:
@@ -73,7 +76,7 @@ class SlowLink:
         """`send` launches a message, of which `count` bytes leave this rank. axis: whose ranks all
         send; none if some only receive. ready: see `delay.book`; it is given where this stream
         waits for earlier messages, for which the link would not."""
-        from rorqual.ops.triton.comm.delay import book, hold
+        from rorqual.ops.triton.comm.delay import book, hold, stamp
 
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -81,18 +84,20 @@ class SlowLink:
             # what earlier ones owe is not added to each replay
             owed = count * self.seconds + (0.0 if captured else self.owed)
             delayed = captured or owed >= LEAST_SECONDS
-            if delayed:
-                book(self.free, ready, owed)
-                owed = 0.0
             if not captured:
-                self.owed = owed
+                self.owed = 0.0 if delayed else owed
+            if ready is None:
+                ready = self.came
+                stamp(ready)
+            message = (self.free, ready, owed if delayed else 0.0)
             place = self.places.get(axis)
             if place is None:
                 if delayed:
-                    hold(self.free)
+                    hold(*message)
+                    book(*message)
                 return send()
             send().wait()
             if delayed:
-                hold(self.free)
-            place.meet()
+                hold(*message)
+            place.meet(*message)
         return LinkArrival(self.stream, send)

@@ -45,45 +45,55 @@ def stamp(at: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["nanoseconds"])
 def _book_kernel(free, ready, nanoseconds):
-    since = globaltimer()
-    if ready is not None:
-        since = tl.load(ready)
-    tl.store(free, tl.maximum(since, tl.load(free)) + nanoseconds.to(tl.int64))
+    end = tl.maximum(tl.load(ready), tl.load(free)) + nanoseconds.to(tl.int64)
+    tl.store(free, end)
 
 
-def book(free: Tensor, ready: Tensor | None, seconds: float) -> None:
+def book(free: Tensor, ready: Tensor, seconds: float) -> None:
     """On the current stream: a link carries a message of so many seconds. Both [1] int64, the GPU's
     time in ns. free: from when on the link is free, which is moved on; ready: since when the
-    message is ready, None for now."""
+    message is ready."""
     _book_kernel[(1,)](free, ready, round(seconds * 1e9), num_warps=1)
 
 
-@gluon.jit
-def _hold_kernel(free, ROWS: gl.constexpr, ROOM: gl.constexpr, ROW: gl.constexpr):
+@gluon.jit(do_not_specialize=["nanoseconds"])
+def _hold_kernel(
+    free, ready, nanoseconds, ROWS: gl.constexpr, ROOM: gl.constexpr, ROW: gl.constexpr
+):
     room = gl.allocate_shared_memory(gl.int32, [ROWS, 32], ROOM)
-    end = gl.load(free)
+    end = gl.maximum(gl.load(ready), gl.load(free)) + nanoseconds.to(gl.int64)
     while globaltimer() < end:
         pass
     room.index(0).store(gl.zeros([32], gl.int32, ROW))  # or there would be no room
 
 
-def hold(free: Tensor) -> None:
-    """On the current stream: wait until a link is free (see `book`). Meanwhile keep as many
-    multiprocessors from other kernels as NCCL has channels: the programs of a message over a slow
-    link stay there until its last bytes have come."""
+def hold(free: Tensor, ready: Tensor, seconds: float) -> None:
+    """On the current stream: wait until a link has carried a message, which is booked afterwards.
+    Meanwhile keep as many multiprocessors from other kernels as NCCL has channels: the programs of
+    a message over a slow link stay there until its last bytes have come. Arguments: see `book`."""
     kilobytes = HOPPER_KILOBYTES if is_hopper(free.device) else KILOBYTES
-    _hold_kernel[(nccl_channels(NCCL_CHANNELS),)](free, kilobytes * 8, ROOM, ROW, num_warps=1)
+    _hold_kernel[(nccl_channels(NCCL_CHANNELS),)](
+        free, ready, round(seconds * 1e9), kilobytes * 8, ROOM, ROW, num_warps=1
+    )
 
 
-@triton.jit
-def _meet_kernel(table, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
+@triton.jit(do_not_specialize=["nanoseconds"])
+def _meet_kernel(
+    table, epoch, rank, free, ready, nanoseconds, WORLD: tl.constexpr, PEERS: tl.constexpr
+):
     reached = tl.load(epoch) + 1
     tl.store(epoch, reached)
+    end = tl.maximum(tl.load(ready), tl.load(free)) + nanoseconds.to(tl.int64)
+    tl.store(free, end)
     meet_ranks(table, 0, reached, rank, WORLD, PEERS)
 
 
-def meet(table: Tensor, epoch: Tensor, rank: int) -> None:
-    """On the current stream: wait until all ranks have come here as often as this one. table: see
-    p2p_flags.py, of buffers of int32 [world]; epoch [1] int32: how often this rank has."""
+def meet(
+    table: Tensor, epoch: Tensor, rank: int, free: Tensor, ready: Tensor, seconds: float
+) -> None:
+    """On the current stream: `book`, and wait until all ranks have come here as often as this one.
+    table: see p2p_flags.py, of buffers of int32 [world]; epoch [1] int32: how often this rank
+    has."""
     world = table.numel() - 1
-    _meet_kernel[(1,)](table, epoch, rank, world, next_power(world), num_warps=1)
+    given = (free, ready, round(seconds * 1e9))
+    _meet_kernel[(1,)](table, epoch, rank, *given, world, next_power(world), num_warps=1)
