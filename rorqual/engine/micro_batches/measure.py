@@ -129,9 +129,9 @@ class PartsTimer:
         self.launching = LAUNCHING
         self.least = 0.0  # seconds of the newest size with the fewest repeats
         self.whole = 0.0  # of its pass in one part, the same on all ranks
-        self.layer = next(
-            (layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)), None
-        )
+        # the last: dense layers that are computed as experts come first
+        sparse = [layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)]
+        self.layer = sparse[-1] if sparse else None
 
     def measure(self) -> StepTimes:
         reasons = [why_whole(self.runner, decode) for decode in (True, False)]
