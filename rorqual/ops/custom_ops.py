@@ -13,7 +13,7 @@ and the step's segment, from which backends derive masks and schedules once per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -306,6 +306,16 @@ class TracedOps(Ops):
     ) -> Tensor:
         parts = (*_parts(w.gate_up), *_parts(w.down))
         return torch.ops.rorqual.experts_fp8(x, scale, dtype, ids, weights, *parts)
+
+    def experts_in_pieces(
+        self,
+        rows: Sequence[Tensor],
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        w: ExpertWeights,
+    ) -> None:
+        """A compiled step sends whole results."""
 
     @entry
     def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ where each request has its own chunk.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -824,6 +824,20 @@ class Ops:
         if w.gate_up.fp8_blocks:
             return reference.experts_fp8(x, scale, dtype, ids, weights, w)
         return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
+
+    def experts_in_pieces(
+        self,
+        rows: Sequence[Tensor],
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        w: ExpertWeights,
+    ) -> Iterator[Tensor] | None:
+        """The result of `experts` of (x,), or of `experts_fp8` of (e4m3, scale), in pieces of
+        columns, [T, hidden / pieces] each, from the first: each is computed when it is asked for,
+        so that it can be sent meanwhile. None where that does not pay; ranks that are given as many
+        rows agree."""
+        return None
 
     def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
         """x [T, hidden] as `experts` with fp8 weights (`Weight.fp8_blocks`) quantizes it: e4m3 and

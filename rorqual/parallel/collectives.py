@@ -65,6 +65,10 @@ class CollectiveRecorder(Protocol):
     ) -> PendingCollective:
         """At each replay `launch(out, x)` is repeated and counted. out is of this shape; None: x is
         overwritten. The result is `finish(out)`, for the layer that asks for it."""
+        ...
+
+    def flush(self) -> None:
+        """Launch here what was started and has not been launched."""
 
 
 class FusedAddNorm(Protocol):
@@ -164,6 +168,11 @@ class Axis(Protocol):
 
     def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective: ...
 
+    def launch_recorded(self) -> None:
+        """Where a pass is captured in pieces, launch here what was started: it would otherwise be
+        launched at the next hand-over between micro-batches."""
+        ...
+
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         """Rank `root`'s x on every rank, written in place; do not use x before the wait."""
         ...
@@ -232,6 +241,8 @@ class NullAxis:
 
     def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective:
         return Ready(x)
+
+    def launch_recorded(self) -> None: ...
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         return Ready(x)

@@ -3,7 +3,7 @@ know where experts are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -219,6 +219,17 @@ class ExpertStore:
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
         rows, scales = parts
         return self.compute_fp8(rows.view(FP8), scales, dtype, local_ids, weights, self.experts)
+
+    def run_in_pieces(
+        self, parts: Sequence[Tensor], dtype: torch.dtype, local_ids: Tensor, weights: Tensor
+    ) -> Iterator[Tensor]:
+        """`run_received`, in one or more pieces of columns: each is computed when it is asked
+        for."""
+        if len(parts) > 1:
+            parts = (parts[0].view(FP8), *parts[1:])
+        given = (dtype, local_ids, weights, self.experts)
+        pieces = self.ops.experts_in_pieces(parts, *given) if parts[0].shape[0] else None
+        return pieces or iter((self.run_received(parts, dtype, local_ids, weights),))
 
 
 def _table(slots: SlotMap, device: torch.device) -> Tensor:

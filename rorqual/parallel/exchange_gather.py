@@ -13,6 +13,7 @@ the same, and half as many bytes are sent (exchange_policy.gathers_fp8).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class GatherTicket:
     ids: torch.dtype
     dtype: torch.dtype
     dense: slice | None
-    y: PendingCollective | None = None
+    y: Sequence[PendingCollective] = ()  # pieces of columns
 
 
 class AllGatherExchange(StoreExchange):
@@ -85,11 +86,18 @@ class AllGatherExchange(StoreExchange):
         held = self.store.local_slots
         given = (routing, ticket.ids, held.start, len(held))
         local_ids, weights = self.store.ops.unpack_routing(*given)
-        y = self.store.run_received(parts, ticket.dtype, local_ids, weights)
-        if dense is not None:
-            y[ticket.dense] += dense
-        ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)
+        sums = []
+        first = 0
+        for piece in self.store.run_in_pieces(parts, ticket.dtype, local_ids, weights):
+            end = first + piece.shape[1]
+            if dense is not None:
+                piece[ticket.dense] += dense[:, first:end]
+            sums.append(ticket.axis.start_reduce_scatter(piece, ticket.counts))
+            ticket.axis.launch_recorded()  # while the next piece is computed
+            first = end
+        ticket.y = sums
 
     def combine(self, ticket: GatherTicket, base: Tensor | None = None) -> Tensor:
-        assert ticket.y is not None, "run_experts comes before combine"
-        return plus(ticket.y.wait(), base)
+        assert ticket.y, "run_experts comes before combine"
+        pieces = [piece.wait() for piece in ticket.y]
+        return plus(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), base)

@@ -178,6 +178,10 @@ class GroupAxis:
         if self.backend == "nccl":
             self.group.abort()
 
+    def launch_recorded(self) -> None:
+        if self.recorder is not None:
+            self.recorder.flush()
+
     # ---- sums
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm, topk
-from rorqual.ops.triton.runtime.launch import is_hopper, tile_counter
+from rorqual.ops.triton.moe.column_pieces import experts_in_pieces
+from rorqual.ops.triton.rowwise.quantize import quantize
+from rorqual.ops.triton.runtime.launch import beside_nccl, is_hopper, tile_counter
 from tests.gpu.choice import rarely
 
 DEVICE = torch.device("cuda")
@@ -126,6 +128,12 @@ def test_products_of_many_rows(kind: str, rows: int, stages: int, tokens: int) -
     base = torch.randn_like(x)
     assert torch.equal(grouped_gemm.grouped_experts(x, away, weights, w, plan, base=base), base)
     assert torch.equal(grouped_gemm.grouped_experts(x, ids, weights, w, plan), first)
+    rows_sent = quantize(x) if kind == "fp8" else x
+    given = (rows_sent, ids, weights, w, plan, torch.bfloat16)
+    whole = grouped_gemm.grouped_experts(*given)
+    with beside_nccl():
+        pieces = list(experts_in_pieces(*given))
+    assert torch.equal(torch.cat(pieces, 1), whole)
 
 
 def test_experts_in_fp32() -> None:

@@ -33,7 +33,7 @@ CPU's logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention.metadata import Derived, derived
 from rorqual.ops.triton.comm import rank_rows
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4, int4_gemm, per_head_gemm, skinny_gemm
-from rorqual.ops.triton.moe import combine
+from rorqual.ops.triton.moe import column_pieces, combine
 from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
@@ -101,13 +101,17 @@ class TritonOps(Ops):
 
     @contextmanager
     def beside_messages(self) -> Iterator[None]:
-        with beside_nccl():
-            if INTERPRETED or not torch.cuda.is_initialized():
-                yield
-                return
-            device = torch.device("cuda", torch.cuda.current_device())
-            with products_on(multiprocessors(device)):
-                yield
+        self.contexts_beside_messages += 1
+        try:
+            with beside_nccl():
+                if INTERPRETED or not torch.cuda.is_initialized():
+                    yield
+                    return
+                device = torch.device("cuda", torch.cuda.current_device())
+                with products_on(multiprocessors(device)):
+                    yield
+        finally:
+            self.contexts_beside_messages -= 1
 
     def delay(self, seconds: float) -> None:
         from rorqual.ops.triton.comm import delay
@@ -124,6 +128,7 @@ class TritonOps(Ops):
 
     def __init__(self) -> None:
         keep_compiled()
+        self.contexts_beside_messages = 0
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Few entries are opaque: norms, SwiGLU and bf16 GEMMs are left to inductor, which fuses
@@ -567,6 +572,24 @@ class TritonOps(Ops):
             return self.experts(rows, ids, weights, w)
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
         return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
+
+    def experts_in_pieces(
+        self,
+        rows: Sequence[Tensor],
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        w: ExpertWeights,
+    ) -> Iterator[Tensor] | None:
+        """Beside messages of other micro-batches: a rank that waits for its own has nothing to
+        compute meanwhile."""
+        if not self.contexts_beside_messages or not _fits_experts(w):
+            return None
+        if not column_pieces.in_pieces(rows[0].shape[0], w, dtype):
+            return None
+        plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
+        x = Quantized(rows[0], rows[1]) if len(rows) > 1 else rows[0]
+        return column_pieces.experts_in_pieces(x, ids, weights, w, plan, dtype)
 
     def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
         if not _fits_experts(w) or not x.shape[0] or x.stride(1) != 1:

@@ -35,6 +35,7 @@ from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 from rorqual.platforms.base import Start
+from tests.engine.distributed import in_pieces
 from tests.engine.distributed.starting import ROOT
 from tests.engine.distributed.test_cut_prompts import LONG, PROMPTS, alike, answers, cuts
 from tests.engine.execution import bounded
@@ -91,6 +92,31 @@ def test_tokens_are_those_of_one_process(
     kinds = [type(gap) for gap in recording.gaps]
     assert kinds.count(MessageGap) >= kinds.count(AttentionGap) > 0
     assert alike(found, expected)
+
+
+@pytest.mark.exhaustive(but_first=True)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=lambda layout: "-".join(map(str, layout)))
+def test_results_are_sent_in_pieces_of_columns(
+    layout: dict[str, Any], recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is sent before the second is computed; tokens are those of one process."""
+    expected = answers(LLM(**OPTIONS), PROMPTS)
+    started: list[int] = []
+    for pieces in (False, True):
+        if pieces:
+            monkeypatch.setenv(in_pieces.VARIABLE, "1")
+            in_pieces.put_in_place(monkeypatch.setattr)
+            monkeypatch.setattr(in_pieces, "calls", [])
+        launched = cuts(monkeypatch)
+        llm = LLM(**OPTIONS, **CAPTURED, **layout)
+        before = recording.replayed
+        assert alike(answers(llm, PROMPTS), expected)
+        assert recording.replayed >= before + 3
+        assert not launched
+        sent = [gap.started for gap in recording.gaps if isinstance(gap, MessageGap)]
+        started.append(sum(one is not None for one in sent))
+    assert in_pieces.calls
+    assert started[1] > started[0]
 
 
 def test_larger_steps_are_launched_ahead_on_all_ranks(

@@ -30,6 +30,7 @@ from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import (
     align,
+    column_pieces,
     expert_rows,
     small_batch,
 )
@@ -214,6 +215,47 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
     assert difference(got, reference.experts(wide, ids, weights, w)) < LIMITS[kind]
     if kind == "fp8" and ids.numel() > small_batch.DIRECT_PICKS["fp8"]:
         assert torch.equal(got, experts.experts(x, ids, weights, w))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [5, 37])
+def test_results_in_pieces_of_columns(
+    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of whole results; the second product of a piece is launched when it is asked for."""
+    hidden, inner, slots = 512, 128, 4
+    w = expert_weights(kind, slots, hidden, inner)
+    x = random(tokens, hidden, dtype=torch.bfloat16)
+    (ids, weights) = draw(tokens, 2, slots)
+    ids[0, 0] = -1
+    rows = [x] if kind == "bf16" else list(reference.quantize_activation(x))
+    plan = experts.plan_for(w.down, ids.numel())
+    given = Quantized(*rows) if kind == "fp8" else x
+    whole = experts.grouped_experts(given, ids, weights, w, plan, torch.bfloat16)
+    launched: list[str] = []
+    for name in ("gate_up_product", "down_product"):
+        monkeypatch.setattr(column_pieces, name, noting(launched, name, getattr(experts, name)))
+    ops = TritonOps()
+    assert ops.experts_in_pieces(rows, x.dtype, ids, weights, w) is None, "no message is beside it"
+    with ops.beside_messages():
+        assert ops.experts_in_pieces(rows, x.dtype, ids, weights, w) is None, "too short"
+        monkeypatch.setattr(column_pieces, "LEAST_BYTES", x.nbytes)
+        pieces = ops.experts_in_pieces(rows, x.dtype, ids, weights, w)
+        assert pieces is not None
+        found = [next(pieces)]
+        assert launched == ["gate_up_product", "down_product"]
+        found += pieces
+    assert launched == ["gate_up_product", "down_product", "down_product"]
+    assert [piece.shape for piece in found] == [(tokens, hidden // 2)] * 2
+    assert torch.equal(torch.cat(found, 1), whole)
+
+
+def noting(calls: list[str], name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        calls.append(name)
+        return work(*args)
+
+    return noted
 
 
 def test_all_experts_on_other_ranks() -> None:
