@@ -129,6 +129,7 @@ class PartsTimer:
         self.launching = LAUNCHING
         self.least = 0.0  # seconds of the newest size with the fewest repeats
         self.whole = 0.0  # of its pass in one part, the same on all ranks
+        self.most_parts = MAX_AUTO_MICRO_BATCHES  # that are timed with the next size
         # the last: dense layers that are computed as experts come first
         sparse = [layer for layer in self.model.layers if isinstance(layer.mlp, ExpertLayer)]
         self.layer = sparse[-1] if sparse else None
@@ -161,6 +162,7 @@ class PartsTimer:
                 # the longest of the short passes: the most informative about computing and
                 # communication
                 kept = max(short or phase.sizes[:1], key=lambda size: size.tokens)
+                self.most_parts = len(kept.passes)
                 now = again(kept.requests if again == self._decode_size else kept.tokens)
                 if len(now.passes) != len(kept.passes) or now.exchange != kept.exchange:
                     return math.inf
@@ -245,6 +247,7 @@ class PartsTimer:
         sizes = _sizes(first, last)
         if self.platform.device.type != "cpu":
             sizes.reverse()
+        self.most_parts = MAX_AUTO_MICRO_BATCHES
         whole = math.inf  # seconds of the previous size's pass in one part
         for size, following in pairwise((*sizes, sizes[-1])):
             yield size
@@ -282,6 +285,9 @@ class PartsTimer:
         ]
         seconds, noise = self._times(passes)
         self.whole = seconds[0]
+        if self.platform.device.type != "cpu":
+            # the next size is smaller: more parts, which are bound by launches, only fall behind
+            self.most_parts = _within_reach(seconds)
         return MeasuredSize(
             output.num_tokens,
             len(output.lengths),
@@ -296,7 +302,7 @@ class PartsTimer:
         """The numbers of parts that such a step can be split into."""
         return [
             count
-            for count in range(1, MAX_AUTO_MICRO_BATCHES + 1)
+            for count in range(1, self.most_parts + 1)
             if count == 1 or self._metadata(output, count).micro_batches
         ]
 
@@ -460,6 +466,15 @@ def _sizes(first: Sequence[int], last: int) -> list[int]:
     while sizes[-2:-1] and sizes[-2] * GROWTH < last:
         sizes.insert(-1, sizes[-2] * GROWTH)
     return sizes
+
+
+def _within_reach(passes: Sequence[float]) -> int:
+    """Passes in 1, 2, ... parts, seconds, without the last ones that are very far from the fastest:
+    how many."""
+    count = len(passes)
+    while count > 2 and passes[count - 1] > VERY_FAR * min(passes):
+        count -= 1
+    return count
 
 
 def _ordered(sizes: Iterator[MeasuredSize]) -> tuple[MeasuredSize, ...]:

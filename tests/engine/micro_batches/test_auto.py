@@ -297,6 +297,33 @@ def test_passes_that_cannot_win_leave_the_time_to_the_others() -> None:
     assert timer.runs[2:] == [3, 3], "the first one warms up"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parts_that_are_far_behind_are_not_timed_with_smaller_steps(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sizes are timed from the largest down, as on a GPU; each phase begins with all."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    timer = PartsTimer(runner, Limits(4, 1, 64, 64), 1e9)
+    timer.platform = SimpleNamespace(device=torch.device(device))  # type: ignore[assignment]
+    monkeypatch.setattr(timer, "_layer", lambda step: (1e-3, ()))
+    monkeypatch.setattr(timer, "_pass", lambda output, metadata, captured: None)
+    said = {64: (4.0, 3.0, 8.0, 9.1), 32: (2.0, 1.5, 4.6), 16: (1.0, 4.0), 8: (0.5, 2.0)}
+
+    def times(passes: list[None]) -> Any:
+        found = said[timed[-1]] if device == "meta" else (1.0, 5.0, 5.0, 5.0)
+        assert len(passes) == len(found)
+        return found, (0.0,) * len(found)
+
+    monkeypatch.setattr(timer, "_times", times)
+    for _ in range(2):
+        timed: list[int] = []
+        for size in timer._in_time((8, 16), 64, 1.0):
+            timed.append(size)
+            found = timer._prompt_size(size)
+            assert found.passes == (said[size] if device == "meta" else (1.0, 5.0, 5.0, 5.0))
+        assert timed == ([64, 32, 16, 8] if device == "meta" else [8, 16, 32, 64])
+
+
 def test_a_pass_that_was_held_up_twice_is_not_given_up() -> None:
     timer = Scripted(lambda parts, run: (0.02, 0.018)[parts - 1] * (1 if run > 3 else 2.5))
     shortest, _ = timer._times([1, 2])  # type: ignore[list-item]

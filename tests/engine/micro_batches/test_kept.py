@@ -13,8 +13,9 @@ import torch
 from rorqual import LLM
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import read_model
+from rorqual.engine.micro_batches import measure
 from rorqual.engine.micro_batches.kept import AGREES, KeptTimes, parsed, read
-from rorqual.engine.micro_batches.measure import Limits, deviation
+from rorqual.engine.micro_batches.measure import Limits, PartsTimer, deviation
 from rorqual.engine.micro_batches.step_times import (
     MeasuredSize,
     PhaseTimes,
@@ -118,6 +119,34 @@ def test_reasons_are_compared_with_the_engine_that_is_there() -> None:
     assert deviation(runner, limits, same) == 0
     assert deviation(runner, limits, replace(same, layers=layers + 1)) == float("inf")
     assert deviation(runner, limits, replace(same, decode=table(1.0).decode)) == float("inf")
+
+
+def test_a_size_is_timed_again_with_the_parts_that_were_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer than are allowed, where the others were far behind."""
+    runner = LLM(**{**COMMON, "num_pages": 20}).engine.worker.runner
+    monkeypatch.setattr(measure, "why_whole", lambda runner, decode: "")
+    monkeypatch.setattr(PartsTimer, "_layer", lambda self, step: (1e-3, STAGES))
+    monkeypatch.setattr(PartsTimer, "_pass", lambda self, output, metadata, captured: None)
+    asked: list[int] = []
+
+    def times(self: PartsTimer, passes: list[None]) -> Any:
+        asked.append(len(passes))
+        return (1.1,) * len(passes), (0.0,) * len(passes)
+
+    monkeypatch.setattr(PartsTimer, "_times", times)
+    layers = sum(runner.model.config.moe_layers)
+    exchange = runner.model.layout([4], False).exchange
+
+    def size(*passes: float) -> PhaseTimes:
+        noise = (0.0,) * len(passes)
+        return PhaseTimes((MeasuredSize(4, 4, exchange, 1e-3, STAGES, passes, noise),))
+
+    kept_times = StepTimes(layers, size(1.0, 1.0, 1.0), size(1.0, 1.0))
+    limits = Limits(4, 1, 64, 64)
+    assert deviation(runner, limits, kept_times) == pytest.approx(0.1)
+    assert asked == [3, 2]
 
 
 @pytest.mark.exhaustive
