@@ -99,24 +99,30 @@ def test_tokens_are_those_of_one_process(
 def test_results_are_sent_in_pieces_of_columns(
     layout: dict[str, Any], recording: RecordingPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is sent before the second is computed; tokens are those of one process."""
+    """Each is sent before the next is computed; tokens are those of one process."""
     expected = answers(LLM(**OPTIONS), PROMPTS)
-    started: list[int] = []
-    for pieces in (False, True):
-        if pieces:
-            monkeypatch.setenv(in_pieces.VARIABLE, "1")
-            in_pieces.put_in_place(monkeypatch.setattr)
-            monkeypatch.setattr(in_pieces, "calls", [])
-        launched = cuts(monkeypatch)
-        llm = LLM(**OPTIONS, **CAPTURED, **layout)
-        before = recording.replayed
-        assert alike(answers(llm, PROMPTS), expected)
-        assert recording.replayed >= before + 3
-        assert not launched
-        sent = [gap.started for gap in recording.gaps if isinstance(gap, MessageGap)]
-        started.append(sum(one is not None for one in sent))
+    monkeypatch.setenv(in_pieces.VARIABLE, "1")
+    in_pieces.put_in_place(monkeypatch.setattr)
+    monkeypatch.setattr(in_pieces, "calls", [])
+    unsent: list[list[int]] = []  # messages of a recorder, before and after
+    launch = GroupAxis.launch_recorded
+
+    def noted(axis: GroupAxis) -> None:
+        recorder = axis.recorder
+        before = len(recorder.unsent) if isinstance(recorder, PartRecorder) else 0
+        launch(axis)
+        if isinstance(recorder, PartRecorder):
+            unsent.append([before, len(recorder.unsent)])
+
+    monkeypatch.setattr(GroupAxis, "launch_recorded", noted)
+    launched = cuts(monkeypatch)
+    llm = LLM(**OPTIONS, **CAPTURED, **layout)
     assert in_pieces.calls
-    assert started[1] > started[0]
+    assert unsent
+    assert unsent.count([1, 0]) == len(unsent)
+    assert alike(answers(llm, PROMPTS), expected)
+    assert recording.replayed >= 3
+    assert not launched
 
 
 def test_larger_steps_are_launched_ahead_on_all_ranks(
