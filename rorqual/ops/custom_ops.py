@@ -307,6 +307,7 @@ class TracedOps(Ops):
         parts = (*_parts(w.gate_up), *_parts(w.down))
         return torch.ops.rorqual.experts_fp8(x, scale, dtype, ids, weights, *parts)
 
+    @entry
     def experts_in_pieces(
         self,
         rows: Sequence[Tensor],

@@ -38,7 +38,7 @@ class GatherTicket:
     ids: torch.dtype
     dtype: torch.dtype
     dense: slice | None
-    y: Sequence[PendingCollective] = ()  # pieces of columns
+    y: Sequence[PendingCollective] | None = None  # pieces of columns
 
 
 class AllGatherExchange(StoreExchange):
@@ -98,6 +98,6 @@ class AllGatherExchange(StoreExchange):
         ticket.y = sums
 
     def combine(self, ticket: GatherTicket, base: Tensor | None = None) -> Tensor:
-        assert ticket.y, "run_experts comes before combine"
+        assert ticket.y is not None, "run_experts comes before combine"
         pieces = [piece.wait() for piece in ticket.y]
         return plus(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), base)
