@@ -585,6 +585,8 @@ class TritonOps(Ops):
         compute meanwhile."""
         if not self.contexts_beside_messages or not _fits_experts(w):
             return None
+        if len(rows) > 1 and not w.gate_up.fp8_blocks:  # which are dequantized first
+            return None
         if not column_pieces.in_pieces(rows[0].shape[0], w, dtype):
             return None
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)

@@ -19,6 +19,7 @@ from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.moe.grouped_gemm import GroupedGemmPlan, down_product, gate_up_product
+from rorqual.ops.triton.rowwise.quantize import quantized
 
 PIECES = 2
 # of a result [T, hidden]: a message of half of it takes longer than what launching one more costs
@@ -86,8 +87,8 @@ def _first_product(
     if plan.tall and w.down.quantized:
         from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8 as tall_fp8
 
-        assert isinstance(x, Quantized)
-        rows = tall_fp8.in_order(x, blocks, top_k)
+        once = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
+        rows = tall_fp8.in_order(once, blocks, top_k)
         both = tall_fp8.product(rows, w.gate_up, blocks, dtype, plan.tall, False)
         inner = tall_fp8.joined(both, blocks)
         return lambda down, blocks: tall_fp8.product(inner, down, blocks, dtype, plan.tall, True)

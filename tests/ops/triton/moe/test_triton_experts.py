@@ -217,10 +217,10 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
         assert torch.equal(got, experts.experts(x, ids, weights, w))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(("kind", "quantized"), [("bf16", False), ("fp8", False), ("fp8", True)])
 @pytest.mark.parametrize("tokens", [5, 37])
 def test_results_in_pieces_of_columns(
-    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, quantized: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of whole results; the second product of a piece is launched when it is asked for."""
     hidden, inner, slots = 512, 128, 4
@@ -228,9 +228,9 @@ def test_results_in_pieces_of_columns(
     x = random(tokens, hidden, dtype=torch.bfloat16)
     (ids, weights) = draw(tokens, 2, slots)
     ids[0, 0] = -1
-    rows = [x] if kind == "bf16" else list(reference.quantize_activation(x))
+    rows = list(reference.quantize_activation(x)) if quantized else [x]
     plan = experts.plan_for(w.down, ids.numel())
-    given = Quantized(*rows) if kind == "fp8" else x
+    given = Quantized(*rows) if quantized else x
     whole = experts.grouped_experts(given, ids, weights, w, plan, torch.bfloat16)
     launched: list[str] = []
     for name in ("gate_up_product", "down_product"):
