@@ -24,7 +24,7 @@ from rorqual.config.model import ModelConfig, cache_folder, environment_for_chil
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.kept_file import digest, keep_newest, read, write
 from rorqual.models.transformer import Transformer
-from rorqual.parallel.collectives import Axis
+from rorqual.parallel.collectives import Axis, gather_texts
 from rorqual.platforms.base import Platform
 
 log = logging.getLogger("rorqual.engine")
@@ -82,12 +82,7 @@ def agreed(names: Collection[str] | None, axis: Axis, device: torch.device) -> b
 
 def of_all_ranks(names: Collection[str], axis: Axis, device: torch.device) -> list[str]:
     """The names of any rank. Collective."""
-    text = "\n".join(names).encode()
-    sizes = axis.all_gather(torch.tensor([len(text)], device=device)).tolist()
-    row = torch.zeros(1, max(sizes), dtype=torch.uint8)
-    row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = axis.all_gather(row.to(device)).cpu()
-    texts = [bytes(one[:size].tolist()).decode() for one, size in zip(rows, sizes, strict=True)]
+    texts = gather_texts(axis, "\n".join(names), device)
     return sorted({name for text in texts for name in text.split("\n") if name})
 
 

@@ -13,6 +13,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.network import interface_of
 from rorqual.errors import ConfigError
 from rorqual.models.fingerprint import expert_fingerprint
+from rorqual.parallel.collectives import gather_texts
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.remote.config import RemoteConfig
 from rorqual.parallel.remote.discovery import ExpertDiscovery
@@ -228,11 +229,8 @@ class RemoteExperts:
         stage = self.mesh.stage
         if stage.size == 1 or self.config.single_rank_bench:
             return own
-        texts = torch.zeros(stage.size, MAX_REASON, dtype=torch.uint8)
-        text = own.encode()[:MAX_REASON]
-        texts[stage.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = stage.all_reduce(texts.to(self.platform.device)).cpu().numpy()
-        reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        short = own.encode()[:MAX_REASON].decode(errors="replace")
+        reasons = gather_texts(stage, short, self.platform.device)
         return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
 
 

@@ -256,3 +256,15 @@ class NullAxis:
         raise AssertionError(f"axis {self.name} has one rank: there is none to receive from")
 
     def flush(self) -> None: ...
+
+
+def gather_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
+    """The texts of all ranks, in their order. Collective."""
+    data = text.encode()
+    sizes = axis.all_gather(torch.tensor([len(data)], device=device)).tolist()
+    if not max(sizes):
+        return [""] * axis.size
+    row = torch.zeros(1, max(sizes), dtype=torch.uint8)
+    row[0, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = axis.all_gather(row.to(device)).cpu()
+    return [bytes(one[:size].tolist()).decode() for one, size in zip(rows, sizes, strict=True)]

@@ -281,7 +281,7 @@ class Worker:
 
     def _compile_ahead(self) -> None:
         kept = self.kept_parts
-        place = self.mesh.axes["stage"], self.platform.device
+        place = self.mesh.stage, self.platform.device
         if kept.path is not None and not agreed(kept.names, *place):
             kept.names = None
         met = self.runner.compile_ahead(*self._captured_steps(), kept.names)

@@ -245,7 +245,7 @@ class PartsTimer:
         the largest down: kernels are compiled at each size, and small steps, which are bound by
         launches and gain nothing from splitting, would take up the time; they are skipped."""
         sizes = _sizes(first, last)
-        if self.platform.device.type != "cpu":
+        if self._largest_first:
             sizes.reverse()
         self.most_parts = MAX_AUTO_MICRO_BATCHES
         whole = math.inf  # seconds of the previous size's pass in one part
@@ -257,6 +257,11 @@ class PartsTimer:
             if self._slowest([late])[0] > 0 or bound:
                 return
             whole = self.whole
+
+    @property
+    def _largest_first(self) -> bool:
+        """Whether `_in_time` goes from the largest size down."""
+        return self.platform.device.type != "cpu"
 
     def _compile_ahead(self, reasons: Sequence[str]) -> None:
         """Compile the kernels of all sizes to be timed in parallel, where the backend can: by empty
@@ -285,7 +290,7 @@ class PartsTimer:
         ]
         seconds, noise = self._times(passes)
         self.whole = seconds[0]
-        if self.platform.device.type != "cpu":
+        if self._largest_first:
             # the next size is smaller: more parts, which are bound by launches, only fall behind
             self.most_parts = _within_reach(seconds)
         return MeasuredSize(

@@ -43,10 +43,15 @@ def stamp(at: Tensor) -> None:
     _stamp_kernel[(1,)](at, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["nanoseconds"])
-def _book_kernel(free, ready, nanoseconds):
+@triton.jit
+def _book(free, ready, nanoseconds):
     end = tl.maximum(tl.load(ready), tl.load(free)) + nanoseconds.to(tl.int64)
     tl.store(free, end)
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def _book_kernel(free, ready, nanoseconds):
+    _book(free, ready, nanoseconds)
 
 
 def book(free: Tensor, ready: Tensor, seconds: float) -> None:
@@ -83,8 +88,7 @@ def _meet_kernel(
 ):
     reached = tl.load(epoch) + 1
     tl.store(epoch, reached)
-    end = tl.maximum(tl.load(ready), tl.load(free)) + nanoseconds.to(tl.int64)
-    tl.store(free, end)
+    _book(free, ready, nanoseconds)
     meet_ranks(table, 0, reached, rank, WORLD, PEERS)
 
 

@@ -54,12 +54,9 @@ def experts_in_pieces(
     blocks = moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
     second = _first_product(x, w, plan, blocks, ids.shape[1], dtype)
     down = _pieces_of(w.down)
-    numbers = blocks.blocks.clone()
-    numbers[0] *= PIECES
     for piece in range(PIECES):
-        if piece:
-            numbers = numbers.clone()  # of the piece before, which may still be computed
-            numbers[0] += 1
+        numbers = blocks.blocks.clone()
+        numbers[0].mul_(PIECES).add_(piece)
         y = second(down, replace(blocks, blocks=numbers))
         yield combine(y, ids, weights)
 
