@@ -103,14 +103,16 @@ def _gqa_decode(row: TimedRow, device: torch.device) -> attention.AttentionSetup
 
 
 def _mla_prefill(row: TimedRow, device: torch.device) -> attention.AttentionSetup:
-    heads, requests, tokens = row.key
-    shape = attention.PrefillShape(requests, tokens, 0, heads, heads, (192, 128), False)
+    heads, requests, tokens, *cached = row.key
+    prefix = sum(cached)
+    shape = attention.PrefillShape(requests, tokens, prefix, heads, heads, (192, 128), False)
     return attention.PrefillSetup(shape, device).setup()
 
 
 def _gqa_prefill(row: TimedRow, device: torch.device) -> attention.AttentionSetup:
-    heads, groups, requests, tokens = row.key
-    shape = attention.PrefillShape(requests, tokens, 0, heads, groups, (128, 128), True)
+    heads, groups, requests, tokens, *cached = row.key
+    prefix = sum(cached)
+    shape = attention.PrefillShape(requests, tokens, prefix, heads, groups, (128, 128), True)
     return attention.PrefillSetup(shape, device).setup()
 
 

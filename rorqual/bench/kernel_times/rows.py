@@ -34,6 +34,8 @@ REQUESTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CONTEXTS = (1024, 4096, 16384, 32768)
 MAX_CACHED_TOKENS = 2**20  # tokens of a decode row
 PROMPTS = ((1, 256), (1, 1024), (1, 4096), (1, 8192), (8, 256), (8, 1024), (8, 4096))
+# (new tokens, cached ones before them) of one request; half and seven eighths of all keys cached
+CACHED_PROMPTS = ((1024, 1024), (1024, 7168), (4096, 4096), (4096, 28672))
 WORK = (GroupWork(BatchShape.decode(8, 1000)), GroupWork(None, (BatchShape(1, 1000),)))
 
 
@@ -41,11 +43,18 @@ WORK = (GroupWork(BatchShape.decode(8, 1000)), GroupWork(None, (BatchShape(1, 10
 class TimedRow:
     """One time. family: as planner/timing/digests.py calls the kernels. key: gemm (n, k, m); bmm
     (heads, m); experts (hidden, inner, experts, local, top_k, tokens); decode (heads, groups,
-    requests, context) and prefill (heads, groups, requests, tokens), of MLA without groups."""
+    requests, context) and prefill (heads, groups, requests, tokens), of MLA without groups; with
+    cached tokens these come last."""
 
     family: str
     dtype: str
     key: tuple[int, ...]
+
+    @property
+    def with_cached(self) -> bool:
+        """Whether it is a prompt with cached tokens."""
+        plain = {"mla_prefill": 3, "gqa_prefill": 4}.get(self.family)
+        return plain is not None and len(self.key) > plain
 
     @property
     def name(self) -> str:
@@ -85,7 +94,9 @@ def _rows_of(op: RankOp, mla: bool, routed: tuple[int, int]) -> Iterator[TimedRo
         heads, groups = (int(size) for size in op.shape[:2])
         given = (heads,) if mla else (heads, groups)
         if op.prefill:
-            yield from (TimedRow(f"{kind}_prefill", dtype, (*given, *each)) for each in PROMPTS)
+            cached = ((1, *each) for each in CACHED_PROMPTS)
+            for each in (*PROMPTS, *cached):
+                yield TimedRow(f"{kind}_prefill", dtype, (*given, *each))
             return
         for requests in REQUESTS:
             for context in CONTEXTS:
@@ -105,6 +116,9 @@ def tables(measured: Mapping[TimedRow, float]) -> dict[str, Any]:
             shapes.setdefault(row.key[:2], []).append([row.key[2], us])
         elif row.family == "bmm":
             found.setdefault("mla_bmm", {}).setdefault(row.dtype, []).append([*row.key, us])
+        elif row.with_cached:
+            *sizes, _, new, cached = row.key
+            found.setdefault(f"{row.family}_cached", []).append([*sizes, new, cached, us])
         elif row.family == "mla_prefill":
             heads, requests, tokens = row.key
             found.setdefault(row.family, []).append([requests * heads / 16, tokens, us])

@@ -135,6 +135,11 @@ class KernelTables:
                 self._attention[name] = nest(
                     (heads / groups, heads, *rest) for heads, groups, *rest in data[name]
                 )
+        self._cached = {
+            name: self._cached_factors(name, data[f"{name}_cached"])
+            for name in ("mla_prefill", "gqa_prefill")
+            if f"{name}_cached" in data
+        }
         self._bmm = {dtype: nest(rows) for dtype, rows in data.get("mla_bmm", {}).items()}
         self._experts = data.get("experts", [])
         self._between = data.get("between", {})
@@ -267,15 +272,9 @@ class KernelTables:
         heads, groups, requests, new, cached = op.shape
         table = self._attention[self._attention_name(op, mla)]
         if op.prefill:
-            pairs = new * cached + new * (new + 1) / 2
-            # the prompt without a prefix that has as many query-key pairs
-            length = math.sqrt(2 * pairs)
-            at = (
-                _logs(requests * heads / 16, length)
-                if mla
-                else _logs(heads / groups, heads, requests, length)
-            )
-            return _exp(interpolate(table, at))
+            name = self._attention_name(op, mla)
+            plain = self._prompt_seconds(name, heads, groups, requests, new, cached)
+            return plain * self._cached_factor(name, heads, new, cached)
         rows = heads * new
         context = cached + new
         whole = min(rows, 128) if mla else heads
@@ -285,6 +284,41 @@ class KernelTables:
             else _logs(heads / groups, heads, requests, context)
         )
         return _exp(interpolate(table, at)) * (rows / whole if mla else 1.0)
+
+    def _prompt_seconds(
+        self, name: str, heads: float, groups: float, requests: float, new: float, cached: float
+    ) -> float:
+        """Of the prompt without a prefix that has as many query-key pairs."""
+        length = math.sqrt(2 * (new * cached + new * (new + 1) / 2))
+        at = (
+            _logs(requests * heads / 16, length)
+            if name == "mla_prefill"
+            else _logs(heads / groups, heads, requests, length)
+        )
+        return _exp(interpolate(self._attention[name], at))
+
+    def _cached_factors(self, name: str, rows: Iterable[Sequence[float]]) -> dict[float, Nest]:
+        """By heads {ln new: {cached share of the keys: ln factor}} of `_prompt_seconds`; rows
+        (heads, groups, new, cached, us), of MLA without groups."""
+        found: dict[float, Nest] = {}
+        for heads, *groups, new, cached, us in rows:
+            plain = self._prompt_seconds(
+                name, heads, groups[0] if groups else heads, 1, new, cached
+            )
+            shares = found.setdefault(heads, {}).setdefault(math.log(new), {0.0: 0.0})
+            shares[cached / (new + cached)] = math.log(us * 1e-6 / plain)
+        return found
+
+    def _cached_factor(self, name: str, heads: float, new: float, cached: float) -> float:
+        """What a cached prefix makes of `_prompt_seconds`, of the nearest number of heads; within
+        the measured sizes."""
+        by_heads = self._cached.get(name)
+        if not by_heads or not cached:
+            return 1.0
+        curves = by_heads[min(by_heads, key=lambda held: abs(math.log(held / heads)))]
+        size = min(max(math.log(new), min(curves)), max(curves))
+        share = min(cached / (new + cached), min(max(shares) for shares in curves.values()))
+        return math.exp(interpolate(curves, (size, share)))
 
     def expert_rows(self, op: RankOp) -> ExpertTime:
         """The measured shape nearest to `op`, at as many pairs where it is the same shape, else

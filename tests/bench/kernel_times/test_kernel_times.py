@@ -97,6 +97,50 @@ def test_a_measured_size_is_read_back_as_it_is(whole: Path) -> None:
     assert spent * 1e6 / layers == pytest.approx(attention, rel=0.01)
 
 
+def attention_seconds(model: StepModel, new: int, cached: int, requests: int = 1) -> float:
+    step = model.step(GroupWork(None, (BatchShape(requests, new, cached),)))
+    return sum(item.seconds for item in step.items if item.name == "attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "sizes"),
+    [("qwen3-30b-a3b", "gqa_prefill", (32, 4)), ("deepseek-v2-lite", "mla_prefill", (16,))],
+)
+def test_a_prompt_behind_cached_tokens_has_times_of_its_own(
+    tmp_path: Path, name: str, family: str, sizes: tuple[int, ...]
+) -> None:
+    """As measured where it was; otherwise by the share of the keys that is cached, up to the
+    largest measured one, times what as many query-key pairs take."""
+
+    def timer(row: TimedRow) -> float:
+        if not row.with_cached:
+            return 1000 * fake(row)
+        new, cached = row.key[-2:]
+        return 1e6 + 10.0 * new + cached
+
+    out = tmp_path / "h200.json"
+    times.run("h200", out, 1e9, None, timer, HERE, FakeEngine, RATES)
+    model = step_model(out, name)
+    layers = published(name).num_layers
+    for new, cached in wanted.CACHED_PROMPTS:
+        measured = timer(TimedRow(family, "bfloat16", (*sizes, 1, new, cached)))
+        assert attention_seconds(model, new, cached) * 1e6 / layers == pytest.approx(
+            measured, rel=1e-6
+        )
+    plain = tables.load_tables(str(out))
+    name_of = tables.KernelTables._prompt_seconds
+
+    def factor(new: int, cached: int) -> float:
+        pairs = name_of(plain, family, sizes[0], sizes[-1], 1, new, cached)
+        return attention_seconds(model, new, cached) / layers / pairs
+
+    assert factor(4096, 2048) == pytest.approx(factor(4096, 4096) ** (2 / 3)), "a third cached"
+    assert factor(64, 448) == pytest.approx(factor(1024, 7168)), "fewer new tokens"
+    assert factor(8192, 8192) == pytest.approx(factor(4096, 4096)), "more"
+    assert factor(1024, 31 * 1024) == pytest.approx(factor(1024, 7168)), "a larger share"
+    assert factor(2048, 0) == 1.0
+
+
 def test_a_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "part.json"
     done: list[TimedRow] = []
@@ -106,13 +150,13 @@ def test_a_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
         return 5.0
 
     only = "mla_prefill,gqa_prefill"
-    assert times.run("h200", out, -1, only, timer, HERE) == (0, 28)
+    assert times.run("h200", out, -1, only, timer, HERE) == (0, 44)
     assert not done, "no row begins after the limit"
-    assert times.run("h200", out, 1e9, "mla_prefill", timer, HERE) == (14, 14)
+    assert times.run("h200", out, 1e9, "mla_prefill", timer, HERE) == (22, 22)
     meta = json.loads(out.read_text())["meta"]
     assert meta["kernels"] == {"mla_prefill": digests.present()["mla_prefill"]}
-    assert times.run("h200", out, 1e9, only, timer, HERE) == (28, 28)
-    assert len(done) == len(set(done)) == 28
+    assert times.run("h200", out, 1e9, only, timer, HERE) == (44, 44)
+    assert len(done) == len(set(done)) == 44
     assert set(json.loads(out.read_text())["meta"]["kernels"]) == {"mla_prefill", "gqa_prefill"}
 
 
@@ -130,7 +174,7 @@ def test_rows_of_changed_kernels_are_measured_anew(
         return 1.0
 
     times.run("h200", out, 1e9, "prefill", timer, HERE)
-    assert seen == ["mla_prefill"] * 14
+    assert seen == ["mla_prefill"] * 22
 
 
 def test_a_row_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
@@ -141,12 +185,12 @@ def test_a_row_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
             raise ValueError("out of registers")
         return 1.0
 
-    assert times.run("h200", out, 1e9, "mla_prefill", broken, HERE) == (12, 14)
+    assert times.run("h200", out, 1e9, "mla_prefill", broken, HERE) == (20, 22)
     meta = json.loads(out.read_text())["meta"]
     assert len(meta["failed"]) == 2
     assert "out of registers" in next(iter(meta["failed"].values()))
     assert meta["kernels"] == {}, "a family with a hole is not current"
-    assert times.run("h200", out, 1e9, "mla_prefill", fake, HERE) == (14, 14)
+    assert times.run("h200", out, 1e9, "mla_prefill", fake, HERE) == (22, 22)
     assert json.loads(out.read_text())["meta"]["failed"] == {}
 
 
