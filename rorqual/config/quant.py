@@ -162,9 +162,16 @@ class QuantConfig:
         return None if self.head is None else QuantConfig(self.head)
 
     @property
-    def rounds_rows_to_fp8(self) -> bool:
-        """Whether some products take e4m3 input with a scale for each 128 columns."""
-        return any(scheme.activation.startswith("fp8_group") for scheme in self.schemes)
+    def fp8_rows(self) -> str | None:
+        """The activation of the first scheme whose products take e4m3 input with a scale for each
+        128 columns; None without one."""
+        names = (scheme.activation for scheme in self.schemes)
+        return next((name for name in names if name.startswith("fp8_group")), None)
+
+    @property
+    def ue8m0_rows(self) -> bool:
+        """Whether the scales of `fp8_rows` are powers of two."""
+        return self.fp8_rows == "fp8_group_ue8m0"
 
     def describe(self) -> str:
         return " and ".join(dict.fromkeys(scheme.describe() for scheme in self.schemes))

@@ -60,6 +60,7 @@ class RemoteExperts:
         self.calls_at_once = calls_at_once
         self.platform = platform
         self.mesh = mesh
+        self.ue8m0 = model.quant is not None and model.quant.ue8m0_rows
         self.no_handles = ""  # why shared memory is not used
         self.handles = self._handles()
         self.group = self._group()
@@ -130,7 +131,9 @@ class RemoteExperts:
                 f"{MAX_SHARED_ROWS}"
             )
         moe = self.model.moe
-        form = GroupRows(self.model.hidden_size, moe.top_k, self.dtype, self.config.fp8_dispatch)
+        hidden = self.model.hidden_size
+        fp8 = self.config.fp8_dispatch
+        form = GroupRows(hidden, moe.top_k, self.dtype, fp8, self.ue8m0)
         return GroupCalls(
             self.platform,
             form,
@@ -191,7 +194,9 @@ class RemoteExperts:
         fp8 = self.config.fp8_dispatch
         if self.group is not None:
             return GroupExchange(self.servers, self.lanes, layer, device, fp8, self.group)
-        plain = RemoteExchange(self.servers, self.lanes, layer, device, fp8, self.misses)
+        plain = RemoteExchange(
+            self.servers, self.lanes, layer, device, fp8, self.misses, self.ue8m0
+        )
         return plain if self.handles is None else HandleExchange(plain, self.handles)
 
     # ---- what ranks agree on

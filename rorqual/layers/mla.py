@@ -139,7 +139,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialized,
-            quantize_output=self.out.weight.fp8_blocks,
+            quantize_output=self.out.weight.activation if self.out.weight.fp8_blocks else None,
             layer=self.index,
         )
         self.materialized: tuple[Weight, Weight, Weight] | None = None

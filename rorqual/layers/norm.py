@@ -26,7 +26,7 @@ class Norm:
         before_router: bool = False,
     ):
         self.ops = build.ops
-        self.quantize_output = quantize_output and build.rounds_rows_to_fp8
+        self.quantize_output = build.fp8_rows if quantize_output else None
         self.before_router = before_router
         self.name = name
         self.eps = eps

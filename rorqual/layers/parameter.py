@@ -132,8 +132,9 @@ class Build:
         return make((rows, columns), self.dtype) if make else self.empty(rows, columns)
 
     @property
-    def rounds_rows_to_fp8(self) -> bool:
-        return self.quant is not None and self.quant.rounds_rows_to_fp8
+    def fp8_rows(self) -> str | None:
+        """QuantConfig.fp8_rows."""
+        return self.quant.fp8_rows if self.quant is not None else None
 
     def scheme(self, modules: Sequence[str], columns: int) -> WeightScheme:
         """The format of modules merged into one matrix. Raises ConfigError if theirs differ."""

@@ -14,21 +14,30 @@ from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
 @dataclass
 class Quantized:
     """data [T, columns] e4m3; scale [T, ceil(columns/128)] fp32, column-major so that GEMM reads
-    are coalesced."""
+    are coalesced. ue8m0: scales are powers of two."""
 
     data: Tensor
     scale: Tensor
+    ue8m0: bool = False
 
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
 
     @staticmethod
-    def empty(tokens: int, columns: int, device: torch.device) -> Quantized:
+    def empty(tokens: int, columns: int, device: torch.device, ue8m0: bool = False) -> Quantized:
         scale = torch.empty(
             -(-columns // ACTIVATION_BLOCK), tokens, dtype=torch.float32, device=device
         )
-        return Quantized(torch.empty(tokens, columns, dtype=FP8, device=device), scale.t())
+        return Quantized(torch.empty(tokens, columns, dtype=FP8, device=device), scale.t(), ue8m0)
+
+    @staticmethod
+    def room(x: Tensor, activation: str | None) -> Quantized | None:
+        """For the rows of x [T, columns], rounded to `activation`, one of config.quant.ACTIVATIONS
+        with e4m3 groups; None: nothing."""
+        if activation is None:
+            return None
+        return Quantized.empty(x.shape[0], x.shape[1], x.device, activation.endswith("ue8m0"))
 
 
 @dataclass(frozen=True)

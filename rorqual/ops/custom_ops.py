@@ -148,7 +148,7 @@ class TracedOps(Ops):
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         if residual is None or not self.inner.opaque("add_norm", weight):
             return super().add_norm(x, residual, weight, eps)

@@ -277,7 +277,8 @@ class MLAWeights:
     interleaved: bool
     # return the input of the query projection, which only the materialized form reads
     keep_query_input: bool = False
-    quantize_output: bool = False  # an fp8 product reads attention's output
+    # how (config.quant.ACTIVATIONS), if an fp8 product reads attention's output
+    quantize_output: str | None = None
     layer: int = 0  # index in the model
     scratch: Any = None  # what a backend derives once per layer
 
@@ -407,9 +408,10 @@ class Ops:
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
-        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, so a backend
+        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, which
+        round their input so (config.quant.ACTIVATIONS), and a backend
         may quantize in the same kernel and return a NormOutput; values may differ by the order of a
         sum."""
         return reference.add_norm(x, residual, weight, eps)
@@ -420,7 +422,7 @@ class Ops:
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         """`add_norm` before `experts_deferred` or `routed_experts`: a backend may return a
         PendingNorm and fuse it with the router. Read the returned sum only after the rows."""
@@ -432,7 +434,7 @@ class Ops:
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         """`add_norm` of a deferred sum over each token's experts."""
         return self.add_norm(gave.total(), residual, weight, eps, quantize_output)
@@ -845,12 +847,12 @@ class Ops:
         returns the bits of `experts` of x. A row does not depend on others, so rows may be gathered
         in between."""
         assert w.gate_up.fp8_blocks
-        return reference.quantize_activation(x, w.gate_up.activation == "fp8_group_ue8m0")
+        return reference.quantize_activation(x, w.gate_up.ue8m0)
 
     # ---- exchanges. The same bits on every backend: what is sent must not depend on it.
 
-    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.quantize_activation(x)
+    def quantize_activation(self, x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+        return reference.quantize_activation(x, ue8m0)
 
     def pack_routing(self, slots: Tensor, weights: Tensor) -> Tensor:
         """As rank_rows.pack."""

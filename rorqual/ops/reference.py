@@ -71,6 +71,11 @@ class Weight:
         )
 
     @property
+    def ue8m0(self) -> bool:
+        """Whether scales of the product's input are powers of two."""
+        return self.activation.endswith("ue8m0")
+
+    @property
     def columns(self) -> int:
         return self.data.shape[-1] * (2 if self.is_int4 else 1)
 

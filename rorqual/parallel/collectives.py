@@ -97,6 +97,7 @@ class P2PDispatch(Protocol):
         place: Any,
         fp8: bool = False,
         padded: PaddedRows | None = None,
+        ue8m0: bool = False,
     ) -> Any: ...
 
     def recv_dispatch(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...

@@ -125,7 +125,8 @@ class LowLatencyExchange(StoreExchange):
             x = x.new_zeros(1, x.shape[1])  # a rank without tokens still sends its blocks
         parts: tuple[Tensor, ...] = (x,)
         if self.fp8:
-            data, scale = self.store.ops.quantize_activation(x)
+            ue8m0 = self.store.experts.gate_up.ue8m0
+            data, scale = self.store.ops.quantize_activation(x, ue8m0)
             parts = (data.view(torch.uint8), scale)
         return [part.index_select(0, tokens).view(ranks, -1, part.shape[1]) for part in parts]
 

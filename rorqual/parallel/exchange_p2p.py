@@ -54,8 +54,10 @@ class P2PExchange(StoreExchange):
         assert axis.p2p_dispatch is not None
         capacity = max(layout.moe_rows or (x.shape[0],))
         slots = self.store.slots_of(ids, layout)
+        place = self._place(layout)
+        ue8m0 = self.store.experts.gate_up.ue8m0
         flight = axis.p2p_dispatch.dispatch(
-            x, slots, weights, capacity, self._place(layout), self.fp8, layout.own_padded
+            x, slots, weights, capacity, place, self.fp8, layout.own_padded, ue8m0
         )
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))

@@ -77,12 +77,13 @@ class P2PDispatchBuffers:
         place: ExpertPlacement,
         fp8: bool = False,
         padded: PaddedRows | None = None,
+        ue8m0: bool = False,
     ) -> DispatchInFlight:
         """Send rows x [T, columns] to the ranks that hold any of their physical slots [T, K],
         unchanged or as e4m3 with scales; no padding."""
         buffer = next(buffer for buffer in self.buffers if buffer not in self.busy)
         self.busy.append(buffer)
-        kernels.dispatch(buffer, x, slots, weights, capacity, place, fp8, padded)
+        kernels.dispatch(buffer, x, slots, weights, capacity, place, fp8, padded, ue8m0)
         return DispatchInFlight(buffer, capacity, x, fp8)
 
     def recv_dispatch(self, flight: DispatchInFlight) -> tuple[Sequence[Tensor], Tensor, Tensor]:

@@ -21,6 +21,7 @@ from rorqual import LLM
 from rorqual.config.model import nccl_unwatched
 from rorqual.disagg.experts.server import ExpertServer
 from rorqual.errors import ConfigError
+from rorqual.ops.reference import quantize_activation
 from rorqual.parallel.remote.group import forming, lane_group
 from rorqual.parallel.remote.group.lane_group import LaneGroup
 from rorqual.parallel.remote.group.messages import (
@@ -266,9 +267,11 @@ def test_a_store_has_no_end_of_keys() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_parts_of_a_buffer_do_not_touch(rows: int, fp8: bool) -> None:
-    form = GroupRows(200, 3, torch.bfloat16, fp8)
+@pytest.mark.parametrize(
+    ("fp8", "ue8m0"), [(False, False), (True, False), (True, True)], ids=["", "fp8", "ue8m0"]
+)
+def test_parts_of_a_buffer_do_not_touch(rows: int, fp8: bool, ue8m0: bool) -> None:
+    form = GroupRows(200, 3, torch.bfloat16, fp8, ue8m0)
     buffer = torch.zeros(form.call_size(16), dtype=torch.uint8)
     call = form.call(buffer, rows)
     x = torch.randn(rows, 200).to(torch.bfloat16)
@@ -281,9 +284,9 @@ def test_parts_of_a_buffer_do_not_touch(rows: int, fp8: bool) -> None:
     assert torch.equal(again.head, torch.arange(4))
     assert torch.equal(again.ids, ids)
     assert torch.equal(again.weights, weights)
-    if not fp8:
-        assert torch.equal(again.rows[0], x)
-    assert len(again.rows) == 1 + fp8
+    sent = quantize_activation(x, ue8m0) if fp8 else (x,)
+    for part, wanted in zip(again.rows, sent, strict=True):
+        assert torch.equal(part.float(), wanted.float())
     assert not buffer[form.call_size(rows) :].any()
     reply = form.reply(torch.zeros(form.reply_size(rows), dtype=torch.uint8), rows)
     assert reply.sums.shape == (rows, 200)

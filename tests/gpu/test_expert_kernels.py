@@ -18,6 +18,7 @@ from rorqual.bench.kernels import moe as moe_bench
 from rorqual.bench.kernels import quantized as quantized_bench
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Quantized, hidden_of
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
@@ -134,6 +135,41 @@ def test_products_of_many_rows(kind: str, rows: int, stages: int, tokens: int) -
         with beside_nccl():
             pieces = list(experts_in_pieces(*given))
         assert torch.equal(torch.cat(pieces, 1), whole)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 700, *rarely(12, 128, 3000)])
+def test_scales_that_are_powers_of_two(tokens: int) -> None:
+    """DeepSeek-V3.1's: every form of experts, products, dense layers and norms rounds rows so."""
+    ops = TritonOps()
+    plain = bench.expert_weights(bench.ExpertShape("fp8", 16, 1024, 512, 4), DEVICE)
+    gate_up, down = (
+        replace(weight, activation="fp8_group_ue8m0", scratch=None)
+        for weight in (plain.gate_up, plain.down)
+    )
+    w = ExpertWeights(gate_up, down)
+    x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.rand(tokens, 16, device=DEVICE).topk(4).indices
+    weights = torch.rand(tokens, 4, device=DEVICE)
+    expected = reference.experts(x, ids, weights, w)
+    other = reference.experts(x, ids, weights, plain)
+    assert bench.difference(other, expected) > 1.2e-3
+    with bench.poisoned():
+        assert bench.difference(ops.experts(x, ids, weights, w), expected) < 6e-4
+        data, scale = ops.quantize_for_experts(x, w)
+        sent = ops.experts_fp8(data, scale, x.dtype, ids, weights, w)
+        assert bench.difference(sent, expected) < 6e-4
+        dense = ops.mlp(x, gate_up[0], down[0])
+        assert bench.difference(dense, reference.mlp(x, gate_up[0], down[0])) < 6e-4
+        product = ops.linear(x, gate_up[0])
+        assert bench.difference(product, reference.linear(x, gate_up[0])) < 1e-5
+        kept, _ = ops.add_norm(x, x, torch.rand_like(x[0]), 1e-6, gate_up.activation)
+        product = ops.linear(kept, gate_up[0])
+        assert bench.difference(product, reference.linear(hidden_of(kept), gate_up[0])) < 1e-5
+    wanted = reference.quantize_activation(x, True)
+    exact = ops.quantize_activation(x, True)
+    for found in (quantize(x, True), Quantized(*exact), Quantized(data, scale)):
+        assert torch.equal(found.scale, wanted[1])
+        assert torch.equal(found.data.view(torch.uint8), wanted[0].view(torch.uint8))
 
 
 def test_experts_in_fp32() -> None:

@@ -79,7 +79,7 @@ class Deferring(Ops):
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         self.taken += 1
         return super().sum_add_norm(gave, residual, weight, eps)

@@ -489,13 +489,13 @@ def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
     )
 
     def call(pair: Tensor) -> Any:
-        return norm.add_norm(pair[0], pair[1], weight, 1e-6, quant)
+        return norm.add_norm(pair[0], pair[1], weight, 1e-6, "fp8_group" if quant else None)
 
     def error() -> float:
         expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
         out, _ = call(sets[0])
         return (
-            difference(unpacked(quantized(out)), reference.rounded_to_fp8(expected))
+            difference(unpacked(quantized(out, False)), reference.rounded_to_fp8(expected))
             if quant
             else difference(hidden_of(out), expected)
         )

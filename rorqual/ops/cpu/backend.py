@@ -163,7 +163,7 @@ class CpuOps(Ops):
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         native = self._native(x, weight)
         if native and (residual is None or residual.is_contiguous()):

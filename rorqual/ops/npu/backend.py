@@ -186,7 +186,7 @@ class NpuOps(Ops):
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         if residual is None or not x.shape[0]:
             return self.norm(x, weight, eps), x

@@ -159,9 +159,9 @@ class TritonOps(Ops):
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
-        return norm_kernels.add_norm(x, residual, weight, eps, quantize_output and _rounds_rows(x))
+        return norm_kernels.add_norm(x, residual, weight, eps, _rounds_rows(x, quantize_output))
 
     def add_norm_for_router(
         self,
@@ -169,10 +169,10 @@ class TritonOps(Ops):
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         """For a few tokens the router's kernel computes the norm too."""
-        wanted_in_fp8 = quantize_output and _rounds_rows(x)
+        wanted_in_fp8 = _rounds_rows(x, quantize_output) is not None
         few = 0 < x.shape[0] <= routing.ROUTER_TOKENS and routing.takes_norm(x.shape[1])
         rows = x.stride(1) == residual.stride(1) == 1
         if few and rows and not wanted_in_fp8:
@@ -186,10 +186,10 @@ class TritonOps(Ops):
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        quantize_output: bool = False,
+        quantize_output: str | None = None,
     ) -> tuple[Activation, Tensor]:
         return combine.combine_add_norm(
-            gave, residual, weight, eps, quantize_output and _rounds_rows(residual)
+            gave, residual, weight, eps, _rounds_rows(residual, quantize_output)
         )
 
     def swiglu(self, x: Tensor) -> Tensor:
@@ -226,9 +226,8 @@ class TritonOps(Ops):
             return super().mlp(x, gate_up, down)
         if _rounds_itself(room_of(x), gate_up):
             return self.linear(self.swiglu(self.linear(x, gate_up)), down)
-        return fp8_gemm.linear(
-            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=rows.dtype
-        )
+        inner = norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up), down.ue8m0)
+        return fp8_gemm.linear(inner, down, dtype=rows.dtype)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if not _power(x.shape[-1]):
@@ -255,7 +254,8 @@ class TritonOps(Ops):
         few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
         fits = w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device)
         if few and w.quantize_output and fits:
-            return per_head_gemm.joined_heads_dot(latent, w.w_uv)
+            ue8m0 = w.quantize_output.endswith("ue8m0")
+            return per_head_gemm.joined_heads_dot(latent, w.w_uv, ue8m0)
         return super().joined_heads(latent, w)
 
     # ---- attention
@@ -273,7 +273,8 @@ class TritonOps(Ops):
         if plane is None or not all(map(_power, sizes)):
             return super().mla_prologue(x, w, places, plane)
         joint = self.linear(x, w.down, w.down_bias)
-        quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
+        takes_e4m3 = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
+        quant = w.q_b.activation if w.q_b is not None and takes_e4m3 else None
         # rotated by the same kernel, which saves a launch
         heads = w.config.num_heads if w.q_b is None else 0
         latent = rope_kv_write.latent_epilogue(
@@ -596,15 +597,15 @@ class TritonOps(Ops):
     def quantize_for_experts(self, x: Tensor, w: ExpertWeights) -> tuple[Tensor, Tensor]:
         if not _fits_experts(w) or not x.shape[0] or x.stride(1) != 1:
             return super().quantize_for_experts(x, w)
-        made = quantize.quantize(x)
+        made = quantize.quantize(x, w.gate_up.ue8m0)
         return made.data, made.scale
 
     # ---- exchanges
 
-    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_activation(self, x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
         if not x.shape[0] or x.stride(1) != 1 or not takes_fp8(x.device):
-            return super().quantize_activation(x)
-        return quantize.quantize_exactly(x)
+            return super().quantize_activation(x, ue8m0)
+        return quantize.quantize_exactly(x, ue8m0)
 
     def pack_routing(self, slots: Tensor, weights: Tensor) -> Tensor:
         return rank_rows.pack_routing(slots, weights)
@@ -733,10 +734,11 @@ def _rounds_itself(x: Tensor, weight: Weight) -> bool:
     return x.shape[0] == 1 and rounded_direct.takes(weight)
 
 
-def _rounds_rows(x: Tensor) -> bool:
-    """Whether norms of these rows quantize for fp8 products: not if those round a single token."""
+def _rounds_rows(x: Tensor, activation: str | None) -> str | None:
+    """`activation`, if norms of these rows quantize for fp8 products: not if those round a single
+    token."""
     alone = x.shape[0] == 1 and rounded_direct.takes_blocks_of(x.shape[1])
-    return takes_fp8(x.device) and not alone
+    return activation if takes_fp8(x.device) and not alone else None
 
 
 def _fits_experts(w: ExpertWeights) -> bool:

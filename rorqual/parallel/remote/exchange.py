@@ -132,8 +132,9 @@ class RemoteLanes:
 
 
 class RemoteExchange:
-    """Of one layer. servers, lanes and misses are shared by all. misses: where other ranks compute
-    beside this one; without it ExpertsMissing is raised where no server holds an expert."""
+    """Of one layer. servers, lanes and misses are shared by all. fp8: rows are sent in that, with
+    ue8m0 by scales that are powers of two. misses: where other ranks compute beside this one;
+    without it ExpertsMissing is raised where no server holds an expert."""
 
     capturable = False
 
@@ -145,11 +146,13 @@ class RemoteExchange:
         device: torch.device,
         fp8: bool = False,
         misses: MissedExperts | None = None,
+        ue8m0: bool = False,
     ):
         self.servers = servers
         self.lanes = lanes
         self.layer = layer
         self.fp8 = fp8
+        self.ue8m0 = ue8m0
         self.misses = misses
         self.load = torch.zeros(servers.num_experts, dtype=torch.int64, device=device)
         self.record_load = False
@@ -234,7 +237,7 @@ class RemoteExchange:
     def _payload(self, x: Tensor) -> list[Tensor]:
         if not self.fp8:
             return [x.detach().to("cpu").contiguous()]
-        data, scale = quantize_activation(x)
+        data, scale = quantize_activation(x, self.ue8m0)
         return [data.view(torch.uint8).to("cpu").contiguous(), scale.to("cpu").contiguous()]
 
     # ---- calls

@@ -94,6 +94,7 @@ class HandleExchange:
             layer,
             calls.fp8,
             layout.own_padded,
+            self.plain.ue8m0,
         )
         return ticket
 

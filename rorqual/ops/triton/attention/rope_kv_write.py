@@ -230,6 +230,7 @@ def _latent_kernel(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -267,8 +268,9 @@ def _latent_kernel(
         if QUANT:
             wide = y.to(tl.float32)
             store_fp8(
-                wide, q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD
-            )
+                wide, q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD,
+                UE8M0,
+            )  # fmt: skip
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
     elif HEADS > 0:
@@ -286,7 +288,7 @@ def latent_epilogue(
     plane: Tensor,
     eps: float,
     interleaved: bool,
-    quant: bool = False,
+    quant: str | None = None,
     heads: int = 0,
 ) -> Tensor | Quantized | None:
     """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its
@@ -294,8 +296,8 @@ def latent_epilogue(
 
     Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an 8-bit
     one (latent_fp8.py). With q_weight [query] returns norm(query latent) [T, query], quantized if
-    `quant`; without it None: the query needs no norm, and the last rope columns of each of its
-    `heads` are rotated where they are. rank and rope must be powers of two.
+    `quant` says how (Quantized.room); without it None: the query needs no norm, and the last rope
+    columns of each of its `heads` are rotated where they are. rank and rope must be powers of two.
     """
     tokens = x.shape[0]
     rank = kv_weight.shape[0]
@@ -305,7 +307,7 @@ def latent_epilogue(
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
     normed = q_weight is not None
-    packed = Quantized.empty(tokens, query, x.device) if normed and quant else None
+    packed = Quantized.room(x[:, :query], quant) if normed else None
     normal = x.new_empty(tokens, query) if normed and not quant else None
     data, scale, strides = room_for(packed)
     if tokens:
@@ -331,7 +333,8 @@ def latent_epilogue(
             rotary,
             interleaved,
             normed,
-            quant,
+            quant is not None,
+            packed is not None and packed.ue8m0,
             0 if normed else heads,
             block,
             num_warps=4,

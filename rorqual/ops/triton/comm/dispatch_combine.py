@@ -214,6 +214,7 @@ def _dispatch_kernel(
     PEERS: tl.constexpr,
     CHUNK: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Block i sends token i, if it exists and is not padding, and marks row i of its block at each
@@ -271,7 +272,7 @@ def _dispatch_kernel(
     if QUANT:
         scale_blocks = tl.arange(0, SIZE // 128)
         scale_columns = (columns + 127) // 128
-        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
+        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, UE8M0, True)
         values = tl.reshape(values, (SIZE,))
     for step in tl.static_range(WORLD):
         to = (rank + block + step) % WORLD  # ranks and blocks start with different peers
@@ -406,11 +407,12 @@ def dispatch(
     placement: ExpertPlacement,
     fp8: bool = False,
     padded: PaddedRows | None = None,
+    ue8m0: bool = False,
 ) -> None:
     """Send x [T, columns] with slots [T, K] int32 or int64 and weights [T, K] fp32; T at most
     `capacity`, which is the same on all ranks, at least 1 and at most the buffer's. fp8: quantize
-    as quantize_activation. padded: some of the last rows are padding, which is not sent, so no rank
-    reads experts for it; its sums are 0."""
+    as quantize_activation, with ue8m0 by powers of two. padded: some of the last rows are padding,
+    which is not sent, so no rank reads experts for it; its sums are 0."""
     areas = buffer.areas
     (tokens, columns) = x.shape
     assert tokens <= capacity <= areas.rows, (tokens, capacity, areas)
@@ -445,6 +447,7 @@ def dispatch(
         next_power(areas.world),
         TOKENS_AT_ONCE,
         fp8,
+        ue8m0,
         num_warps=_warps(size),
         **dependent(x.device),
     )

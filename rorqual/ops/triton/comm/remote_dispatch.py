@@ -158,6 +158,7 @@ def _dispatch_kernel(
     SERVERS: tl.constexpr,
     BITS: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -187,7 +188,7 @@ def _dispatch_kernel(
     # while holders are on their way
     scales = values
     if QUANT:
-        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
+        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, UE8M0, True)
         values = tl.reshape(values, (SIZE,))
     count = (known >> 32).to(tl.int32)
     place = (row + turn) % tl.maximum(count, 1)
@@ -415,11 +416,12 @@ def dispatch(
     turn: int,
     fp8: bool = False,
     padded: PaddedRows | None = None,
+    ue8m0: bool = False,
 ) -> None:
     """Send x [T, columns] with logical ids [T, K] int32 or int64 and weights [T, K] fp32; T from 1
     to areas.rows. turn: of the first row, for the choice among several servers of an expert. fp8:
-    quantize as quantize_activation. padded: some of the last rows are padding, which no server
-    computes; its sums are 0."""
+    quantize as quantize_activation, with ue8m0 by powers of two. padded: some of the last rows are
+    padding, which no server computes; its sums are 0."""
     areas = lane.areas
     (rows, columns) = x.shape
     assert 0 < rows <= areas.rows, (rows, areas)
@@ -448,6 +450,7 @@ def dispatch(
         SERVERS,
         NUMBER_BITS,
         fp8,
+        ue8m0,
         counted,
         num_warps=_warps(size),
         **dependent(x.device),

@@ -248,7 +248,7 @@ def linear(
     """x [T, columns], quantized here unless it is already; weight [rows, columns]. Returns [T,
     rows] in `dtype` (None: x's, or bf16)."""
     dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else hidden_of(x).dtype)
-    x = quantized(x)
+    x = quantized(x, weight.ue8m0)
     tokens = x.shape[0]
     rows = weight.data.shape[0]
     device = weight.data.device

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.activation import NormOutput, Quantized
-from rorqual.ops.triton.rowwise.quantize import room_for
+from rorqual.ops.triton.rowwise.quantize import room_for, scale_of
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
 # TritonOps uses these kernels up to so many tokens: without and with tensor cores. Above: cuBLAS.
@@ -98,6 +98,7 @@ def _heads_dot_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -125,7 +126,7 @@ def _heads_dot_kernel(
     tl.store(out + place, y, mask=keep)
     if QUANT:
         exact = y.to(tl.float32)
-        factor = tl.maximum(tl.max(tl.abs(exact), 0), 1e-4) / 448.0
+        factor = scale_of(tl.maximum(tl.max(tl.abs(exact), 0), 1e-4), UE8M0)
         tl.store(data + place, (exact / factor[None, :]).to(tl.float8e4nv), mask=keep)
         tl.store(scale + token + head * scale_head, factor, mask=there)
 
@@ -203,6 +204,7 @@ def heads_dot(x: Tensor, matrices: Tensor, made: Quantized | None = None) -> Ten
             HEAD,
             min(128, max(16, next_power(rows))),
             made is not None,
+            made is not None and made.ue8m0,
             3,
             num_warps=4,
             **dependent(x.device),
@@ -210,7 +212,7 @@ def heads_dot(x: Tensor, matrices: Tensor, made: Quantized | None = None) -> Ten
     return out
 
 
-def joined_heads_dot(x: Tensor, matrices: Tensor) -> NormOutput:
+def joined_heads_dot(x: Tensor, matrices: Tensor, ue8m0: bool = False) -> NormOutput:
     """The same with concatenated heads, [T, H b], also quantized; b is 128."""
-    made = Quantized.empty(x.shape[0], x.shape[1] * matrices.shape[2], x.device)
+    made = Quantized.empty(x.shape[0], x.shape[1] * matrices.shape[2], x.device, ue8m0)
     return NormOutput(heads_dot(x, matrices, made).flatten(1), made)

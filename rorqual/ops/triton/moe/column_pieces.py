@@ -8,7 +8,7 @@ of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,16 +16,13 @@ from torch import Tensor
 
 from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
-from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size
+from rorqual.ops.triton.moe.align import moe_align_block_size
 from rorqual.ops.triton.moe.combine import combine
-from rorqual.ops.triton.moe.grouped_gemm import GroupedGemmPlan, down_product, gate_up_product
-from rorqual.ops.triton.rowwise.quantize import quantized
+from rorqual.ops.triton.moe.grouped_gemm import GroupedGemmPlan, first_product
 
 PIECES = 2
 # of a result [T, hidden]: a message of half of it takes longer than what launching one more costs
 LEAST_BYTES = 16 << 20
-
-Second = Callable[[Weight, ExpertBlocks], Tensor]
 
 
 def in_pieces(tokens: int, w: ExpertWeights, dtype: torch.dtype) -> bool:
@@ -52,7 +49,7 @@ def experts_in_pieces(
     """The bits of `grouped_experts` in PIECES pieces of columns, [T, hidden / PIECES] each, from
     the first. Each is launched when it is asked for."""
     blocks = moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
-    second = _first_product(x, w, plan, blocks, ids.shape[1], dtype)
+    second = first_product(x, w, plan, blocks, ids.shape[1], dtype)
     down = _pieces_of(w.down)
     for piece in range(PIECES):
         numbers = blocks.blocks.clone()
@@ -69,31 +66,3 @@ def _pieces_of(down: Weight) -> Weight:
     _, rows, columns = down.scale.shape
     scale = down.scale.view(experts * PIECES, rows // PIECES, columns)
     return replace(down, data=data, scale=scale, scratch=None)
-
-
-def _first_product(
-    x: Tensor | Quantized,
-    w: ExpertWeights,
-    plan: GroupedGemmPlan,
-    blocks: ExpertBlocks,
-    top_k: int,
-    dtype: torch.dtype,
-) -> Second:
-    """Launch silu(gate x) * (up x) of each pair; returns what multiplies it by a down matrix of
-    each expert."""
-    if plan.tall and w.down.quantized:
-        from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8 as tall_fp8
-
-        once = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
-        rows = tall_fp8.in_order(once, blocks, top_k)
-        both = tall_fp8.product(rows, w.gate_up, blocks, dtype, plan.tall, False)
-        inner = tall_fp8.joined(both, blocks)
-        return lambda down, blocks: tall_fp8.product(inner, down, blocks, dtype, plan.tall, True)
-    if plan.tall:
-        from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16 as tall
-
-        assert not isinstance(x, Quantized), "16-bit weights take activations as they are"
-        h = tall.gate_up_product(x, w.gate_up, blocks, top_k, plan.tall)
-        return lambda down, blocks: tall.down_product(h, down, blocks, plan.tall)
-    gated = gate_up_product(x, w.gate_up, blocks, top_k, plan.up)
-    return lambda down, blocks: down_product(gated, down, blocks, dtype, plan.down)

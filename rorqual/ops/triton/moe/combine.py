@@ -149,6 +149,7 @@ def _combine_norm_kernel(
     ABSENT: tl.constexpr,
     BASE: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program per token: its sum, rounded as if it had been written; + residual, rounded; the
@@ -189,6 +190,7 @@ def _combine_norm_kernel(
             scale_row,
             scale_block,
             SIZE,
+            UE8M0,
         )
 
 
@@ -238,7 +240,7 @@ def combine_add_norm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    quantize_output: bool = False,
+    quantize_output: str | None = None,
 ) -> tuple[Activation, Tensor]:
     """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result
     with the same `quantize_output`, bit for bit. The previous kernel must not write `weight`, which
@@ -249,9 +251,9 @@ def combine_add_norm(
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
     out, total = (torch.empty(tokens, hidden, dtype=y.dtype, device=y.device) for _ in range(2))
-    made = Quantized.empty(tokens, hidden, y.device) if quantize_output else None
+    made = Quantized.room(residual, quantize_output)
     data, scale, strides = room_for(made)
-    size = max(128 if quantize_output else 16, next_power(hidden))
+    size = max(16 if made is None else 128, next_power(hidden))
     at_once = 0 if INTERPRETED else rows_at_once(top_k, size, y.element_size())
     if tokens:
         _combine_norm_kernel[tokens,](
@@ -275,7 +277,8 @@ def combine_add_norm(
             at_once,
             gave.ids is not None,
             gave.base is not None,
-            quantize_output,
+            made is not None,
+            made is not None and made.ue8m0,
             num_warps=warps_for(size),
             **dependent(y.device, after_long=True),
         )

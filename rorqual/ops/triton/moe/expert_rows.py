@@ -77,6 +77,7 @@ def _order_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (rows of all blocks, pieces of a row). Copies a row of x and its scales to its sorted
@@ -100,6 +101,7 @@ def _order_kernel(
                 scale_row,
                 scale_block,
                 SIZE,
+                UE8M0,
             )
         else:
             tl.store(data + row * columns + offsets, values, mask=offsets < columns)
@@ -126,6 +128,7 @@ def _spread_kernel(
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (tokens, pieces of a row). As _order_kernel, from a token to the positions of all its
@@ -144,7 +147,7 @@ def _spread_kernel(
     needed = (rows[0] >= 0) if TOP_K == 1 else True  # type: ignore[misc]
     values = tl.load(x + token * x_row + offsets, mask=inside & needed, other=0.0)
     if QUANTIZE:
-        found, factors = to_fp8(values.to(tl.float32), SIZE // 128)
+        found, factors = to_fp8(values.to(tl.float32), SIZE // 128, UE8M0)
         values = tl.reshape(found, (SIZE,))
     else:
         factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=scaled & needed)
@@ -167,6 +170,7 @@ def _join_kernel(
     scale_block,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid as _order_kernel. silu(gate) * up of a row with gate and up concatenated, quantized."""
@@ -192,6 +196,7 @@ def _join_kernel(
             scale_row,
             scale_block,
             SIZE,
+            UE8M0,
         )
 
 
@@ -206,13 +211,16 @@ def tile_at(tile, pieces, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_rows_fp8(x, data, scale, row, column, offsets, real, columns, scale_row, scale_block):
+def store_rows_fp8(
+    x, data, scale, row, column, offsets, real, columns, scale_row, scale_block,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
     """Quantize a tile x, fp32 [rows, SIZE], at `tile_at`'s indices, and store data and scales of
     rows that are `real` [rows]."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     BLOCKS: tl.constexpr = SIZE // 128
-    values, factors = to_fp8(tl.reshape(x, (ROWS * SIZE,)), ROWS * BLOCKS)
+    values, factors = to_fp8(tl.reshape(x, (ROWS * SIZE,)), ROWS * BLOCKS, UE8M0)
     tl.store(
         data + (row * columns)[:, None] + offsets[None, :],
         tl.reshape(values, (ROWS, SIZE)),
@@ -241,6 +249,7 @@ def _join_rows_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     TILES: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """_join_kernel for many rows, TILES tiles per program. Sorted rows are contiguous from row 0,
@@ -259,7 +268,7 @@ def _join_rows_kernel(
         up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
         store_rows_fp8(
             silu(gate) * up, data, scale, row, column, offsets, real, columns, scale_row,
-            scale_block,
+            scale_block, UE8M0,
         )  # fmt: skip
 
 
@@ -269,15 +278,19 @@ def _copying(columns: int, itemsize: int) -> tuple[int, int]:
     return size, min(16, max(1, size * itemsize // (32 * THREAD_BYTES)))
 
 
-def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
+def in_order(
+    x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int, ue8m0: bool = False
+) -> Quantized:
     """Rows of x [T, columns] in the order of `blocks`, [pairs, columns], quantized if they are not
-    yet; rows after the last used one are uninitialized."""
+    yet (ue8m0: with scales that are powers of two); rows after the last used one are
+    uninitialized."""
     tokens, columns = x.shape
     made = isinstance(x, Quantized)
     data, scale = (x.data, x.scale) if isinstance(x, Quantized) else (x, None)
     assert data.stride(1) == 1
     assert blocks.num_picks == tokens * top_k, (blocks.num_picks, tokens, top_k)
-    out = Quantized.empty(blocks.num_picks, columns, blocks.order.device)
+    powers = x.ue8m0 if isinstance(x, Quantized) else ue8m0
+    out = Quantized.empty(blocks.num_picks, columns, blocks.order.device, powers)
     strides = (data.stride(0), *((0, 0) if scale is None else scale.stride()), *out.scale.stride())
     if blocks.places is not None:
         size, warps = _copying(columns, data.element_size())
@@ -292,6 +305,7 @@ def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantiz
             top_k,
             size,
             not made,
+            powers,
             num_warps=warps,
             **dependent(data.device),
         )
@@ -312,18 +326,19 @@ def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantiz
             blocks.rows,
             size,
             not made,
+            powers,
             num_warps=8,
             **dependent(data.device),
         )
     return out
 
 
-def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
+def joined(both: Tensor, blocks: ExpertBlocks, ue8m0: bool = False) -> Quantized:
     """silu(gate) * up of sorted rows [pairs, 2 inner]: [pairs, inner]."""
     num_picks = both.shape[0]
     columns = both.shape[1] // 2
     assert both.is_contiguous()
-    out = Quantized.empty(num_picks, columns, both.device)
+    out = Quantized.empty(num_picks, columns, both.device, ue8m0)
     sorting = (blocks.blocks, blocks.count, blocks.limit)
     if blocks.places is not None:
         rows, size = tile_of(columns)
@@ -341,6 +356,7 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             rows,
             size,
             each,
+            ue8m0,
             num_warps=TILE_WARPS,
             **dependent(both.device, after_long=True),
         )
@@ -355,6 +371,7 @@ def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
             *out.scale.stride(),
             blocks.rows,
             size,
+            ue8m0,
             num_warps=4,
             **dependent(both.device, after_long=True),
         )

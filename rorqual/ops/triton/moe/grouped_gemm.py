@@ -18,6 +18,7 @@ DeepGEMM (arXiv 2412.19437, section 3.3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ from rorqual.ops.triton.moe.small_batch import (
     rows_of,
     tile_of,
 )
-from rorqual.ops.triton.rowwise.quantize import quantized
+from rorqual.ops.triton.rowwise.quantize import quantized, scale_of
 from rorqual.ops.triton.rowwise.silu import silu_exp
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
@@ -79,6 +80,8 @@ class GroupedGemmPlan:
     down: Tile
     tall: int = 0
 
+
+SecondProduct = Callable[[Weight, ExpertBlocks], Tensor]
 
 # Fuse shared experts with the routed ones if the layer allows it (layers/moe.py). False: a dense
 # layer.
@@ -151,6 +154,7 @@ def _gate_up_kernel(
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """h[sorted row] = silu(gate x) * (up x). A program computes N columns of h for one row block at
@@ -216,7 +220,7 @@ def _gate_up_kernel(
         y = silu_exp(gate) * up
         columns = first + tl.arange(0, N)
         if QUANT:  # N is 128 here: the tile is one block of the activation
-            scale = tl.maximum(tl.max(tl.abs(y), 0 if SWAP else 1), 1e-4) / 448.0
+            scale = scale_of(tl.maximum(tl.max(tl.abs(y), 0 if SWAP else 1), 1e-4), UE8M0)
             y = y / (scale[None, :] if SWAP else scale[:, None])
             tl.store(h_scale + rows * hs_row + first // 128 * hs_block, scale, mask=valid)
         y = (y.T if SWAP else y).to(h.dtype.element_ty)
@@ -432,18 +436,35 @@ def _products(
     top_k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    assert blocks.rows == plan.rows
-    if plan.tall and w.down.quantized:
-        from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
+    return first_product(x, w, plan, blocks, top_k, dtype)(w.down, blocks)
 
-        return grouped_gemm_sm90_fp8.products(x, w, blocks, top_k, dtype, plan.tall)
-    if plan.tall:
-        from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16
+
+def first_product(
+    x: Activation | Quantized,
+    w: ExpertWeights,
+    plan: GroupedGemmPlan,
+    blocks: ExpertBlocks,
+    top_k: int,
+    dtype: torch.dtype,
+) -> SecondProduct:
+    """Launch silu(gate x) * (up x) of each pair. Returns what multiplies that by one matrix down
+    [hidden, inner] of each expert, given these and blocks whose rows are those of `blocks`: [pairs,
+    hidden], in pair order."""
+    assert blocks.rows == plan.rows
+    stages = plan.tall
+    if stages and w.down.quantized:
+        from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8 as tall_fp8
+
+        inner = tall_fp8.gate_up_product(x, w, blocks, top_k, dtype, stages)
+        return lambda down, blocks: tall_fp8.product(inner, down, blocks, dtype, stages, True)
+    if stages:
+        from rorqual.ops.triton.moe import grouped_gemm_sm90_bf16 as tall
 
         assert not isinstance(x, Quantized), "16-bit weights take activations as they are"
-        return grouped_gemm_sm90_bf16.products(hidden_of(x), w, blocks, top_k, plan.tall)
+        gated = tall.gate_up_product(hidden_of(x), w.gate_up, blocks, top_k, stages)
+        return lambda down, blocks: tall.down_product(gated, down, blocks, stages)
     h = gate_up_product(x, w.gate_up, blocks, top_k, plan.up)
-    return down_product(h, w.down, blocks, dtype, plan.down)
+    return lambda down, blocks: down_product(h, down, blocks, dtype, plan.down)
 
 
 def gate_up_product(
@@ -455,10 +476,10 @@ def gate_up_product(
     hidden = weight.columns
     inner = rows // 2
     num_picks = blocks.num_picks
-    data, scale, strides = _activation(quantized(x) if weight.fp8_blocks else x)
+    data, scale, strides = _activation(quantized(x, weight.ue8m0) if weight.fp8_blocks else x)
     device = weight.data.device
     h = (
-        Quantized.empty(num_picks, inner, device)
+        Quantized.empty(num_picks, inner, device, weight.ue8m0)
         if weight.fp8_blocks
         else torch.empty(num_picks, inner, dtype=data.dtype, device=device)
     )
@@ -488,6 +509,7 @@ def gate_up_product(
         top_k,
         blocks.rows,
         **_constants(weight, tile),
+        UE8M0=weight.ue8m0,
         **dependent(device),
     )
     return h

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_loop import SHARED
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.moe.grouped_gemm_sm90_fp8 import (
@@ -347,10 +347,3 @@ def down_product(h: Tensor, weight: Weight, blocks: ExpertBlocks, stages: int) -
     y = torch.empty(blocks.num_picks, weight.data.shape[1], dtype=h.dtype, device=h.device)
     _launch(h, weight, y, blocks, 1, False, stages)
     return y
-
-
-def products(x: Tensor, w: ExpertWeights, blocks: ExpertBlocks, top_k: int, stages: int) -> Tensor:
-    """down (silu(gate x) * (up x)) of each pair, in pair order: [pairs, hidden]; see
-    grouped_gemm.py."""
-    h = gate_up_product(x, w.gate_up, blocks, top_k, stages)
-    return down_product(h, w.down, blocks, stages)

@@ -453,17 +453,19 @@ def product(
     return y
 
 
-def products(
+def gate_up_product(
     x: Activation | Quantized,
     w: ExpertWeights,
     blocks: ExpertBlocks,
     top_k: int,
     dtype: torch.dtype,
     stages: int,
-) -> Tensor:
-    """down (silu(gate x) * (up x)) of each pair, in pair order: [pairs, hidden]; see
-    grouped_gemm.py."""
+) -> Quantized:
+    """silu(gate x) * (up x) of each pair in sorted order, [pairs, inner], for `product` with the
+    down matrices; see grouped_gemm.py."""
+    ue8m0 = w.gate_up.ue8m0
     # quantize once per token; the copies for its experts are then half as long
-    rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
-    both = product(in_order(rows, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
-    return product(joined(both, blocks), w.down, blocks, dtype, stages, True)
+    rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x, ue8m0)
+    sorted_rows = in_order(rows, blocks, top_k, ue8m0)
+    both = product(sorted_rows, w.gate_up, blocks, dtype, stages, False)
+    return joined(both, blocks, w.down.ue8m0)

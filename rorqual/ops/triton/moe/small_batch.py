@@ -69,9 +69,9 @@ def tile_of(
 
 
 @triton.jit
-def _rounded(x, BLOCKS: tl.constexpr):
+def _rounded(x, BLOCKS: tl.constexpr, UE8M0: tl.constexpr):
     """fp32 [BLOCKS * 128] after a round trip through fp8, as [BLOCKS, 128]."""
-    data, scale = to_fp8(x, BLOCKS)
+    data, scale = to_fp8(x, BLOCKS, UE8M0)
     return data.to(tl.float32) * scale[:, None]
 
 
@@ -89,6 +89,7 @@ def _direct_gate_up_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     STAGES: tl.constexpr,
@@ -137,7 +138,7 @@ def _direct_gate_up_kernel(
                     w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns + blocks
                 )
                 known = blocks < scale_columns
-                rounded = _rounded(xk, BLOCKS)
+                rounded = _rounded(xk, BLOCKS, UE8M0)
                 gs = tl.load(scale, mask=known, other=0.0)
                 us = tl.load(scale + INNER // 128 * scale_columns, mask=known, other=0.0)
                 gate += g * tl.reshape(rounded * gs[:, None], (K,))[None, :]
@@ -190,6 +191,7 @@ def _down_terms(
     PICKS: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     kind: tl.constexpr,
@@ -235,7 +237,7 @@ def _down_terms(
                 + blocks[None, :]
             )
             ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
-            rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
+            rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS, UE8M0)
             hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
         return wk * hk[:, None, :]
 
@@ -264,6 +266,7 @@ def _direct_down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     STAGES: tl.constexpr,
@@ -289,12 +292,12 @@ def _direct_down_kernel(
     for k in tl.range(0, INNER // PACK, KP, num_stages=STAGES):
         acc += _down_terms(
             h, w, w_scale, w_zero, pick, expert, first, rows, k,
-            HIDDEN, INNER, PICKS, K, QUANT, GROUP, ZERO, kind,
+            HIDDEN, INNER, PICKS, K, QUANT, UE8M0, GROUP, ZERO, kind,
         )  # fmt: skip
         if MORE > 0:
             acc_2 += _down_terms(
                 h, w, w_scale, w_zero, pick_2, expert_2, first, rows, k,
-                HIDDEN, INNER, MORE, K, QUANT, GROUP, ZERO, kind,
+                HIDDEN, INNER, MORE, K, QUANT, UE8M0, GROUP, ZERO, kind,
             )  # fmt: skip
     total = _weighted(acc, weight, kind)
     if MORE > 0:
@@ -391,12 +394,12 @@ def direct_experts(
     return out
 
 
-def _format(weight: Weight, columns: int) -> tuple[int, bool, int, bool]:
-    """K, QUANT, GROUP and ZERO. A step of int4 weights is inside one group."""
+def _format(weight: Weight, columns: int) -> tuple[int, bool, bool, int, bool]:
+    """K, QUANT, UE8M0, GROUP and ZERO. A step of int4 weights is inside one group."""
     if weight.is_int4:
         zero = weight.zero is not None
-        return int4.step_of(weight, columns), False, int4.group_of(weight), zero
-    return columns, weight.quantized, 0, False
+        return int4.step_of(weight, columns), False, False, int4.group_of(weight), zero
+    return columns, weight.quantized, weight.ue8m0, 0, False
 
 
 def split_picks(top_k: int) -> tuple[int, int]:

@@ -200,14 +200,26 @@ def _round_token(
 
 
 @gluon.jit
-def _round_piece(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr):
+def _scale_of(peak, UE8M0: gl.constexpr):
+    """As in rowwise/quantize.py, correctly rounded."""
+    if UE8M0:
+        exponent = (peak.to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23
+        return ((exponent - 8) << 23).to(gl.float32, bitcast=True)
+    else:
+        return gl.div_rn(peak, 448.0)
+
+
+@gluon.jit
+def _round_piece(
+    x, FIRST: gl.constexpr, WIDTH: gl.constexpr, UE8M0: gl.constexpr, COPY: gl.constexpr
+):
     """WIDTH columns from FIRST on of each part, rounded with a scale per 128, in shared memory
     [parts, 1, WIDTH], and the scales [parts, 1, groups]. NaN stays, as in rowwise/quantize.py."""
     column = FIRST + gl.arange(0, WIDTH, along(COPY, 2))
     values = gl.load(x + column[None, None, :]).to(gl.float32)
     PARTS: gl.constexpr = values.shape[0]
     groups = gl.reshape(values, [PARTS, 1, WIDTH // 128, 128])
-    scale = gl.div_rn(gl.maximum(gl.max(gl.abs(groups), 3), 1e-4), 448.0)
+    scale = _scale_of(gl.maximum(gl.max(gl.abs(groups), 3), 1e-4), UE8M0)
     numbers = gl.reshape(
         _rounded(groups, scale[:, :, :, None], gl.float8e4nv), [PARTS, 1, WIDTH]
     )  # fmt: skip
@@ -219,7 +231,9 @@ def _round_piece(x, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr
 
 
 @gluon.jit
-def _round_groups(x, CHUNKS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr):
+def _round_groups(
+    x, CHUNKS: gl.constexpr, UE8M0: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr
+):
     """As _round_token with a scale per 128 columns, two chunks: (pieces, pieces of the scales)."""
     COPY: gl.constexpr = token_layout(WARPS, PARTS)
     PIECES: gl.constexpr = pieces_of(CHUNKS)
@@ -228,7 +242,7 @@ def _round_groups(x, CHUNKS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.conste
     scales = ()
     for i in gl.static_range(len(PIECES)):
         piece, factors = _round_piece(
-            own, first_of(CHUNKS, i) * HALF, PIECES[i] * HALF, COPY
+            own, first_of(CHUNKS, i) * HALF, PIECES[i] * HALF, UE8M0, COPY
         )  # fmt: skip
         found += (piece,)  # type: ignore[assignment]
         scales += (factors,)  # type: ignore[assignment]
@@ -313,8 +327,8 @@ def _row_of(place, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr):
 def _sums(
     x, w, w_scale, first, column, EACH: gl.constexpr, LIMIT: gl.constexpr, INT8: gl.constexpr,
     COLUMNS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr,
-    DEPTH: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WAITS: gl.constexpr,
-    OUT: gl.constexpr,
+    DEPTH: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, UE8M0: gl.constexpr,
+    WAITS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """[16 WARPS TILES, 8] fp32, each column the same: w's rows (_row_of) times the token at x.
     first: int64. BLOCKS: one scale per 128x128 of w. WAITS: for the previous kernel, once the
@@ -341,7 +355,7 @@ def _sums(
     WHOLE: gl.constexpr = GROUP == 0 and INT8
     acc = gl.full([PARTS, N, 8], 0, gl.int32 if WHOLE else gl.float32, SUMS)
     if BLOCKS:
-        token, token_scales = _round_groups(x, CHUNKS, WARPS, PARTS)
+        token, token_scales = _round_groups(x, CHUNKS, UE8M0, WARPS, PARTS)
         thread_barrier()  # the whole token is in shared memory
         for group in gl.static_range(CHUNKS // 2):
             acc = _add_group(
@@ -371,7 +385,7 @@ def _rounded_linear_kernel(
     x, w, w_scale, bias, y,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    BLOCKS: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    BLOCKS: gl.constexpr, UE8M0: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y = W x: 16 WARPS TILES rows a program."""
     OUT: gl.constexpr = out_layout(WARPS * PARTS)
@@ -380,7 +394,7 @@ def _rounded_linear_kernel(
     column = gl.program_id(0) * N
     acc = _sums(
         x, w, w_scale, gl.to_tensor(0).to(gl.int64), column, N, ROWS, INT8, COLUMNS, WARPS, PARTS,
-        TILES, DEPTH, GROUP, BLOCKS, DEPENDENT, OUT,
+        TILES, DEPTH, GROUP, BLOCKS, UE8M0, DEPENDENT, OUT,
     )  # fmt: skip
     row = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
     if BIAS:
@@ -394,7 +408,7 @@ def _rounded_gate_up_kernel(
     x, w, w_scale, h, ids, x_row,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, TOP_K: gl.constexpr, INT8: gl.constexpr,
     WARPS: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr,
-    GROUP: gl.constexpr, BLOCKS: gl.constexpr, DEPENDENT: gl.constexpr,
+    GROUP: gl.constexpr, BLOCKS: gl.constexpr, UE8M0: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """h[pair] = silu(gate x) * (up x), 8 WARPS TILES columns a program. Of a tile's weight rows the
     first half are gates and the other half their ups."""
@@ -410,7 +424,7 @@ def _rounded_gate_up_kernel(
     if expert >= 0:
         acc = _sums(
             x + (pair // TOP_K).to(gl.int64) * x_row, w, w_scale, expert * (2 * INNER), column, N,
-            INNER, INT8, HIDDEN, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, False, OUT,
+            INNER, INT8, HIDDEN, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, UE8M0, False, OUT,
         )  # fmt: skip
         pairs = gl.permute(gl.reshape(acc, [2, N, 8]), [1, 2, 0])
         gate, up = gl.split(gl.convert_layout(pairs, PAIR))
@@ -427,7 +441,7 @@ def _rounded_down_kernel(
     h, w, w_scale, y, ids,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, INT8: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    BLOCKS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
+    BLOCKS: gl.constexpr, UE8M0: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y[pair] = down[expert] h[pair], 16 WARPS TILES columns a program. EARLY: after the kernel
     above, which let this one start once it had waited for the ids."""
@@ -443,7 +457,7 @@ def _rounded_down_kernel(
     if expert >= 0:
         acc = _sums(
             h + pair.to(gl.int64) * INNER, w, w_scale, expert * HIDDEN, column, N, HIDDEN, INT8,
-            INNER, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, DEPENDENT, OUT,
+            INNER, WARPS, PARTS, TILES, DEPTH, GROUP, BLOCKS, UE8M0, DEPENDENT, OUT,
         )  # fmt: skip
         at = column + gl.arange(0, N, gl.SliceLayout(1, OUT))
         stored = (at < HIDDEN)[:, None] & (gl.arange(0, 8, gl.SliceLayout(0, OUT)) == 0)[None, :]
@@ -503,6 +517,7 @@ def _constants(weight: Weight, tile: DirectTile) -> dict[str, Any]:
         "INT8": weight.activation.startswith("int8"),
         "GROUP": operands.group_of(weight) if weight.is_int4 else 0,
         "BLOCKS": weight.fp8_blocks,
+        "UE8M0": weight.ue8m0,
         **launched_with(tile, weight.data.device),
     }
 

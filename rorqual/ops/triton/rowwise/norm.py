@@ -41,6 +41,7 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -60,8 +61,9 @@ def _norm_kernel(
     tl.store(out + row * columns + offsets, y, mask=inside)
     if QUANT:
         store_fp8(
-            y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE
-        )
+            y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE,
+            UE8M0,
+        )  # fmt: skip
 
 
 def warps_for(size: int) -> int:
@@ -106,6 +108,7 @@ def _launch(
             size,
             residual is not None,
             made is not None,
+            made is not None and made.ue8m0,
             num_warps=warps_for(size),
             **dependent(x.device),
         )
@@ -122,12 +125,12 @@ def add_norm(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    quantize_output: bool = False,
+    quantize_output: str | None = None,
 ) -> tuple[Activation, Tensor]:
     """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x
-    itself, not a copy. quantize_output: the norm is a NormOutput; the compiler then lays rows out
-    for byte stores, and squares are added in another order."""
-    made = Quantized.empty(x.shape[0], x.shape[1], x.device) if quantize_output else None
+    itself, not a copy. quantize_output (how: Quantized.room): the norm is a NormOutput; the
+    compiler then lays rows out for byte stores, and squares are added in another order."""
+    made = Quantized.room(x, quantize_output)
     out, total = _launch(x, residual, weight, eps, made)
     return output_of(out, made), x if total is None else total
 
@@ -158,6 +161,7 @@ def _swiglu_kernel(
     scale_block,
     SIZE: tl.constexpr,
     QUANT: tl.constexpr,
+    UE8M0: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
@@ -181,6 +185,7 @@ def _swiglu_kernel(
             scale_row,
             scale_block,
             SIZE,
+            UE8M0,
         )
     else:
         tl.store(out + row * columns + offsets, y, mask=inside)
@@ -203,6 +208,7 @@ def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
             *strides,
             size,
             packed is not None,
+            packed is not None and packed.ue8m0,
             num_warps=4,
             **dependent(x.device),
         )
@@ -215,8 +221,8 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_fp8(x: Tensor) -> Quantized:
+def swiglu_fp8(x: Tensor, ue8m0: bool = False) -> Quantized:
     """`swiglu` with fp8 output."""
-    out = Quantized.empty(x.shape[0], x.shape[1] // 2, x.device)
+    out = Quantized.empty(x.shape[0], x.shape[1] // 2, x.device, ue8m0)
     _swiglu(x, None, out)
     return out

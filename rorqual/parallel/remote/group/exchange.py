@@ -37,7 +37,7 @@ class GroupExchange(RemoteExchange):
         fp8: bool,
         calls: GroupCalls,
     ):
-        super().__init__(servers, lanes, layer, device, fp8)
+        super().__init__(servers, lanes, layer, device, fp8, ue8m0=calls.form.ue8m0)
         self.calls = calls
 
     @property

@@ -58,12 +58,14 @@ class ReplyParts:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The layout of calls. columns, dtype: of hidden states; fp8: they are sent in that."""
+    """The layout of calls. columns, dtype: of hidden states; fp8: they are sent in that, with ue8m0
+    by scales that are powers of two."""
 
     columns: int
     top_k: int
     dtype: torch.dtype
     fp8: bool
+    ue8m0: bool = False
 
     @property
     def _call(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -89,7 +91,7 @@ class GroupRows:
 
     def fill(self, rows: tuple[Tensor, ...], x: Tensor) -> None:
         """A call's rows from hidden states x [T, columns]."""
-        found = quantize_activation(x) if self.fp8 else (x,)
+        found = quantize_activation(x, self.ue8m0) if self.fp8 else (x,)
         for part, new in zip(rows, found, strict=True):
             part.copy_(new)
 

@@ -182,7 +182,8 @@ def test_sums_are_added_to_what_there_is() -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_rows_in_fp8_are_the_definition_s_to_the_bit() -> None:
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_rows_in_fp8_are_the_definition_s_to_the_bit(ue8m0: bool) -> None:
     """Zeros of both signs, blocks of nothing else, and values far apart among them."""
     pairs = Pairs([list(range(EXPERTS))])
     x, ids, weights = given(ROWS, 0, torch.float32)
@@ -192,9 +193,9 @@ def test_rows_in_fp8_are_the_definition_s_to_the_bit() -> None:
     x[3, ::5] = -0.0
     x[4, ::2] *= 1e-30
     x[5] *= 1e30
-    kernels.dispatch(pairs.caller, pairs.holders, x, ids, weights, 0, True)
+    kernels.dispatch(pairs.caller, pairs.holders, x, ids, weights, 0, True, None, ue8m0)
     parts, _, _ = kernels.arrived(pairs.servers[0], ROWS, torch.float32, True)
-    wanted = reference.quantize_activation(x)
+    wanted = reference.quantize_activation(x, ue8m0)
     assert torch.equal(parts[0].view(torch.uint8), wanted[0].view(torch.uint8))
     assert torch.equal(parts[1], wanted[1])
 

@@ -54,11 +54,12 @@ class Ranks:
         weights: list[Tensor],
         fp8: bool,
         padded: list[PaddedRows] | None = None,
+        ue8m0: bool = False,
     ) -> list[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
         capacity = max(map(len, x))
         for rank, buffer in enumerate(self.buffers):
             real = padded[rank] if padded else None
-            given = (x[rank], slots[rank], weights[rank], capacity, self.place, fp8, real)
+            given = (x[rank], slots[rank], weights[rank], capacity, self.place, fp8, real, ue8m0)
             kernels.dispatch(buffer, *given)
         for buffer in self.buffers:
             kernels.recv_dispatch(buffer)
@@ -96,23 +97,28 @@ def expected(
     return x[wanted], place[wanted].int(), weights[wanted]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("fp8", "ue8m0"), [(False, False), (True, False), (True, True)], ids=["", "fp8", "ue8m0"]
+)
 @pytest.mark.parametrize(
     ("world", "counts", "columns", "top_k"),
     [(2, [5, 2], 48, 3), (4, [1, 0, 3, 2], 256, 3), (8, [2, 1, 0, 0, 2, 2, 1, 2], 160, 6)],
 )
-def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, fp8: bool) -> None:
+def test_what_arrives(
+    world: int, counts: list[int], columns: int, top_k: int, fp8: bool, ue8m0: bool
+) -> None:
     """Rows once, in the order of tokens, exact or as quantize_activation rounds them; places
     without a row say so."""
     ranks = Ranks(world, 6, columns, top_k, torch.bfloat16)
     capacity = max(counts)
     for _ in range(2):  # what the first call left lies where the second writes
         x, slots, weights = draw(counts, columns, top_k, torch.bfloat16)
-        for me, (parts, places, factors) in enumerate(ranks.dispatch(x, slots, weights, fp8)):
+        arrived = ranks.dispatch(x, slots, weights, fp8, ue8m0=ue8m0)
+        for me, (parts, places, factors) in enumerate(arrived):
             for source in range(world):
                 rows, place, weight = expected(ranks, me, x[source], slots[source], weights[source])
                 block = slice(source * capacity, source * capacity + len(rows))
-                want = quantize_activation(rows) if fp8 else (rows,)
+                want = quantize_activation(rows, ue8m0) if fp8 else (rows,)
                 assert all(
                     torch.equal(part[block].float(), one.float())
                     for part, one in zip(parts, want, strict=True)

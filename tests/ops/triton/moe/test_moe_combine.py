@@ -87,8 +87,9 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(
         assert torch.equal(got_stream, stream)
         assert torch.equal(got, normed)
         if takes_fp8(residual.device):
-            both, _ = combine.combine_add_norm(gave, residual, weight, EPS, quantize_output=True)
-            apart, _ = norm.add_norm(total, residual, weight, EPS, quantize_output=True)
+            how = "fp8_group_ue8m0" if base else "fp8_group"
+            both, _ = combine.combine_add_norm(gave, residual, weight, EPS, quantize_output=how)
+            apart, _ = norm.add_norm(total, residual, weight, EPS, quantize_output=how)
             assert isinstance(both, NormOutput)
             assert isinstance(apart, NormOutput)
             found = both.hidden
@@ -100,7 +101,7 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(
             ).all()
             # by the joint kernel, by one of its own
             beside = both.quantized
-            behind = quantize(found)
+            behind = quantize(found, base)
             assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
             assert torch.equal(beside.scale, behind.scale)
 

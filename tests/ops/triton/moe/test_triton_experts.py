@@ -24,6 +24,7 @@ from rorqual.ops.activation import NormOutput, PendingNorm, Quantized, hidden_of
 from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
+from rorqual.ops.rounding import power_of_two
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps, _router
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -45,7 +46,12 @@ from tests.emulation.poison import poison
 
 pytestmark = pytest.mark.exhaustive
 
-KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+KINDS = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+    "ue8m0": torch.bfloat16,  # fp8 whose scales are powers of two
+    "fp32": torch.float32,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +71,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def weight(kind: str, *shape: int) -> Weight:
     data = random(*shape) * shape[-1] ** -0.5
-    if kind != "fp8":
+    if kind not in ("fp8", "ue8m0"):
         return Weight(data.to(KINDS[kind]))
     scale = (
         torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=DEVICE) * 0.02
         + 0.01
     )
+    if kind == "ue8m0":
+        powers = power_of_two(scale)
+        return Weight((data * 20).to(FP8), powers, activation="fp8_group_ue8m0")
     return Weight((data * 20).to(FP8), scale)
 
 
@@ -95,11 +104,16 @@ def draw(tokens: int, top_k: int, slots: int, absent: float = 0.2) -> tuple[Tens
     return ids.to(DEVICE), torch.rand(tokens, top_k).to(DEVICE)
 
 
-LIMITS = {"bf16": 1e-4, "fp8": 1e-3, "fp32": 1e-10}
-SIZES = {"bf16": (72, 40, 8), "fp32": (48, 40, 5), "fp8": (256, 128, 6)}
+# with the other kind of scales of rows fp8's is 2e-3
+LIMITS = {"bf16": 1e-4, "fp8": 1e-3, "ue8m0": 1e-3, "fp32": 1e-10}
+SIZES = {"bf16": (72, 40, 8), "fp32": (48, 40, 5), "fp8": (256, 128, 6), "ue8m0": (256, 128, 6)}
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8"])
+def powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale)[0] == 0.5).all())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8", "ue8m0"])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 3), (37, 3)])
 def test_experts(kind: str, tokens: int, top_k: int) -> None:
     hidden, inner, slots = SIZES[kind]
@@ -118,7 +132,13 @@ def test_experts(kind: str, tokens: int, top_k: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "top_k", "shared"),
-    [("bf16", 1, 8, 1), ("fp8", 1, 8, 1), ("fp32", 9, 3, 2), ("fp8", 9, 3, 2)],
+    [
+        ("bf16", 1, 8, 1),
+        ("fp8", 1, 8, 1),
+        ("fp32", 9, 3, 2),
+        ("fp8", 9, 3, 2),
+        ("ue8m0", 9, 3, 2),
+    ],
 )
 def test_fused_shared_experts(
     kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +181,7 @@ def test_widths_of_top_k(top_k: int, widths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0"])
 def test_expert_tiles(kind: str, swap: bool) -> None:
     """Both sides of the tensor cores."""
     hidden, inner, slots = SIZES[kind]
@@ -182,7 +202,7 @@ def test_expert_tiles(kind: str, swap: bool) -> None:
 @pytest.mark.longest
 @pytest.mark.exhaustive
 def test_direct_form_takes_any_number_of_pairs() -> None:
-    for kind in ("bf16", "fp8"):
+    for kind in ("bf16", "fp8", "ue8m0"):
         hidden, inner, slots = SIZES[kind]
         w = expert_weights(kind, slots, hidden, inner)
         x = random(5, hidden, dtype=KINDS[kind])
@@ -200,7 +220,7 @@ def test_direct_form_takes_any_number_of_pairs() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0"])
 @pytest.mark.parametrize("tokens", [2, 37])
 def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
     """With fp8 weights the grouped form is that of the rows before they were quantized, bit for
@@ -209,11 +229,11 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
     w = expert_weights(kind, slots, hidden, inner)
     x = random(tokens, hidden, dtype=torch.bfloat16)
     (ids, weights) = draw(tokens, 3, slots)
-    data, scale = reference.quantize_activation(x)
+    data, scale = reference.quantize_activation(x, w.gate_up.ue8m0)
     got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, w)
     wide = reference.dequantize_activation(data, scale, torch.bfloat16)
     assert difference(got, reference.experts(wide, ids, weights, w)) < LIMITS[kind]
-    if kind == "fp8" and ids.numel() > small_batch.DIRECT_PICKS["fp8"]:
+    if kind != "bf16" and ids.numel() > small_batch.DIRECT_PICKS["fp8"]:
         assert torch.equal(got, experts.experts(x, ids, weights, w))
 
 
@@ -234,7 +254,7 @@ def test_results_in_pieces_of_columns(
     whole = experts.grouped_experts(given, ids, weights, w, plan, torch.bfloat16)
     launched: list[str] = []
     for name in ("gate_up_product", "down_product"):
-        monkeypatch.setattr(column_pieces, name, noting(launched, name, getattr(experts, name)))
+        monkeypatch.setattr(experts, name, noting(launched, name, getattr(experts, name)))
     ops = TritonOps()
     assert ops.experts_in_pieces(rows, x.dtype, ids, weights, w) is None, "no message is beside it"
     with ops.beside_messages():
@@ -314,20 +334,50 @@ def test_sorting_leaves_its_counters_zero() -> None:
     assert torch.equal(first.blocks[:, : int(first.count)], again.blocks[:, : int(again.count)])
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantize(dtype: torch.dtype) -> None:
+def test_quantize(dtype: torch.dtype, ue8m0: bool) -> None:
     x = random(5, 384, dtype=dtype) * torch.rand(5, 1, device=DEVICE) * 10
     x[1] = 0
-    got = quantize.quantize(x)
-    (data, scale) = reference.quantize_activation(x)
+    got = quantize.quantize(x, ue8m0)
+    (data, scale) = reference.quantize_activation(x, ue8m0)
     assert torch.equal(got.scale, scale)
     assert torch.equal(got.data.float(), data.float())
+    exact = quantize.quantize_exactly(x, ue8m0)
+    assert torch.equal(exact[1], scale)
+    assert torch.equal(exact[0].view(torch.uint8), data.view(torch.uint8))
+
+
+def test_scales_beside_powers_of_two() -> None:
+    """Peaks around 448 * 2^k, where the power of two changes, and the least ones."""
+    exponents = torch.arange(-20, 100, device=DEVICE)
+    edges = torch.ldexp(torch.full((120,), 448.0, device=DEVICE), exponents)
+    wide = torch.tensor(torch.inf, device=DEVICE)
+    peaks = torch.cat((edges, edges.nextafter(wide), edges.nextafter(-wide)))
+    peaks = torch.cat((peaks, peaks.new_tensor([0.0, 1e-5, 1e-4, 1.5e-4, 1e38])))
+    x = torch.rand(len(peaks), 128, device=DEVICE) * peaks[:, None]
+    x[:, 77] = -peaks
+    got = quantize.quantize(x, True)
+    data, scale = reference.quantize_activation(x, True)
+    assert torch.equal(got.scale, scale)
+    assert torch.equal(got.data.view(torch.uint8), data.view(torch.uint8))
+    assert powers_of_two(scale)
+
+
+def test_rows_rounded_by_another_rule_are_rounded_again() -> None:
+    x = random(4, 256, dtype=torch.bfloat16)
+    kept, _ = norm.add_norm(x, None, random(256, dtype=x.dtype), 1e-6, "fp8_group")
+    assert isinstance(kept, NormOutput)
+    assert quantize.quantized(kept, False) is kept.quantized
+    again = quantize.quantized(kept, True)
+    assert torch.equal(again.scale, reference.quantize_activation(kept.hidden, True)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(200, 512), (128, 1280)])
-def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
-    matrix = weight("fp8", rows, columns)
+@pytest.mark.parametrize("kind", ["fp8", "ue8m0"])
+def test_linear(kind: str, dtype: torch.dtype, rows: int, columns: int) -> None:
+    matrix = weight(kind, rows, columns)
     bias = random(rows, dtype=dtype)
     for tokens, size in zip((1, 20, 40, 70, 70), (1, 20, 40, 70, 5000), strict=True):
         plan = fp8_gemm.plan_for(matrix, size)
@@ -337,7 +387,11 @@ def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
         assert (
             difference(
                 fp8_gemm.linear(
-                    quantize.quantize(x), matrix, bias, dtype, replace(plan.portable(), waves=1)
+                    quantize.quantize(x, matrix.ue8m0),
+                    matrix,
+                    bias,
+                    dtype,
+                    replace(plan.portable(), waves=1),
                 ),
                 expected,
             )
@@ -767,14 +821,16 @@ def test_absorb_products(
         assert difference(out, torch.einsum("tha,hab->thb", x.double(), matrices.double())) < 1e-5
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-def test_heads_quantized_where_they_are_made(tokens: int) -> None:
+def test_heads_quantized_where_they_are_made(tokens: int, ue8m0: bool) -> None:
     latent = random(tokens, 3, 256, dtype=torch.bfloat16)
     matrices = random(3, 256, 128, dtype=torch.bfloat16)
-    out = per_head_gemm.joined_heads_dot(latent, matrices)
+    out = per_head_gemm.joined_heads_dot(latent, matrices, ue8m0)
     assert torch.equal(out.hidden, per_head_gemm.heads_dot(latent, matrices).flatten(1))
     made = out.quantized
-    behind = quantize.quantize(out.hidden)
+    behind = quantize.quantize(out.hidden, ue8m0)
+    assert powers_of_two(made.scale) == ue8m0
     assert torch.equal(made.scale, behind.scale)
     assert torch.equal(made.data.float(), behind.data.float())
 
@@ -796,14 +852,15 @@ def test_norms(dtype: torch.dtype) -> None:
     got, got_total = norm.add_norm(x, residual, factor, 1e-6)
     assert torch.equal(got_total, total)
     torch.testing.assert_close(got, expected, **close)
-    kept, _ = norm.add_norm(x, residual, factor, 1e-6, quantize_output=True)
-    assert isinstance(kept, NormOutput)
-    assert torch.equal(kept.hidden, got)
-    packed = quantize.quantized(kept)
-    assert packed is kept.quantized, "made once"
-    data, scale = reference.quantize_activation(kept.hidden)
-    assert torch.equal(packed.scale, scale)
-    assert torch.equal(packed.data.float(), data.float())
+    for how, ue8m0 in (("fp8_group", False), ("fp8_group_ue8m0", True)):
+        kept, _ = norm.add_norm(x, residual, factor, 1e-6, quantize_output=how)
+        assert isinstance(kept, NormOutput)
+        assert torch.equal(kept.hidden, got)
+        packed = quantize.quantized(kept, ue8m0)
+        assert packed is kept.quantized, "made once"
+        data, scale = reference.quantize_activation(kept.hidden, ue8m0)
+        assert torch.equal(packed.scale, scale)
+        assert torch.equal(packed.data.float(), data.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -813,14 +870,16 @@ def test_swiglu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         norm.swiglu(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
     )
-    packed = norm.swiglu_fp8(x)
-    assert (
-        difference(
-            packed.data.float() * packed.scale.repeat_interleave(128, 1),
-            reference.rounded_to_fp8(expected),
+    for ue8m0 in (False, True):
+        packed = norm.swiglu_fp8(x, ue8m0)
+        wide = reference.quantize_activation(expected, ue8m0)
+        assert (
+            difference(
+                packed.data.float() * packed.scale.repeat_interleave(128, 1),
+                reference.dequantize_activation(*wide, torch.float32),
+            )
+            < 1e-5
         )
-        < 1e-5
-    )
 
 
 def angles(tokens: int, half: int) -> tuple[Tensor, Tensor]:
@@ -873,11 +932,15 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
     )
-    packed = rope_kv_write.latent_epilogue(
-        x, q_weight, kv_weight, places, plane, 1e-6, interleaved, quant=True
-    )
-    assert isinstance(packed, Quantized)
-    assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
+    for how, ue8m0 in (("fp8_group", False), ("fp8_group_ue8m0", True)):
+        packed = rope_kv_write.latent_epilogue(
+            x, q_weight, kv_weight, places, plane, 1e-6, interleaved, quant=how
+        )
+        assert isinstance(packed, Quantized)
+        data, scale = reference.quantize_activation(got, ue8m0)
+        assert packed.ue8m0 == ue8m0
+        assert torch.equal(packed.scale, scale)
+        assert torch.equal(packed.data.float(), data.float())
     assert (
         rope_kv_write.latent_epilogue(x, None, kv_weight, places, plane, 1e-6, interleaved) is None
     )
@@ -946,12 +1009,18 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["buckets", "scan", "chunks"])
+@pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
     ("inner", "top_k"), [(256, 2), pytest.param(2176, 1, marks=pytest.mark.longest)]
 )
 def test_rows_in_the_order_of_their_experts(
-    way: str, quantized: bool, inner: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    quantized: bool,
+    ue8m0: bool,
+    inner: int,
+    top_k: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if way == "buckets" else 0)
     monkeypatch.setattr(align, "ONE_KERNEL_PICKS", 0 if way == "chunks" else 8192)
@@ -964,14 +1033,15 @@ def test_rows_in_the_order_of_their_experts(
     ids[7, -1] = -1
     blocks = align.moe_align_block_size(ids, slots, 128)
     x = random(tokens, 384, dtype=torch.bfloat16)
-    given = quantize.quantize(x) if quantized else x
-    found = expert_rows.in_order(given, blocks, top_k)
-    expected = quantize.quantize(x)
+    given = quantize.quantize(x, ue8m0) if quantized else x
+    found = expert_rows.in_order(given, blocks, top_k, ue8m0)
+    expected = quantize.quantize(x, ue8m0)
+    assert found.ue8m0 == ue8m0
     here = int((ids >= 0).sum())
     both = random(blocks.num_picks, 2 * inner, dtype=torch.bfloat16)
-    joined = expert_rows.joined(both, blocks)
+    joined = expert_rows.joined(both, blocks, ue8m0)
     truth = quantize.quantize(
-        torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float()
+        torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float(), ue8m0
     )
     seen = 0
     for block in range(int(blocks.count)):

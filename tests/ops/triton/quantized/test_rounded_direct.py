@@ -96,9 +96,11 @@ def test_norms_quantize_what_is_not_rounded_by_its_product() -> None:
     def rows(tokens: int, columns: int) -> torch.Tensor:
         return torch.empty(tokens, columns, device="meta")
 
-    assert not backend._rounds_rows(rows(1, 2048))
-    assert backend._rounds_rows(rows(2, 2048))
-    assert backend._rounds_rows(rows(1, 7168))
+    for how in ("fp8_group", "fp8_group_ue8m0"):
+        assert backend._rounds_rows(rows(1, 2048), how) is None
+        assert backend._rounds_rows(rows(2, 2048), how) == how
+        assert backend._rounds_rows(rows(1, 7168), how) == how
+    assert backend._rounds_rows(rows(2, 2048), None) is None, "no such product follows"
 
 
 @pytest.mark.parametrize(

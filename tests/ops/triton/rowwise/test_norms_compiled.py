@@ -31,7 +31,7 @@ x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 rows = x({TOKENS}, {COLUMNS})
 gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None,
     combine.combine)
-for quant in (False, True):
+for quant in (None, "fp8_group"):
     norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, quant)
     combine.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, quant)
 gave.total()

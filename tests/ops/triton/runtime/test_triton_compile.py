@@ -377,8 +377,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                     padded() if p else None,
                 )
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
-                combine.combine_add_norm(gave, *rest, quantize_output=v3)
-                norm.add_norm(gave.total(), *rest, quantize_output=v3)
+                combine.combine_add_norm(gave, *rest, quantize_output="fp8_group" if v3 else None)
+                norm.add_norm(gave.total(), *rest, quantize_output="fp8_group" if v3 else None)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some} {pads}", both
     for top_k in (3, 8):
@@ -406,6 +406,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
     if v3:
         yield "quantize exactly", lambda: quantize.quantize_exactly(x(64, 7168))
+        yield "powers of two", lambda: quantize.quantize(x(64, 7168), ue8m0=True)
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     for tokens in (4, 9000):
         angles = x(tokens, 32, dtype=wide)
@@ -416,7 +417,9 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if v3:
         yield (
             "norm fp8",
-            lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, quantize_output=True),
+            lambda: norm.add_norm(
+                x(4, 7168), x(4, 7168), x(7168), 1e-6, quantize_output="fp8_group"
+            ),
         )
         yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
     slots = x(4, dtype=torch.int64)
@@ -425,7 +428,14 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield (
         "latent",
         lambda: rope_kv_write.latent_epilogue(
-            x(4, 2112), x(1536), x(512), places, x(9, 64, 576), 1e-6, True, quant=v3
+            x(4, 2112),
+            x(1536),
+            x(512),
+            places,
+            x(9, 64, 576),
+            1e-6,
+            True,
+            quant="fp8_group" if v3 else None,
         ),
     )
     if v3:
@@ -433,7 +443,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             "latent to an fp8 cache",
             lambda: rope_kv_write.latent_epilogue(
-                x(4, 2112), x(1536), x(512), places, rows, 1e-6, True, quant=True
+                x(4, 2112), x(1536), x(512), places, rows, 1e-6, True, quant="fp8_group"
             ),
         )
         yield (
