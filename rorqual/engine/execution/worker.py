@@ -167,6 +167,7 @@ class Worker:
         self.platform = platform
         self.mesh = mesh
         self.startup: dict[str, float] = {}
+        platform.watch_kernels(None)  # of an engine that is served by this process already
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
@@ -278,6 +279,8 @@ class Worker:
             self.runner.micro_batches = self._measured_parts()
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
+        if config.precompile_kernels:
+            platform.watch_kernels(_late_kernel)
 
     def _compile_ahead(self) -> None:
         kept = self.kept_parts
@@ -885,6 +888,10 @@ class Worker:
         least = torch.tensor(count, device=self.platform.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
+
+
+def _late_kernel(name: str, seconds: float) -> None:
+    log.info("kernel %s was not met at the start; a step waited %.2f s for it", name, seconds)
 
 
 def weight_bytes(model: Loadable) -> int:

@@ -43,27 +43,28 @@ def nest(rows: Iterable[Sequence[float]]) -> Nest:
     return found
 
 
-def interpolate(table: Nest | float, at: Sequence[float]) -> float:
+def interpolate(table: Nest | float, at: Sequence[float], least: float = 0.5) -> float:
     """ln us at the logarithms `at`. Beyond the upper end a coordinate goes on with the slope of
-    the two outermost points, held between 0.5 and 1 (2 for the last one, where attention is
-    quadratic); below the lower end it stays."""
+    the two outermost points, held between 0.5 and 1, the last one between `least` and 2; below the
+    lower end it stays."""
     if not isinstance(table, dict):
         return table
     keys = sorted(table)
     where = at[0]
     if len(keys) == 1:
-        return interpolate(table[keys[0]], at[1:])
+        return interpolate(table[keys[0]], at[1:], least)
     index = min(max(bisect_left(keys, where), 1), len(keys) - 1)
     low = keys[index - 1]
     high = keys[index]
-    first = interpolate(table[low], at[1:])
-    second = interpolate(table[high], at[1:])
+    first = interpolate(table[low], at[1:], least)
+    second = interpolate(table[high], at[1:], least)
     slope = (second - first) / (high - low)
     if low <= where <= high:
         return first + slope * (where - low)
     if where < low:
         return first
-    return second + min(max(slope, 0.5), 2.0 if len(at) == 1 else 1.0) * (where - high)
+    slope = min(max(slope, least), 2.0) if len(at) == 1 else min(max(slope, 0.5), 1.0)
+    return second + slope * (where - high)
 
 
 def experts_family(held: str) -> str:
@@ -295,7 +296,7 @@ class KernelTables:
             if name == "mla_prefill"
             else _logs(heads / groups, heads, requests, length)
         )
-        return _exp(interpolate(self._attention[name], at))
+        return _exp(interpolate(self._attention[name], at, least=2.0))  # quadratic beyond the table
 
     def _cached_factors(self, name: str, rows: Iterable[Sequence[float]]) -> dict[float, Nest]:
         """By heads {ln new: {cached share of the keys: ln factor}} of `_prompt_seconds`; rows
