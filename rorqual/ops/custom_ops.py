@@ -94,6 +94,7 @@ class TracedOps(Ops):
 
     delay = entry(Ops.delay)
     kernel_choice = entry(Ops.kernel_choice)
+    watch_kernels = entry(Ops.watch_kernels)
     draw_normal = entry(Ops.draw_normal)
     capture_calls = entry(Ops.capture_calls)
     captures_prompts = entry(Ops.captures_prompts)

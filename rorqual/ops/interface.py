@@ -360,6 +360,10 @@ class Ops:
         is compiled."""
         return nullcontext()
 
+    def watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
+        """From now on call `noted` with the name of each kernel that this process compiles or loads
+        at a launch, and the seconds this took; None: no longer."""
+
     def kernel_choice(self, device: torch.device) -> str:
         """What decides, besides the package's own files, which kernels are launched there:
         versions, a user's settings."""

@@ -76,10 +76,6 @@ class Platform:
         the backend has no such option."""
         return None
 
-    def watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
-        """From now on call `noted` with the name of each kernel that is compiled or loaded at a
-        launch, and the seconds this took; None: no longer."""
-
     def describe(self) -> str:
         """The device's model and capabilities: what compiled code depends on."""
         return self.name

@@ -82,11 +82,6 @@ class CudaPlatform(Platform):
         self.recording = torch.cuda.Stream(device)  # of captures
         self.messages = torch.cuda.Stream(device)  # of captured ones
 
-    def watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
-        from rorqual.ops.triton.runtime import late_kernels
-
-        late_kernels.watch(noted)
-
     def _graph_pool(self, use: str = "steps") -> Any:
         """The memory pool that all captured graphs of one use share. A tiny graph keeps it in use:
         when all graphs of a pool are freed but some of its memory is not, torch cannot capture into

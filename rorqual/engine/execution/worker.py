@@ -167,7 +167,7 @@ class Worker:
         self.platform = platform
         self.mesh = mesh
         self.startup: dict[str, float] = {}
-        platform.watch_kernels(None)  # of an engine that is served by this process already
+        self._watch_kernels(None)  # of an engine that this process already serves with
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
@@ -280,7 +280,11 @@ class Worker:
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
         if config.precompile_kernels:
-            platform.watch_kernels(_late_kernel)
+            self._watch_kernels(_late_kernel)
+
+    def _watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
+        if self.platform.compiles:
+            ops_for(self.platform.name).watch_kernels(noted)
 
     def _compile_ahead(self) -> None:
         kept = self.kept_parts

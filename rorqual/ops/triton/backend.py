@@ -123,6 +123,11 @@ class TritonOps(Ops):
 
         return precompile.compiling()
 
+    def watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
+        from rorqual.ops.triton.runtime import late_kernels
+
+        late_kernels.watch(noted)
+
     def kernel_choice(self, device: torch.device) -> str:
         return f"{tuning.all_choices(device)}, {multiprocessors(device)} multiprocessors"
 

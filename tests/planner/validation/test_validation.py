@@ -68,17 +68,17 @@ def test_the_halves_are_a_hashs_and_the_numbers_are_the_best_of_theirs() -> None
 # Figures that docs/planning.md tells of: mean and worst. Steps of an H200, of the kernels
 # that the tables are of; what kernels do later, `stale` and `older` say.
 # targets: decode steps 5 %, 10 % at worst; the rest 8 %
-LIMITS = {"decode": (0.03, 0.08), "prompts": (0.035, 0.08), "mixed": (0.035, 0.06)}
+LIMITS = {"decode": (0.03, 0.085), "prompts": (0.025, 0.05), "mixed": (0.03, 0.045)}
 # figures of earlier kernels, which were slower for few requests; and of an H100, for which the
 # target of decode steps is 7 %
-EARLIER = {"decode": (0.06, 0.09), "prompts": (0.08, 0.12), "mixed": (0.055, 0.065)}
-EARLIER_OFFLINE = (0.045, 0.10)
+EARLIER = {"decode": (0.06, 0.09), "prompts": (0.08, 0.10), "mixed": (0.035, 0.045)}
+OFFLINE = (0.03, 0.045)
 BEYOND = {
     # kernels of fp8 have changed since: an H200's step of one request takes 0.80 of what it took
-    "steps-h100-qwen3-30b-a3b-fp8-decode": (0.06, 0.125),
-    "steps-h100-qwen3-30b-a3b-fp8-prompts": (0.10, 0.125),
-    "steps-h100-qwen3-30b-a3b-fp8-mixed": (0.095, 0.10),
-    "steps-h100-qwen3-30b-a3b-mixed": (0.08, 0.08),  # one step, of the 16-bit experts before
+    "steps-h100-qwen3-30b-a3b-fp8-decode": (0.07, 0.13),
+    "steps-h100-qwen3-30b-a3b-fp8-prompts": (0.125, 0.135),
+    "steps-h100-qwen3-30b-a3b-fp8-mixed": (0.10, 0.105),
+    "steps-h100-qwen3-30b-a3b-mixed": (0.115, 0.115),  # one step, of the 16-bit experts before
     "steps-h100-qwen3-30b-a3b-w4a16-mixed": (0.065, 0.075),
 }
 
@@ -91,7 +91,7 @@ def test_own_steps(groups: dict[str, ValidationGroup]) -> None:
             usual = EARLIER if group.unrecorded else LIMITS
             mean, worst = BEYOND.get(name, usual[kind])
         elif name.startswith("offline-"):
-            mean, worst = EARLIER_OFFLINE
+            mean, worst = OFFLINE
         else:
             continue
         assert group.mean_error("step") < mean, name
@@ -104,9 +104,9 @@ def test_served_requests(groups: dict[str, ValidationGroup]) -> None:
     assert served.unrecorded
     assert served.worst_error("output") < 0.08
     assert served.worst_error("TPOT") < 0.06
-    assert served.mean_error("TTFT p50") < 0.05
-    assert served.worst_error("TTFT p50") < 0.07
-    assert served.mean_error("TTFT p99") < 0.115
+    assert served.mean_error("TTFT p50") < 0.065
+    assert served.worst_error("TTFT p50") < 0.085
+    assert served.mean_error("TTFT p99") < 0.13
 
 
 OWN = ("steps", "offline", "served")
@@ -133,17 +133,21 @@ def test_what_is_judged_was_not_learnt_from() -> None:
 
 
 def test_offline_figures_are_those_of_the_document() -> None:
-    """So that a table of new figures there asks for new rows here."""
+    """So that a table of new figures there asks for new rows here. What was measured again counts
+    instead."""
     text = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
-    table = text[text.index("| shape | requests | floor ms | ours ms |") :].split("\n\n")[0]
-    found: dict[str, list[tuple[int, float]]] = {}
-    name = ""
-    for line in table.splitlines()[2:]:
-        shape, requests, _, ours, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        name = shape or name
-        found.setdefault(name, []).append((int(requests), float(ours)))
+    found: dict[str, dict[int, float]] = {}
+    for head, column in (
+        ("| shape | requests | floor ms | ours ms |", 3),
+        ("| shape | requests | ours ms, again |", 2),
+    ):
+        name = ""
+        for line in text[text.index(head) :].split("\n\n")[0].splitlines()[2:]:
+            shape, requests, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            name = shape or name
+            found.setdefault(name, {})[int(requests)] = float(rest[column - 2])
     groups = [group for key, group in published_rows().items() if key.startswith("offline")]
-    rows = [[(row["clients"], row["step_ms"]) for row in group["rows"]] for group in groups]
+    rows = [{row["clients"]: row["step_ms"] for row in group["rows"]} for group in groups]
     assert rows == list(found.values())
 
 

@@ -38,5 +38,7 @@ def _begin(**_: Any) -> bool:
 
 
 def _end(*, fn: Any, **_: Any) -> None:
+    """Triton's hook once the kernel is there."""
+    now = time.perf_counter()
     if _noted is not None:
-        _noted(fn.name.rpartition(".")[2], time.perf_counter() - _began.at)
+        _noted(fn.name.rpartition(".")[2], now - getattr(_began, "at", now))
