@@ -127,12 +127,11 @@ def test_a_prompt_behind_cached_tokens_has_times_of_its_own(
         assert attention_seconds(model, new, cached) * 1e6 / layers == pytest.approx(
             measured, rel=1e-6
         )
-    plain = tables.load_tables(str(out))
-    name_of = tables.KernelTables._prompt_seconds
+    plain_seconds = tables.load_tables(str(out))._prompt_seconds
 
     def factor(new: int, cached: int) -> float:
-        pairs = name_of(plain, family, sizes[0], sizes[-1], 1, new, cached)
-        return attention_seconds(model, new, cached) / layers / pairs
+        plain = plain_seconds(family, sizes[0], sizes[-1], 1, new, cached)
+        return attention_seconds(model, new, cached) / layers / plain
 
     assert factor(4096, 2048) == pytest.approx(factor(4096, 4096) ** (2 / 3)), "a third cached"
     assert factor(64, 448) == pytest.approx(factor(1024, 7168)), "fewer new tokens"
