@@ -32,10 +32,6 @@ class PageMover(Protocol):
 
     def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None: ...
 
-    def warm(self, pages: Tensor) -> None:
-        """Prepare the first `scatter` from far rows to these pages."""
-        ...
-
 
 class PlaneMover:
     """A PageMover by torch calls, one per plane ([pages, page_size, ...])."""
@@ -65,9 +61,6 @@ class PlaneMover:
 
     def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None:
         raise AssertionError("copied by rows")
-
-    def warm(self, pages: Tensor) -> None:
-        """Nothing is compiled."""
 
 
 def page_mover(planes: Sequence[Tensor]) -> PageMover:
@@ -189,7 +182,6 @@ class PageMemory:
         peer's mapped here, to n of these pages from number `first` on."""
         where = self.platform.to_device(torch.tensor(pages))
         mover = self._mover(part)
-        mover.warm(where)
 
         def place(first: int, rows: Tensor) -> None:
             mover.scatter(rows, where[first : first + len(rows)], far=True)

@@ -1,6 +1,6 @@
 """The reader's side where our GPU copies from a peer's: pages are copied window by window to a
-range of staging memory on the device, where they stay until they are placed; where no range is
-large enough, through a smaller one to rows of host memory."""
+range of staging memory on the device, where they stay until they are placed, or to the cache
+itself; where no range is large enough, through a smaller one to rows of host memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from rorqual.disagg.page_link import (
     NotStaged,
     PageMessage,
     StagedReply,
-    check_confirmed,
     pack_read,
     receive_reply,
     unpack_staged,
 )
 from rorqual.disagg.staged_reader import READ_SECONDS, RowsOfPages, RunningReads, StagedReads
-from rorqual.disagg.transports.handles import HandleTransport
+from rorqual.disagg.transports.handles import HandleTransport, PeerRead
 from rorqual.disagg.transports.interface import ReadState
 from rorqual.disagg.transports.ranges import HeldRange, StagingRanges
 from rorqual.disagg.transports.start import PageStaging
@@ -43,8 +42,8 @@ WAIT_SECONDS = 0.001  # of blocking on a read, when there is no other work
 
 @dataclass
 class RunningRead:
-    """A read of `count` pages, from number `first` on. passing: the range they pass through to the
-    cache or to host memory."""
+    """A read of `count` pages, from number `first` on. passing: the range they pass through to host
+    memory."""
 
     generation: int
     first: int
@@ -88,8 +87,8 @@ class HandleReads(RunningReads):
         into: RowsOfPages,
         coming: Callable[[], bool],
     ) -> Iterator[int]:
-        """As StagedReads.read; a window's pages count once the server has confirmed it, and the
-        next window is read meanwhile."""
+        """As StagedReads.read; a window's pages count if the server has not taken it back until
+        they were read, and the next window is read meanwhile."""
         self.recover()
         with self.running_read():
             for start in range(0, len(keys), MAX_KEYS):
@@ -126,7 +125,7 @@ class PagesInFlight:
         self.asked = start  # reads were started up to this page
         self.stop = stop
         self.running: deque[RunningRead] = deque()
-        self.confirming: deque[int] = deque()  # pages of windows awaiting confirmation
+        self.arrived = 0  # pages, since the last result of `counts`
         self.given_up = False
         self.error = ""  # why no further pages are read
         self.incoming = select.poll()
@@ -149,54 +148,80 @@ class PagesInFlight:
         return False
 
     def counts(self, coming: Callable[[], bool]) -> Iterator[int]:
-        while self.asked < self.stop or self.running or self.confirming:
-            if not self._has_message():
-                continue
-            kind, data = receive_reply(self.sock)
-            if kind is PageMessage.COMING:
-                if not coming():
-                    self.given_up = True
+        while self.asked < self.stop or self.running:
+            if self._has_message():
+                self._receive(coming)
+                if self.given_up:
                     return
-            elif kind is PageMessage.CONFIRMED:
-                yield self._confirmed(data)
-            else:
-                try:
-                    staged = unpack_staged(kind, data, self.stop - self.asked)
-                except NotStaged as error:
-                    self._stop(str(error))
-                else:
-                    self._begin(staged)
+            if self.arrived:
+                count = self.arrived
+                self.arrived = 0
+                yield count
         if self.error:
             raise LinkError(self.error)
 
+    def _receive(self, coming: Callable[[], bool]) -> None:
+        """All messages that are there. Reads of several windows are launched together, which takes
+        less time."""
+        windows: list[StagedReply] = []
+        asked = self.asked
+        error = ""
+        while not windows or (asked < self.stop and self.incoming.poll(0)):
+            kind, data = receive_reply(self.sock)
+            if kind is PageMessage.COMING:
+                self.given_up = not coming()
+                break
+            try:
+                windows.append(unpack_staged(kind, data, self.stop - asked))
+            except NotStaged as refused:
+                error = str(refused)
+                break
+            asked += windows[-1].count
+        if self.into.held is not None or self.into.place is not None:
+            self._begin(windows)
+        else:
+            for window in windows:
+                self._begin([window])
+        if error:
+            self._stop(error)
+
     def _stop(self, error: str) -> None:
-        """Read no further pages; earlier ones are valid once confirmed."""
+        """Read no further pages than those announced."""
         self.stop = self.asked
         self.error = error
 
-    def _begin(self, staged: StagedReply) -> None:
-        count = staged.count
-        size = count * self.size
-        held = self.into.held
-        place = self._placing(self.asked, count)
+    def _begin(self, windows: Sequence[StagedReply]) -> None:
+        """Several: not of pages that pass through a range."""
+        if not windows:
+            return
         passing = None
-        local = 0
-        if held is not None:
-            local = held.offset + self.asked * self.size
-        elif place is None:
-            passing = self._passing(size)
-            local = passing.offset
+        origin = 0  # where the next page goes in the staging memory, if it goes there
+        if self.into.held is not None:
+            origin = self.into.held.offset + self.asked * self.size
+        elif self.into.place is None:
+            passing = self._passing(windows[0].count * self.size)
+            origin = passing.offset
+        reads = []
+        first = self.asked
+        for one in windows:
+            size = one.count * self.size
+            place = self._placing(first, one.count)
+            window = (one.check, one.generation)
+            reads.append(PeerRead(one.offset, origin, size, place, window))
+            first += one.count
+            origin += size
         try:
-            ticket = self.reads.transport.read(staged.peer, staged.offset, local, size, place)
+            tickets = self.reads.transport.read_windows(windows[0].peer, reads)
         except BaseException:
             if passing is not None:
                 self.reads.ranges.release(passing)
             raise
         deadline = time.monotonic() + READ_SECONDS
-        self.running.append(
-            RunningRead(staged.generation, self.asked, count, ticket, passing, deadline)
-        )
-        self.asked += count
+        for one, ticket in zip(windows, tickets, strict=True):
+            self.running.append(
+                RunningRead(one.generation, self.asked, one.count, ticket, passing, deadline)
+            )
+            self.asked += one.count
 
     def _placing(self, first: int, count: int) -> Callable[[Tensor], None] | None:
         place = self.into.place
@@ -216,7 +241,7 @@ class PagesInFlight:
         return found
 
     def _poll_oldest(self, seconds: float = 0.0) -> bool:
-        """Whether the oldest read is over, and its confirmation requested."""
+        """Whether the oldest read is over, and its window done with."""
         read = self.running[0]
         state = self.reads.transport.poll(read.ticket, seconds)
         if state is ReadState.RUNNING:
@@ -225,6 +250,8 @@ class PagesInFlight:
             return False
         self.running.popleft()
         try:
+            if state is ReadState.REVOKED:
+                raise LinkError("the pages were given up while they were read")
             if state is not ReadState.DONE:
                 raise LinkError("the transport did not bring the pages")
             if read.passing is not None and self.into.rows is not None:
@@ -233,7 +260,7 @@ class PagesInFlight:
             if read.passing is not None:
                 self.reads.ranges.release(read.passing)
         send(self.sock, PageMessage.CONFIRM, CONFIRM.pack(read.generation))
-        self.confirming.append(read.count)
+        self.arrived += read.count
         return True
 
     def _to_host(self, first: int, count: int, passing: HeldRange, rows: Tensor) -> None:
@@ -241,12 +268,6 @@ class PagesInFlight:
         with self.reads.transport.platform.background() as wait:
             rows.copy_(passing.bytes.view_as(rows), non_blocking=True)
             wait()
-
-    def _confirmed(self, answer: bytes) -> int:
-        if not self.confirming:
-            raise LinkError("an answer came where nothing was asked")
-        check_confirmed(answer)
-        return self.confirming.popleft()
 
     def end(self) -> None:
         """Set aside the memory of unfinished reads."""

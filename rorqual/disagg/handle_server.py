@@ -1,9 +1,10 @@
 """The server's side where a peer's GPU copies from ours: leased pages are gathered into windows of
 staging memory on the device, one after the other while windows are free, and the reader is notified
 of each as soon as it is filled. So a prompt's pages are copied between the GPUs while later ones
-are gathered. The first window is often filled already (prepared_windows.py).
+are gathered. The first windows are often filled already (prepared_windows.py).
 
-A page's lease is checked before and after: while it is open the page is not written to.
+A page's lease is checked before and after: while it is open the page is not written to. A window
+that is filled again before its reader has done with it is stamped first (window_stamps.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rorqual.cache.page_parts import PagePart
 from rorqual.cache.written_layers import Mark
 from rorqual.disagg.leases import Found, LeaseTable
 from rorqual.disagg.page_link import CONFIRM, STAGED, PageMessage, receive
-from rorqual.disagg.prepared_windows import RAMP, FilledWindow, PreparedWindows
+from rorqual.disagg.prepared_windows import FilledWindow, PreparedWindows
 from rorqual.disagg.staged_server import StagedPages, check_confirm, nothing
 from rorqual.disagg.transports.handles import HandleTransport
 from rorqual.disagg.transports.interface import TransportError
@@ -31,6 +32,7 @@ from rorqual.disagg.transports.start import PageStaging
 from rorqual.parallel.remote.link import LinkError, send
 
 WINDOW_SECONDS = 5.0  # for a reader to get a window
+RAMP = (2,)  # divisors of a prompt's first windows: partly filled, so that the copy starts sooner
 AHEAD = 2  # windows whose copies are launched before waiting for the first
 SPIN_SECONDS = 0.003  # of busy polling for the reader's message after a window was sent
 
@@ -49,6 +51,8 @@ class HandlePages:
         self.windows = windows
         self.leases = leases
         self.memory = memory
+        assert transport.stamps is not None, "made to be read from"
+        windows.revoke = transport.stamps.revoke
         self.prepared = PreparedWindows(windows, leases, memory)
 
     def link(self) -> HandlePagesLink:
@@ -100,6 +104,7 @@ class HandlePagesLink:
         begun = self._take_prepared(lease, part, keys)
         if begun:
             next(parts)
+        while self.filling:
             self._announce(sock)
         while begun < len(keys):
             count = max(1, most // next(parts))
@@ -119,14 +124,14 @@ class HandlePagesLink:
         self.busy_until = time.monotonic() + SPIN_SECONDS
 
     def _take_prepared(self, lease: bytes, part: PagePart, keys: Sequence[bytes]) -> int:
-        """How many pages of these are in a window that was filled before."""
+        """How many pages of these are in windows that were filled before."""
         prepared = self.pages.prepared.take(lease, part, keys)
         if prepared is None:
             return 0
-        self.filling.append(prepared.filled)
+        self.filling.extend(prepared.filled)
         self.places = prepared.places
         self.numbers = prepared.numbers
-        return prepared.filled.count
+        return prepared.count
 
     def _begin(
         self,
@@ -190,7 +195,7 @@ class HandlePagesLink:
             kind, message = receive(sock, CONFIRM.size)
             if kind is not PageMessage.CONFIRM:
                 raise LinkError(f"{kind.name} came where a window was to be confirmed")
-            self._confirm(sock, message)
+            self._confirm(message)
             window = windows.take(0)
         return window or windows.take(WINDOW_SECONDS)
 
@@ -205,7 +210,7 @@ class HandlePagesLink:
             return
         self.pages.windows.offer(window)
         self.held[window.generation] = filled
-        head = STAGED.pack(window.generation, window.offset, filled.count, 0)
+        head = STAGED.pack(window.generation, window.offset, filled.count, window.place)
         send(sock, PageMessage.STAGED, head + self.description)
         self.num_announced += filled.count
 
@@ -218,22 +223,19 @@ class HandlePagesLink:
             pass
 
     def confirm(self, sock: socket.socket, message: bytes) -> int:
-        """Send whether a window still holds what it was filled with; returns the pages confirmed
-        since the last call."""
-        self._confirm(sock, message)
+        """The reader has done with a window; returns the pages that it has since the last call."""
+        self._confirm(message)
         self.busy_until = time.monotonic() + SPIN_SECONDS
         count, self.confirmed = self.confirmed, 0
         return count
 
-    def _confirm(self, sock: socket.socket, message: bytes) -> None:
+    def _confirm(self, message: bytes) -> None:
         check_confirm(message)
         (generation,) = CONFIRM.unpack(message)
         filled = self.held.pop(generation, None)
-        good = filled is not None and self.pages.windows.is_held(filled.window)
-        if filled is not None:
-            self.confirmed += filled.count * good
+        if filled is not None and self.pages.windows.is_held(filled.window):
+            self.confirmed += filled.count
             self.pages.windows.release(filled.window)
-        send(sock, PageMessage.CONFIRMED, bytes([good]))
 
     def close(self) -> None:
         for filled in self.filling:

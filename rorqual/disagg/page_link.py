@@ -19,6 +19,9 @@ Where a library carries the bytes (transports/):
     reader -> CONFIRM    generation: once the bytes have arrived
     server -> CONFIRMED  1 where the window still holds these pages, else 0
 
+With handles a STAGED has the window's number in place of the CRC-32, and CONFIRM has no answer: the
+reader has looked at the window's stamp (transports/window_stamps.py), and has done with it.
+
 A page is requested by its key, the SHA-256 chain over all tokens before its end, so a page of other
 tokens can never be sent. A part is four numbers, the layers and the heads of a PagePart.
 
@@ -85,7 +88,7 @@ def unpack_read(message: bytes) -> tuple[PagePart, list[bytes]]:
 @dataclass(frozen=True)
 class StagedReply:
     """`count` pages, at `offset` of the server's staging memory while `generation` is valid. check:
-    their CRC-32; peer: the address of the server's library."""
+    their CRC-32, or the window's number; peer: the address of the server's library."""
 
     generation: int
     offset: int

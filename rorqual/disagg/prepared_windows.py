@@ -1,11 +1,11 @@
 """The first pages of a prompt whose lease has opened, gathered before its reader asks for them.
 
 Its reader hears of the lease by the response's way through a router, some milliseconds. Meanwhile
-the pages are looked up, their numbers are brought to the device, and a first window is gathered: on
+the pages are looked up, their numbers are brought to the device, and first windows are gathered: on
 two GPUs 1.1 of the 1.7 ms that pass from a request to its first copy.
 
-At most half of the windows are held so, only where more than half are free, and the oldest is given
-up for a reader that finds no free one.
+At most half of the windows are held so, only where more than half are free, and the oldest lease's
+are given up for a reader that finds no free one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 
 log = logging.getLogger(__name__)
 
-RAMP = (2,)  # divisors of a prompt's first windows: partly filled, so that the copy starts sooner
-
 
 @dataclass
 class FilledWindow:
@@ -41,13 +39,18 @@ class FilledWindow:
 
 @dataclass
 class PreparedPages:
-    """keys: of the lease's pages, the first of which are in `filled`. places, numbers: where the
-    others lie; numbers [n] int64 on the device."""
+    """keys: of the lease's pages, the first of which are in `filled`. places, numbers: where all of
+    them lie, and in what `take` returns the others; numbers [n] int64 on the device."""
 
     keys: list[bytes]
-    filled: FilledWindow
+    filled: list[FilledWindow]
     places: list[tuple[int, Mark | None]]
     numbers: Tensor
+
+    @property
+    def count(self) -> int:
+        """Pages in the windows."""
+        return sum(one.count for one in self.filled)
 
 
 class PreparedWindows:
@@ -92,7 +95,7 @@ class PreparedWindows:
             found = self.ready.pop(lease, None)
         if found is None:
             return None
-        count = found.filled.count
+        count = found.count
         if part != self.memory.held or list(keys[:count]) != found.keys[:count]:
             self._release(found)
             return None
@@ -103,7 +106,7 @@ class PreparedWindows:
         return found
 
     def give_up_oldest(self) -> bool:
-        """Free the window that was prepared first; returns whether there was one."""
+        """Free the windows that were prepared first; returns whether there were some."""
         with self.changed:
             oldest = next(iter(self.ready), None)
         return oldest is not None and self._drop(oldest)
@@ -148,20 +151,32 @@ class PreparedWindows:
         most = self.windows.size // size
         keys = self.leases.keys(lease)
         places = self.leases.places(lease, keys)
-        if not most or not places or len(self.ready) >= self.most:
+        if not most or not places:
             return None
-        window = self.windows.take_spare()
-        if window is None:
-            return None
+        found = PreparedPages(keys, [], places, self.memory.numbers(places))
+        window: HeldWindow | None = None
         try:
-            count = min(len(places), max(1, most // RAMP[0]))
-            rows = window.bytes[: count * size].view(-1, size)
-            numbers = self.memory.numbers(places)
-            wait = self.memory.gather(places[:count], rows, self.memory.held, numbers[:count])
+            while found.count < len(places):
+                window = self._spare(len(found.filled))
+                if window is None:
+                    break
+                some = slice(found.count, found.count + most)
+                rows = window.bytes[: len(places[some]) * size].view(-1, size)
+                wait = self.memory.gather(places[some], rows, self.memory.held, found.numbers[some])
+                found.filled.append(FilledWindow(window, len(rows), wait))
+                window = None
         except BaseException:
-            self.windows.release(window)
+            if window is not None:
+                self.windows.release(window)
+            self._release(found)
             raise
-        return PreparedPages(keys, FilledWindow(window, count, wait), places, numbers)
+        return found if found.filled else None
+
+    def _spare(self, held: int) -> HeldWindow | None:
+        """held: windows of a lease that is not ready yet."""
+        with self.changed:
+            held += sum(len(one.filled) for one in self.ready.values())
+        return self.windows.take_spare() if held < self.most else None
 
     def _drop(self, lease: bytes) -> bool:
         with self.changed:
@@ -171,5 +186,6 @@ class PreparedWindows:
         return found is not None
 
     def _release(self, found: PreparedPages) -> None:
-        found.filled.wait()  # the device writes to the window until then
-        self.windows.release(found.filled.window)
+        for one in found.filled:
+            one.wait()  # the device writes to the window until then
+            self.windows.release(one.window)

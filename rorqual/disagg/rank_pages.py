@@ -46,7 +46,7 @@ from rorqual.engine.execution.worker import Worker
 from rorqual.engine.rank_service import ServiceContext
 from rorqual.parallel.remote.link import Fingerprint
 
-FORMAT = "4"  # of pages as bytes, and of what their keys cover
+FORMAT = "5"  # of pages as bytes, of what their keys cover, and of messages about them
 SERVICE = f"{__name__}:RankPages"
 
 

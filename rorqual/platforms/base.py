@@ -185,10 +185,10 @@ class Platform:
         """The context in which the engine launches its steps."""
         return nullcontext()
 
-    def background(self) -> AbstractContextManager[Callable[[], None]]:
+    def background(self, stream: Any = None) -> AbstractContextManager[Callable[[], None]]:
         """Context in which another thread copies concurrently with the steps; yields a function
         that waits for these copies. No graph is captured meanwhile, so do not wait for other ranks
-        in it."""
+        in it. stream: of the device, instead of the platform's own for this."""
         return nullcontext(lambda: None)
 
     def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:

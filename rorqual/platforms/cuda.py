@@ -101,15 +101,12 @@ class CudaPlatform(Platform):
         return torch.cuda.device(self.device)
 
     @contextmanager
-    def background(self) -> Iterator[Callable[[], None]]:
+    def background(self, stream: Any = None) -> Iterator[Callable[[], None]]:
         """A second stream. The lock excludes captures, during which the driver rejects blocking
         calls of other threads."""
-        with (
-            self.capturing,
-            torch.cuda.device(self.device),
-            torch.cuda.stream(self.side),
-        ):
-            yield self.side.synchronize
+        stream = stream or self.side
+        with self.capturing, torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield stream.synchronize
 
     def beside(self, work: Callable[[], None], lane: int = 0) -> Callable[[], None]:
         """On the stream of `background`, or another one, without its lock: the engine's thread is

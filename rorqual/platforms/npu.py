@@ -110,12 +110,13 @@ class NpuPlatform(Platform):
         return self.npu.device(self.device)
 
     @contextmanager
-    def background(self) -> Iterator[Callable[[], None]]:
+    def background(self, stream: Any = None) -> Iterator[Callable[[], None]]:
         with self.copying, self.npu.device(self.device):
             if self.side is None:
                 self.side = self.npu.Stream(self.device)
-            with self.npu.stream(self.side):
-                yield self.side.synchronize
+            stream = stream or self.side
+            with self.npu.stream(stream):
+                yield stream.synchronize
 
     def mark(self) -> Callable[[], None]:
         event = self.npu.Event()

@@ -20,18 +20,24 @@ import pytest
 import torch
 
 from rorqual.cache.page_memory import PageMemory
-from rorqual.disagg import handle_reader, handle_server
+from rorqual.disagg import handle_reader, handle_server, page_reader
 from rorqual.disagg.handle_reader import HandleReads
 from rorqual.disagg.handle_server import HandlePages
 from rorqual.disagg.page_reader import PageFetch, PageReader
 from rorqual.disagg.page_server import PageServer
 from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.disagg.transports import handles, staging
-from rorqual.disagg.transports.handles import DeviceStaging, HandleAddress, HandleTransport
+from rorqual.disagg.transports.handles import (
+    DeviceStaging,
+    HandleAddress,
+    HandleTransport,
+    PeerRead,
+)
 from rorqual.disagg.transports.interface import ReadState, TransportError
 from rorqual.disagg.transports.ranges import StagingRanges
 from rorqual.disagg.transports.staging import HeldWindow, StagingWindows
 from rorqual.disagg.transports.start import start_handles
+from rorqual.disagg.transports.window_stamps import MAX_WINDOWS
 from rorqual.errors import ConfigError
 from rorqual.parallel import cuda_ipc
 from rorqual.serve.config import ServeConfig
@@ -82,13 +88,13 @@ def transport(serves: bool) -> HandleTransport:
 
 
 class HandingKeeper(Keeper):
-    def __init__(self) -> None:
+    def __init__(self, windows: int = WINDOWS) -> None:
         super().__init__()
         self.leases.most_pages = 100
         self.server.close()
         self.transport = transport(True)
         size = WINDOW_PAGES * self.memory.size
-        self.windows = StagingWindows(self.transport.memory.bytes, 0, size, WINDOWS)
+        self.windows = StagingWindows(self.transport.memory.bytes, 0, size, windows)
         self.handed = HandlePages(self.transport, self.windows, self.table, self.memory)
         config = TransferConfig("prefill", SECRET)
         self.server = PageServer(config, LINKS, self.table, self.memory, MINE, self, self.handed)
@@ -140,7 +146,7 @@ def reader(driver: MemfdDriver) -> Iterator[HandedReader]:
 
 
 def all_free(keeper: HandingKeeper) -> bool:
-    return len(keeper.windows.free) == WINDOWS and not keeper.windows.held
+    return len(keeper.windows.free) == keeper.windows.count and not keeper.windows.held
 
 
 # ---- pages
@@ -176,7 +182,11 @@ def test_pages_come_to_where_they_stay(keeper: HandingKeeper, reader: HandedRead
 
 def placing(keeper: HandingKeeper, reader: HandedReader) -> PageFetch:
     """A fetch of pages to others of the reader's cache."""
-    found = fetch_of((keeper.server.host, keeper.server.port), keeper.offer(), keeper.keys)
+    return placing_of(keeper, keeper.offer())
+
+
+def placing_of(keeper: HandingKeeper, name: bytes) -> PageFetch:
+    found = fetch_of((keeper.server.host, keeper.server.port), name, keeper.keys)
     found.pages = [7, 3, 11, 5]
     return found
 
@@ -265,15 +275,14 @@ def test_pages_that_are_another_s_are_not_written_to(
 ) -> None:
     """The request was given up after the first window had come."""
     found = placing(keeper, reader)
-    read = reader.transport.read
+    place = page_reader.Placing.place
     before = page_bytes(reader.memory, [3, 11, 5])
 
-    def ending(*given: Any) -> int:
-        ticket = read(*given)
+    def ending(*given: Any) -> None:
+        place(*given)
         reader.reader.end_placing([found])
-        return ticket
 
-    monkeypatch.setattr(reader.transport, "read", ending)
+    monkeypatch.setattr(page_reader.Placing, "place", ending)
     run(reader, found)
     assert torch.equal(page_bytes(reader.memory, [3, 11, 5]), before)
     want = page_bytes(keeper.memory, keeper.pages[:1])
@@ -355,9 +364,9 @@ def test_a_lease_that_ran_out(keeper: HandingKeeper, reader: HandedReader) -> No
 def test_a_window_that_was_taken_from_a_late_reader(
     keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = reader.transport.read
+    read = reader.transport.read_windows
 
-    def late(*given: Any) -> int:
+    def late(*given: Any) -> list[int]:
         ticket = read(*given)
         monkeypatch.setattr(staging, "OFFERED_SECONDS", 0.0)
         time.sleep(0.002)
@@ -367,11 +376,36 @@ def test_a_window_that_was_taken_from_a_late_reader(
         return ticket
 
     taken: list[HeldWindow] = []
-    monkeypatch.setattr(reader.transport, "read", late)
+    monkeypatch.setattr(reader.transport, "read_windows", late)
     found = reader.fetch(keeper)
     for window in taken:  # for which the keeper waits yet
         keeper.windows.release(window)
     assert (found.found, found.error) == (0, "the pages were given up while they were read")
+
+
+def test_a_connection_that_ends_while_its_windows_are_read(
+    keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may fill them at once."""
+    links = []
+    link = keeper.handed.link
+
+    def noted() -> handle_server.HandlePagesLink:
+        links.append(link())
+        return links[-1]
+
+    poll = reader.transport.poll
+
+    def ending(*given: Any) -> ReadState:
+        links[-1].close()
+        return poll(*given)
+
+    monkeypatch.setattr(keeper.handed, "link", noted)
+    monkeypatch.setattr(reader.transport, "poll", ending)
+    found = placing(keeper, reader)
+    run(reader, found)
+    assert (found.found, found.error) == (0, "the pages were given up while they were read")
+    wait_for(lambda: all_free(keeper))
 
 
 def test_a_read_that_does_not_end_leaves_its_range_alone(
@@ -396,14 +430,14 @@ def test_a_read_that_does_not_end_leaves_its_range_alone(
 def test_a_cancelled_request_ends_with_its_window(
     keeper: HandingKeeper, reader: HandedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = reader.transport.read
+    read = reader.transport.read_windows
     found = fetch_of((keeper.server.host, keeper.server.port), keeper.offer(), keeper.keys)
 
-    def cancelling(*given: Any) -> int:
+    def cancelling(*given: Any) -> list[int]:
         found.cancelled.set()
         return read(*given)
 
-    monkeypatch.setattr(reader.transport, "read", cancelling)
+    monkeypatch.setattr(reader.transport, "read_windows", cancelling)
     done = threading.Event()
     reader.reader.start(found, done.set)
     assert done.wait(60)
@@ -584,6 +618,41 @@ def test_a_reader_that_asks_while_its_window_is_being_filled_waits_for_that(
     wait_for(lambda: all_free(keeper))
 
 
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_several_windows_of_a_lease(driver: MemfdDriver, fails: int) -> None:
+    """Half of the windows; also where the device fails at the first or the second of them."""
+    keeper, reader = HandingKeeper(5), HandedReader()
+    gathered = []
+    gather = keeper.memory.gather
+
+    def noted(places: Any, *given: Any) -> Any:
+        gathered.append(len(places))
+        if len(gathered) == fails:
+            raise RuntimeError("out of memory")
+        return gather(places, *given)
+
+    keeper.memory.gather = noted  # type: ignore[method-assign]
+    name = keeper.offer()
+    if fails:
+        wait_for(lambda: len(gathered) == fails and all_free(keeper))
+    else:
+        wait_for(lambda: prepared(keeper, name))
+        assert len(keeper.windows.free) == 3
+    found = placing_of(keeper, name)
+    run(reader, found)
+    assert (found.found, found.error) == (4, "")
+    assert gathered == [1] * (4 + fails)
+    want = page_bytes(keeper.memory, keeper.pages)
+    assert torch.equal(page_bytes(reader.memory, [7, 3, 11, 5]), want)
+    wait_for(lambda: all_free(keeper))
+    first, second = keeper.offer(), keeper.offer()
+    wait_for(lambda: second not in keeper.handed.prepared.wanted)
+    assert (prepared(keeper, first), prepared(keeper, second)) == (True, False)
+    assert len(keeper.windows.free) == 3
+    reader.close()
+    keeper.close()
+
+
 def test_a_device_that_fails_meanwhile_is_the_reader_s_to_meet(
     keeper: HandingKeeper,
     reader: HandedReader,
@@ -633,6 +702,23 @@ def test_nothing_beside_the_memory(driver: MemfdDriver, remote: int, local: int,
     there, here = transport(True), transport(False)
     with pytest.raises(TransportError, match=r"not the peer's to read|no room here"):
         here.read(there.describe(), remote, local, size)
+    here.close()
+    there.close()
+
+
+def test_a_window_that_was_taken_back(driver: MemfdDriver) -> None:
+    there, here = transport(True), transport(False)
+    assert there.stamps is not None
+    for number in (-1, MAX_WINDOWS):
+        with pytest.raises(TransportError, match=f"the peer has no window {number}"):
+            here.read_windows(there.describe(), [PeerRead(0, 0, 5, window=(number, 1))])
+    last = MAX_WINDOWS - 1
+    for revoked, state in ((6, ReadState.DONE), (7, ReadState.REVOKED), (8, ReadState.REVOKED)):
+        reads = [PeerRead(0, 0, 5, window=(number, 7)) for number in (0, last)]
+        first, second = here.read_windows(there.describe(), reads)
+        there.stamps.revoke(last, revoked)
+        assert here.poll(first, 1.0) is ReadState.DONE
+        assert here.poll(second, 1.0) is state
     here.close()
     there.close()
 

@@ -25,7 +25,7 @@ from rorqual.bench.comm.page_transfers import bench
 from rorqual.bench.comm.transfer_setup import TransferSetup
 from rorqual.cache.page_memory import PlaneMover
 from rorqual.disagg.page_reader import PageReader
-from rorqual.disagg.transports.handles import DeviceStaging, HandleTransport
+from rorqual.disagg.transports.handles import DeviceStaging, HandleTransport, PeerRead
 from rorqual.disagg.transports.interface import ReadState, TransportError
 from rorqual.ops.triton.rowwise.page_bytes import PlaneTable
 from rorqual.parallel.shared.shared_block import SharedBlock
@@ -120,7 +120,7 @@ def test_bytes_come_and_a_kill_is_no_fault(there: str) -> None:
         def by_kernel(data: Tensor) -> None:
             torch.bitwise_xor(data, 0, out=into)
 
-        tickets += [transport.read(description, 0, 0, SIZE, by_kernel) for _ in range(8)]
+        tickets += transport.read_windows(description, 8 * [PeerRead(0, 0, SIZE, by_kernel)])
         other.send_signal(signal.SIGKILL)
         other.wait()
         states = {transport.poll(ticket, 10.0) for ticket in tickets}
@@ -139,22 +139,26 @@ def test_bytes_come_and_a_kill_is_no_fault(there: str) -> None:
 
 @pytest.mark.parametrize("there", THERE)
 @pytest.mark.parametrize(
-    ("places", "staging_mb"),
+    ("places", "staging_mb", "after"),
     [
-        pytest.param(True, 256, id="at once"),
-        pytest.param(True, 32, id="at once, few windows", marks=pytest.mark.exhaustive),
-        pytest.param(False, 256, id="by a range", marks=pytest.mark.exhaustive),
-        pytest.param(False, 32, id="by the host"),
+        pytest.param(True, 256, 0.0, id="at once"),
+        pytest.param(True, 256, 0.02, id="at once, prepared"),
+        pytest.param(True, 32, 0.0, id="at once, few windows", marks=pytest.mark.exhaustive),
+        pytest.param(False, 256, 0.02, id="by a range, prepared", marks=pytest.mark.exhaustive),
+        pytest.param(False, 256, 0.0, id="by a range", marks=pytest.mark.exhaustive),
+        pytest.param(False, 32, 0.0, id="by the host"),
     ],
 )
 def test_a_prompt_s_pages_between_two_processes(
-    there: str, places: bool, staging_mb: int, monkeypatch: pytest.MonkeyPatch
+    there: str, places: bool, staging_mb: int, after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bench compares the bytes of the pages that came with those that were sent."""
     monkeypatch.setattr(PageReader, "places", places)
     for model, tokens in (("deepseek-v2-lite", 2048), ("qwen3-30b-a3b", 1024)):
         setup = TransferSetup(
-            *(model, tokens, 64, ("handles",), 1, staging_mb), devices=(there, HERE)
+            *(model, tokens, 64, ("handles",), 1, staging_mb),
+            devices=(there, HERE),
+            request_after=after,
         )
         (times,) = bench(setup).transports
         assert len(times.whole) == 1
@@ -210,6 +214,34 @@ def test_tokens_are_those_of_one_engine_and_a_keeper_may_die(there: str) -> None
         ((want, _, _),) = reader.ask("answer", ids, None, salt="alone")
         assert (tokens, cached) == (want, 0)
         assert error
+        nothing_is_held(reader)
+
+
+@pytest.mark.parametrize("there", THERE)
+@pytest.mark.parametrize("transport", ["tcp", "handles"])
+def test_pages_that_are_sent_while_their_layers_are_computed(transport: str, there: str) -> None:
+    """Whole prompts, and in chunks; each layer's copy waits for an event of the keeper's stream."""
+    pytest.importorskip("transformers")
+    from tests.disagg.apart import Apart
+    from tests.disagg.test_ranks_travel import nothing_is_held, prompt
+
+    more = {"transport": transport, "num_pages": 160}
+    early = {"by_layer": True, "chunked_prefill_size": 40}
+    with (
+        Apart("both", device=there, **more, **early) as keeper,
+        Apart("both", device=HERE, **more) as reader,
+    ):
+        keeper.end()
+        reader.end()
+        for number in range(4):
+            ids = prompt(number)[: 33 if number % 2 else 100]
+            given = keeper.ask("begin", ids)
+            reader.begin("answer", ids, given)
+            keeper.ask("go_on", 20)
+            ((tokens, cached, error),) = reader.end()
+            assert (cached, error) == (len(ids) - 1, "")
+            assert tokens == keeper.ask("answer", ids, None, salt="alone")[0][0]
+        nothing_is_held(keeper)
         nothing_is_held(reader)
 
 

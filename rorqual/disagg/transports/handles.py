@@ -1,5 +1,6 @@
 """Pages between GPUs of one host, by handles of the driver: a peer's staging memory on its GPU is
-mapped here, and copied over the link between the GPUs.
+mapped here, and copied over the link between the GPUs. With it come the stamps of its windows
+(window_stamps.py).
 
 The memory exists until its owner and all that mapped it are gone, so a running copy survives the
 peer's death: it completes, but is not confirmed. A peer and its mapping are dropped when the socket
@@ -13,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from rorqual.cache.written_layers import Mark
 from rorqual.config.host_memory import host_number
 from rorqual.disagg.transports.interface import MAX_DESCRIPTION, ReadState, TransportError
+from rorqual.disagg.transports.window_stamps import MAX_WINDOWS, MappedStamps, WindowStamps
 from rorqual.parallel.shared.handle_passing import (
     TOKEN,
     DescriptorServer,
@@ -84,18 +86,34 @@ class MappedPeer:
     is alive and offers the memory."""
 
     memory: Tensor
+    stamps: MappedStamps
     link: socket.socket
     gone: bool = False
+
+
+@dataclass(frozen=True)
+class PeerRead:
+    """`size` bytes at `remote` of a peer's memory. place: called to launch work that reads them
+    there, with whose end the read ends; if none, they are copied to `local`. window: number and
+    generation; `poll` says REVOKED if the peer has taken it back before the read was over."""
+
+    remote: int
+    local: int
+    size: int
+    place: Callable[[Tensor], None] | None = None
+    window: tuple[int, int] | None = None
 
 
 @dataclass
 class Copying:
     """A running copy. done: whether it is finished, without waiting. memory keeps the mapping until
-    then."""
+    then. window: number and generation of the peer's window, if it must not have been taken
+    back."""
 
     done: Callable[[], bool]
     peer: MappedPeer
     memory: Tensor
+    window: tuple[int, int] | None
 
 
 class HandleTransport:
@@ -112,6 +130,7 @@ class HandleTransport:
         self.tickets = 0
         self.closed = False
         self.server: DescriptorServer | None = None
+        self.stamps: WindowStamps | None = None
         self.description = b""
         # the lowest priority, the same as the steps'; copy engines do this stream's work
         cuda = platform.device.type == "cuda"
@@ -121,6 +140,7 @@ class HandleTransport:
         if serves:
             try:
                 self.server = DescriptorServer()
+                self.stamps = WindowStamps()
                 self._offer()
             except (OSError, RuntimeError) as error:
                 raise TransportError(str(error)) from None
@@ -129,11 +149,15 @@ class HandleTransport:
 
     def _offer(self) -> None:
         assert self.server is not None
-        fd = self.memory.block.fd()
+        assert self.stamps is not None
+        descriptors: list[int] = []
         try:
-            token = self.server.offer([fd])
+            descriptors.append(self.memory.block.fd())
+            descriptors.append(self.stamps.fd())
+            token = self.server.offer(descriptors)
         finally:
-            os.close(fd)
+            for fd in descriptors:
+                os.close(fd)
         self.description = HandleAddress(self.server.name, token, self.memory.size).pack()
 
     def describe(self) -> bytes:
@@ -160,42 +184,50 @@ class HandleTransport:
         event.record(self.placing)
         return lambda: torch.cuda.current_stream(self.platform.device).wait_event(event)
 
-    def where_placed(self) -> AbstractContextManager[None]:
-        """The context in which `place` of `read` is called, for launching work before it."""
-        return _OnStream(self.platform, self.placing)
+    def where_placed(self) -> AbstractContextManager[object]:
+        """The context in which `place` of a read is called, for launching work before it."""
+        return self.platform.background(self.placing)
 
     def _launching(self) -> Any:
         """The context in which copies are launched: no other thread may be capturing."""
-        return _OnStream(self.platform, self.stream)
+        return self.platform.background(self.stream)
 
-    def read(
-        self,
-        peer: bytes,
-        remote: int,
-        local: int,
-        size: int,
-        place: Callable[[Tensor], None] | None = None,
-    ) -> int:
-        """place: if given, nothing is copied to `local`: it is called to launch work that reads the
-        bytes directly from the peer's memory; the read ends with that work."""
+    def read(self, peer: bytes, remote: int, local: int, size: int) -> int:
+        (ticket,) = self.read_windows(peer, [PeerRead(remote, local, size)])
+        return ticket
+
+    def read_windows(self, peer: bytes, reads: Sequence[PeerRead]) -> list[int]:
+        """As `read`, one ticket each; all of them are placed by `place`, or none."""
         with self.lock:
             found = self._peer(peer)
-            if min(remote, local, size) < 0 or remote + size > found.memory.numel():
-                raise TransportError(f"{size} bytes at {remote} are not the peer's to read")
-            if place is None and local + size > self.memory.size:
-                raise TransportError(f"{size} bytes at {local} have no room here")
-            there = found.memory[remote : remote + size]
-            stream = self.stream if place is None else self.placing
-            with _OnStream(self.platform, stream):
+            for one in reads:
+                self._check(found, one)
+            stream = self.placing if any(one.place for one in reads) else self.stream
+            tickets = []
+            with self.platform.background(stream):
                 self.cancelled = [one for one in self.cancelled if not one.done()]
-                if place is None:
-                    self.memory.bytes[local : local + size].copy_(there, non_blocking=True)
-                else:
-                    place(there)
-                done = _launched(stream)
-            self.tickets += 1
-            self.copies[self.tickets] = Copying(done, found, there)
-            return self.tickets
+                for one in reads:
+                    there = found.memory[one.remote : one.remote + one.size]
+                    if one.place is None:
+                        here = self.memory.bytes[one.local : one.local + one.size]
+                        here.copy_(there, non_blocking=True)
+                    else:
+                        one.place(there)
+                    self.tickets += 1
+                    copying = Copying(_launched(stream), found, there, one.window)
+                    self.copies[self.tickets] = copying
+                    tickets.append(self.tickets)
+            return tickets
+
+    def _check(self, peer: MappedPeer, read: PeerRead) -> None:
+        """Raises TransportError."""
+        remote, local, size = read.remote, read.local, read.size
+        if min(remote, local, size) < 0 or remote + size > peer.memory.numel():
+            raise TransportError(f"{size} bytes at {remote} are not the peer's to read")
+        if read.place is None and local + size > self.memory.size:
+            raise TransportError(f"{size} bytes at {local} have no room here")
+        if read.window is not None and not 0 <= read.window[0] < MAX_WINDOWS:
+            raise TransportError(f"the peer has no window {read.window[0]}")
 
     def poll(self, ticket: int, seconds: float) -> ReadState:
         """ENDED also where the peer has ended, even if the bytes arrived: it can no longer confirm
@@ -212,8 +244,11 @@ class HandleTransport:
         with self.lock, self.platform.background():
             self.copies.pop(ticket, None)
             gone = copying.peer.gone
+            held = copying.window is None or copying.peer.stamps.holds(*copying.window)
             del copying
-        return ReadState.ENDED if gone else ReadState.DONE
+        if gone:
+            return ReadState.ENDED
+        return ReadState.DONE if held else ReadState.REVOKED
 
     def _is_done(self, copying: Copying) -> bool:
         with self.platform.background():
@@ -242,6 +277,8 @@ class HandleTransport:
             _shut_down(peer.link)
         if self.server is not None:
             self.server.close()
+        if self.stamps is not None:
+            self.stamps.close()
         with self.lock, self._launching():
             self._wait()
             self.cancelled.clear()
@@ -264,19 +301,20 @@ class HandleTransport:
             raise TransportError(f"{MAX_PEERS} peers are mapped already")
         address = HandleAddress.unpack(description)
         try:
-            (fd,), link = fetch_and_hold(address.name, address.token, 1, START_SECONDS)
+            (block, stamps), link = fetch_and_hold(address.name, address.token, 2, START_SECONDS)
         except HandleError as error:
             raise TransportError(f"the peer's memory is not to be had: {error}") from None
         try:
             with self._launching():
                 device = self.platform.device
-                memory = SharedBlock.of(fd, address.size, device).tensor(device)
-        except RuntimeError as error:
+                memory = SharedBlock.of(block, address.size, device).tensor(device)
+            found = MappedPeer(memory, MappedStamps(stamps), link)
+        except (RuntimeError, ValueError, OSError) as error:
             link.close()
             raise TransportError(f"the peer's memory cannot be mapped: {error}") from None
         finally:
-            os.close(fd)
-        found = MappedPeer(memory, link)
+            os.close(block)
+            os.close(stamps)
         self.peers[description] = found
         watch = threading.Thread(
             target=self._watch, args=(description, found), name="mapped peer", daemon=True
@@ -295,24 +333,6 @@ class HandleTransport:
                 del self.peers[description]
             peer.link.close()
             peer.memory = torch.empty(0, dtype=torch.uint8)  # running copies keep a reference
-
-
-class _OnStream:
-    """`platform.background()`, and within it our own stream."""
-
-    def __init__(self, platform: Platform, stream: Any):
-        self.background = platform.background()
-        self.stream = torch.cuda.stream(stream) if stream is not None else None
-
-    def __enter__(self) -> None:
-        self.background.__enter__()
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*raised)
-        self.background.__exit__(*raised)
 
 
 def _launched(stream: Any) -> Callable[[], bool]:

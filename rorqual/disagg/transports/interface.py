@@ -20,12 +20,14 @@ class TransportError(RorqualError):
 
 class ReadState(Enum):
     """DONE: the bytes are in place. FAILED: they are not, and some may still be written. ENDED:
-    they are not, and none will be written any more."""
+    they are not, and none will be written any more. REVOKED: they are, but may be others than the
+    peer offered."""
 
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     ENDED = "ended"
+    REVOKED = "revoked"
 
 
 class Transport(Protocol):

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,9 @@ class HeldWindow:
 
 
 class StagingWindows:
+    """revoke: called with a window's number and generation before it becomes free after it has been
+    offered, as its reader may still read."""
+
     def __init__(self, memory: Tensor, offset: int, size: int, count: int):
         """Of `memory` [bytes] uint8, from `offset` on, `count` windows of `size` bytes."""
         self.memory = memory
@@ -62,6 +65,7 @@ class StagingWindows:
         self.aside: list[HeldWindow] = []
         self.generation = 0
         self.changed = threading.Condition()
+        self.revoke: Callable[[int, int], None] | None = None
 
     def take(self, patience: float) -> HeldWindow | None:
         """A free window; None after `patience` seconds."""
@@ -90,11 +94,16 @@ class StagingWindows:
 
     def _reclaim(self) -> None:
         late = time.monotonic() - OFFERED_SECONDS
-        for place, window in list(self.held.items()):
+        for window in list(self.held.values()):
             if 0 < window.offered_at < late:
-                del self.held[place]
-                self.free.append(place)
+                self._free(window)
                 return
+
+    def _free(self, window: HeldWindow) -> None:
+        if window.offered_at and self.revoke is not None:
+            self.revoke(window.place, window.generation)
+        del self.held[window.place]
+        self.free.append(window.place)
 
     def offer(self, window: HeldWindow) -> None:
         """The window is filled, and a peer may read it."""
@@ -109,8 +118,7 @@ class StagingWindows:
     def release(self, window: HeldWindow) -> None:
         with self.changed:
             if self.held.get(window.place) is window:
-                del self.held[window.place]
-                self.free.append(window.place)
+                self._free(window)
                 self.changed.notify()
 
     def set_aside(self, window: HeldWindow) -> None:

@@ -15,10 +15,11 @@ from rorqual.disagg.transports.staging import (
     window_count,
     window_size,
 )
+from rorqual.disagg.transports.window_stamps import MAX_WINDOWS
 from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
 
-HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond to copy, three times the host's work
+HANDLES_WINDOW = 128 * 2**20  # bytes: a third of a millisecond to copy, as long as the host's work
 MIN_WINDOWS = 4  # where pages are small enough
 
 
@@ -70,7 +71,7 @@ def start_handles(
         )
     sides = sends + fetches
     most = min(HANDLES_WINDOW, megabytes * 2**20 // sides // MIN_WINDOWS)
-    count = window_count(megabytes, page, sides, most)
+    count = min(window_count(megabytes, page, sides, most), MAX_WINDOWS)
     size = window_size(page, most)
     try:
         memory = DeviceStaging(megabytes * 2**20, platform)

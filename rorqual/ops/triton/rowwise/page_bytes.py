@@ -283,12 +283,6 @@ class PlaneTable:
         another GPU's, mapped here."""
         self._launch(pages, rows, False, far)
 
-    def warm(self, pages: Tensor) -> None:
-        """Launch a `scatter` of no pages from another GPU: a kernel's one-time work is then done,
-        and the next launch finds its data in the CPU's caches."""
-        rows = pages.view(torch.uint8)[:0]  # any address that is one
-        self._launch(pages[:0], rows, False, True)
-
     def read_host(self, addresses: Tensor, pages: Tensor, planes: range) -> None:
         """Copies some planes of rows in pinned memory to pages [n] int64. addresses [n] int64: of
         the rows, multiples of 16 bytes or of what divides all of a page's sizes."""
@@ -315,10 +309,10 @@ class PlaneTable:
         )
 
     def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool, far: bool) -> None:
-        assert not len(rows) or rows.shape[1] == self.size
+        assert rows.shape[1] == self.size
         assert rows.is_contiguous()
         assert pages.shape[0] <= rows.shape[0]
-        if not pages.shape[0] and not far:
+        if not pages.shape[0]:
             return
         # rows may begin anywhere, and then fewer bytes go at once than planes would allow
         assert rows.data_ptr() % self.unit == 0, f"rows begin at a multiple of {self.unit} bytes"
@@ -333,7 +327,7 @@ class PlaneTable:
             triton.cdiv(self.tokens * self.width, size),
         )
         if far:
-            _far_rows_kernel[(max(1, min(FAR_PROGRAMS, grid[0] * grid[1] * grid[2])),)](
+            _far_rows_kernel[(min(FAR_PROGRAMS, grid[0] * grid[1] * grid[2]),)](
                 pages,
                 self.planes,
                 rows.view(kind),

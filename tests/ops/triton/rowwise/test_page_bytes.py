@@ -136,5 +136,7 @@ def test_no_pages() -> None:
     assert not rows.any()
     planes = planes_of("heads")
     before = [one.clone() for one in planes]
-    PlaneTable.of(planes).warm(torch.tensor([1, 2], device=DEVICE))
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    for far in (False, True):
+        PlaneTable.of(planes).scatter(rows + 1, none, far)
     assert all(same_bytes(one, was) for one, was in zip(planes, before, strict=True))
