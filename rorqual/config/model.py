@@ -199,6 +199,12 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
 
 
+def one_threaded_environment() -> dict[str, str]:
+    """The environment of a child that forks: numpy's and torch's libraries start no threads in it,
+    whose locks a fork could find taken."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
 def collectives_on(interface: str) -> None:
     """Use this network interface for collectives, unless the environment names another."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from rorqual.config.model import one_threaded_environment
 from rorqual.request import StructuredOutput
 
 
@@ -103,7 +104,12 @@ class Framed:
     """Length-prefixed msgpack messages over a child's standard input and output."""
 
     def __init__(self, command: list[str]):
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=one_threaded_environment(),
+        )
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.input = self.child.stdin

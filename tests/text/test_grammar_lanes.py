@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rorqual.errors import BusyError, ConfigError, RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
 from rorqual.text.grammar import GrammarLimitError, XGrammars
-from rorqual.text.grammar_lanes import GrammarJob, GrammarQueue
+from rorqual.text.grammar_lanes import Framed, GrammarJob, GrammarQueue
 from rorqual.text.grammar_limits import GrammarLimits
 
 pytestmark = pytest.mark.exhaustive(but_first=True)
@@ -53,6 +54,23 @@ def wait_for(grammars: XGrammars, structure: StructuredOutput) -> Exception | No
     heard: SimpleQueue[Exception | None] = SimpleQueue()
     grammars.prepare(structure, heard.put, "waiter")
     return heard.get(timeout=60)
+
+
+COUNTS_THREADS = """
+import os, sys, msgspec, numpy
+sys.stdin.buffer.read(8)
+data = msgspec.msgpack.encode(len(os.listdir("/proc/self/task")))
+sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
+"""
+
+
+def test_a_process_that_forks_has_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's thread may hold a lock when a child is forked, which nobody frees there."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    child = Framed([sys.executable, "-c", COUNTS_THREADS])
+    assert child.ask("how many", 60.0) == 1
+    child.close()
 
 
 @pytest.mark.exhaustive
