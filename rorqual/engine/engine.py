@@ -22,6 +22,7 @@ from rorqual.engine.distributed.expert_load import Counts
 from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.executor import Executor, LaunchedStep, LocalExecutor
+from rorqual.engine.kernels_ahead import LateKernels
 from rorqual.engine.scheduling.chunk_controller import chunk_controller
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
@@ -41,7 +42,7 @@ EXPERT_POLL_SECONDS = 0.02  # seconds between two checks for experts that no ser
 class Stats:
     """Counts since the engine started, and seconds of start-up by phase. allreduce_backend,
     all2all_backend: names of those that decode steps use. steps_by_parts: number of steps by
-    micro-batches requested (--micro-batches).
+    micro-batches requested (--micro-batches). late_kernels: of rank 0.
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the
     first token guessed).
@@ -57,6 +58,7 @@ class Stats:
     allreduce_backend: str = ""
     all2all_backend: str = ""
     steps_by_parts: Counter[int] = field(default_factory=Counter)
+    late_kernels: LateKernels = field(default_factory=LateKernels)
 
 
 class Engine:
@@ -91,6 +93,7 @@ class Engine:
         )
         self.stats.allreduce_backend = worker.allreduce_backend
         self.stats.all2all_backend = worker.all2all_backend
+        self.stats.late_kernels = worker.late_kernels
         self.stats.compiled = worker.compiled.stats if worker.compiled else None
         self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
         self.slot_balancer = self._slot_balancer()

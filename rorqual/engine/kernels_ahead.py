@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +32,20 @@ SPARE = 4 * 2**30  # bytes beside the weights: cache, buffers, memory for readin
 SETTINGS = ("TRITON_", "NCCL_", "CUDA_")  # environment variables that choose kernels
 SOURCES = (".py", ".json")
 MOST_KEPT = 64  # files; a change of the package or of an option begins another
+
+
+@dataclass
+class LateKernels:
+    """Kernels that the start did not meet: a step waited for each until it was compiled or loaded,
+    `seconds` in all."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def note(self, name: str, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        log.info("kernel %s was not met at the start; a step waited %.2f s for it", name, seconds)
 
 
 class Parts:

@@ -152,7 +152,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     host memory can hold and does, tokens queried and hit there, bytes copied out and in by one rank
     of each data-parallel rank; empty without a host tier. expert_servers: of each its name, whether
     it is connected, seconds of a call, and its share of rows that other servers could take too.
-    experts_missing: which experts of a layer no server holds; empty where each has one."""
+    experts_missing: which experts of a layer no server holds; empty where each has one.
+    late_kernels, late_kernel_seconds: of rank 0, which kernels steps waited for, and how long."""
 
     at: float
     running: int = 0
@@ -181,6 +182,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     host_cache: list[int] = []
     expert_servers: list[tuple[str, bool, float, float]] = []
     experts_missing: str = ""
+    late_kernels: int = 0
+    late_kernel_seconds: float = 0.0
 
 
 class HistogramState(msgspec.Struct, array_like=True):

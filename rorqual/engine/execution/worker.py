@@ -50,6 +50,7 @@ from rorqual.engine.execution.piecewise.parts import PARTS
 from rorqual.engine.host_room import check_host_memory
 from rorqual.engine.kernels_ahead import (
     KeptParts,
+    LateKernels,
     agreed,
     beside,
     fits_beside,
@@ -160,13 +161,15 @@ def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> b
 
 class Worker:
     """All ranks of an engine have the same configuration, each with its own place in the mesh.
-    `startup`: seconds by phase."""
+    `startup`: seconds by phase. late_kernels: those met since, where kernels are compiled at the
+    start."""
 
     def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
         self.config = config
         self.platform = platform
         self.mesh = mesh
         self.startup: dict[str, float] = {}
+        self.late_kernels = LateKernels()
         self._watch_kernels(None)  # of an engine that this process already serves with
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -280,7 +283,7 @@ class Worker:
         self._phase("graphs", lambda: self.runner.capture(*steps))
         self._forget_load()
         if config.precompile_kernels:
-            self._watch_kernels(_late_kernel)
+            self._watch_kernels(self.late_kernels.note)
 
     def _watch_kernels(self, noted: Callable[[str, float], None] | None) -> None:
         if self.platform.compiles:
@@ -892,10 +895,6 @@ class Worker:
         least = torch.tensor(count, device=self.platform.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
-
-
-def _late_kernel(name: str, seconds: float) -> None:
-    log.info("kernel %s was not met at the start; a step waited %.2f s for it", name, seconds)
 
 
 def weight_bytes(model: Loadable) -> int:

@@ -135,4 +135,6 @@ class EngineMetrics:
             host_cache=self._host_cache(usage),
             expert_servers=[astuple(found) for found in servers.stats()] if servers else [],
             experts_missing=self._experts_missing(servers) if servers else "",
+            late_kernels=stats.late_kernels.count,
+            late_kernel_seconds=stats.late_kernels.seconds,
         )

@@ -115,6 +115,14 @@ def test_host_memory_is_told_where_there_is_some() -> None:
         ]
 
 
+def test_kernels_that_steps_waited_for_are_told() -> None:
+    found = metrics_of(late_kernels=3, late_kernel_seconds=2.5)
+    label = (("engine", "0"),)
+    assert found["rorqual:late_kernels_total"] == {label: 3}
+    assert found["rorqual:late_kernel_seconds_total"] == {label: 2.5}
+    assert not [name for name in metrics_of("vllm", late_kernels=3) if "late_kernel" in name]
+
+
 def prefixes(found: Samples) -> set[str]:
     return {name.split(":")[0] for name in found}
 

@@ -87,6 +87,14 @@ RORQUAL = MetricNames(
         "prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
         **_COUNTERS,
         "engine_steps": ("Steps launched.", lambda s: s.steps),
+        "late_kernels": (
+            "Kernels that the start did not meet: steps waited for them, on rank 0.",
+            lambda s: s.late_kernels,
+        ),
+        "late_kernel_seconds": (
+            "Seconds of these waits.",
+            lambda s: s.late_kernel_seconds,
+        ),
     },
     by_position=("draft", "accepted"),
     host_cache=HOST_CACHE,
