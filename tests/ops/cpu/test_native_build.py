@@ -47,17 +47,39 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @KINDS
-def test_every_processor_has_a_library_of_its_own(tmp_path: Path, kind: str) -> None:
+def test_every_processor_has_a_library_of_its_own(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     wide = build(tmp_path, kind, "AVX512F")
     narrow = build(tmp_path, kind, "SSE2")
     assert wide != narrow
     assert wide.read_text() == f"{kind} AVX512F\n"
     assert narrow.read_text() == f"{kind} SSE2\n"
+    told = [
+        "compiling the CPU kernels for this processor, once" in text for text in caplog.messages
+    ]
+    assert told == [True, True]
     assert build(tmp_path, kind, "AVX512F") == wide
+    assert len(caplog.messages) == 2, "nothing is compiled again"
 
 
 def test_every_compiler_has_a_library_of_its_own(tmp_path: Path) -> None:
     assert build(tmp_path, "g++", "SSE2") != build(tmp_path, "clang++", "SSE2")
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_gcc_generates_code_by_several_processes_where_it_can(tmp_path: Path, has_it: bool) -> None:
+    compiler = tmp_path / "compiler"
+    text = COMPILER.format(kind="g++ of the Free Software Foundation", processor="SSE2")
+    calls = tmp_path / "calls"
+    begun = f'  *-o*)\n    echo "$*" >> {calls}\n'
+    if not has_it:
+        begun += '    case "$*" in *-flto*) exit 1 ;; esac\n'
+    compiler.write_text(text.replace("  *)\n", begun))
+    compiler.chmod(0o755)
+    assert native._build(str(compiler)).exists()
+    with_it = [native.PARALLEL_FLAG in call.split() for call in calls.read_text().splitlines()]
+    assert with_it == ([True] if has_it else [True, False])
 
 
 @KINDS
