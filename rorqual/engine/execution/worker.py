@@ -219,6 +219,8 @@ class Worker:
         config = self.config
         mesh = self.mesh
         platform = self.platform
+        if platform.name == "cpu":  # whose kernels are compiled at the first start
+            self._phase("kernels", lambda: ops_for(platform.name))
         self.model = self._phase("weights", self._load)
         if self.experts is not None:
             self._phase(
@@ -351,7 +353,7 @@ class Worker:
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         result = work()
-        self.startup[name] = time.perf_counter() - start
+        self.startup[name] = self.startup.get(name, 0.0) + time.perf_counter() - start
         return result
 
     def _check_cache_dtype(self) -> None:

@@ -1,8 +1,9 @@
-"""What an engine process tells of kernels that steps waited for."""
+"""What an engine process tells of kernels: those that steps waited for, and of its start."""
 
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+from rorqual.engine.execution import worker
 from rorqual.engine.execution.worker import Worker
 from rorqual.serve.engines.engine_metrics import EngineMetrics
 from tests.engine.execution.test_identity import engine
@@ -37,3 +39,19 @@ def test_a_snapshot_counts_them(
         found = meter.snapshot(0.0, [], {})
         assert (found.late_kernels, found.late_kernel_seconds) == (2, 1.75)
         assert "kernel second_kernel was not met at the start; a step waited 1.25 s" in caplog.text
+
+
+def test_compiling_for_a_cpu_is_no_part_of_reading_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("qwen", tmp_path)
+    found = worker.ops_for
+
+    def slow(name: str) -> Any:
+        time.sleep(0.3)
+        return found(name)
+
+    monkeypatch.setattr(worker, "ops_for", slow)
+    startup = engine(tmp_path).engine.stats.startup
+    assert list(startup)[:2] == ["kernels", "weights"]
+    assert startup["kernels"] >= 0.3
