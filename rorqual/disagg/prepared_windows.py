@@ -97,7 +97,7 @@ class PreparedWindows:
             return None
         count = found.count
         if part != self.memory.held or list(keys[:count]) != found.keys[:count]:
-            self._release(found)
+            self._release(found.filled)
             return None
         pairs = zip(keys, found.keys, strict=False)
         alike = next((i for i, (one, two) in enumerate(pairs) if one != two), len(keys))
@@ -126,7 +126,8 @@ class PreparedWindows:
             try:
                 work()
             except Exception as error:  # such as the device's: a reader's own request will meet it
-                log.warning("pages were not prepared for their reader: %s", error)
+                # not the error itself: its traceback holds windows for as long as a log keeps it
+                log.warning("pages were not prepared for their reader: %s", str(error))
 
     def _prepare(self, lease: bytes) -> None:
         with self.changed:
@@ -153,24 +154,24 @@ class PreparedWindows:
         places = self.leases.places(lease, keys)
         if not most or not places:
             return None
-        found = PreparedPages(keys, [], places, self.memory.numbers(places))
-        window: HeldWindow | None = None
+        window = self._spare(0)
+        if window is None:
+            return None
+        filled: list[FilledWindow] = []
         try:
-            while found.count < len(places):
-                window = self._spare(len(found.filled))
-                if window is None:
-                    break
+            found = PreparedPages(keys, filled, places, self.memory.numbers(places))
+            while window is not None:
                 some = slice(found.count, found.count + most)
                 rows = window.bytes[: len(places[some]) * size].view(-1, size)
                 wait = self.memory.gather(places[some], rows, self.memory.held, found.numbers[some])
-                found.filled.append(FilledWindow(window, len(rows), wait))
-                window = None
+                filled.append(FilledWindow(window, len(rows), wait))
+                window = self._spare(len(filled)) if found.count < len(places) else None
         except BaseException:
-            if window is not None:
+            if window is not None and all(one.window is not window for one in filled):
                 self.windows.release(window)
-            self._release(found)
+            self._release(filled)
             raise
-        return found if found.filled else None
+        return found
 
     def _spare(self, held: int) -> HeldWindow | None:
         """held: windows of a lease that is not ready yet."""
@@ -182,10 +183,10 @@ class PreparedWindows:
         with self.changed:
             found = self.ready.pop(lease, None)
         if found is not None:
-            self._release(found)
+            self._release(found.filled)
         return found is not None
 
-    def _release(self, found: PreparedPages) -> None:
-        for one in found.filled:
+    def _release(self, filled: list[FilledWindow]) -> None:
+        for one in filled:
             one.wait()  # the device writes to the window until then
             self.windows.release(one.window)
