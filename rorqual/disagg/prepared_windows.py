@@ -167,9 +167,9 @@ class PreparedWindows:
                 filled.append(FilledWindow(window, len(rows), wait))
                 window = self._spare(len(filled)) if found.count < len(places) else None
         except BaseException:
-            if window is not None and all(one.window is not window for one in filled):
-                self.windows.release(window)
             self._release(filled)
+            if window is not None:
+                self.windows.release(window)
             raise
         return found
 

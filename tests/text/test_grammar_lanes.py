@@ -65,7 +65,7 @@ sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
 
 
 def test_a_process_that_forks_has_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's thread may hold a lock when a child is forked, which nobody frees there."""
+    """A library's thread may hold a lock when a child is forked, and is never released there."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
     child = Framed([sys.executable, "-c", COUNTS_THREADS])

@@ -3,7 +3,8 @@ host memory that peers of the same host map read-only, with the descriptor of it
 
 A window's stamp is the generation of the last holder that it was taken back from. The keeper writes
 it before it fills the window again. So a reader whose generation is newer than the stamp after its
-copy has ended has read what the window was filled with, whoever was stopped in between.
+copy has ended has read what the window was filled with, even if either process was stopped in
+between.
 """
 
 from __future__ import annotations
