@@ -279,6 +279,7 @@ class Language:
     )
     reshape = staticmethod(torch.reshape)
     permute = staticmethod(torch.permute)
+    join = staticmethod(lambda a, b: torch.stack((a, b), -1))
     static_range = range
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):

@@ -21,6 +21,7 @@ NOTHING = (
     "setmaxnreg",
     "cp.async.commit_group",
     "cp.async.wait_group",
+    "cp.async.bulk.prefetch",
 )
 COMPARE: dict[str, Any] = {
     "eq": np.equal,

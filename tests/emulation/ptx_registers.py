@@ -24,6 +24,7 @@ KINDS = {
     "b32": np.uint32,
     "u32": np.uint32,
     "s32": np.int32,
+    "f16": np.float16,
     "f32": np.float32,
     "b64": np.uint64,
     "u64": np.uint64,

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from rorqual.bench.kernels.attention import attend, exact_entries
+from rorqual.ops import reference
 from rorqual.ops.interface import AttentionMetadata, PartialAttention, shares_of
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import mla_decode as mla
@@ -145,6 +146,39 @@ def test_mla_decode_of_many_heads(heads: int, queries: int, page: int) -> None:
         out.fill_(float("nan"))
 
 
+@pytest.mark.parametrize("page", [64, *rarely(128)])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(128, 1), (128, 2), *rarely((16, 4), (64, 1), (126, 2), (20, 1))]
+)
+def test_mla_decode_of_many_heads_over_8_bits(
+    heads: int, queries: int, kind: torch.dtype, page: int
+) -> None:
+    """Requests of one tile, of an odd number, split over programs or not; what is behind their
+    ends is NaN as a scale and a rope key."""
+    lens = [queries, 64, 65, 129, 4000, *lens_of(40, 1000)]
+    rows = [reference.pack_latent(random(n, 576), 512, kind) for n in lens]
+    plane, tables = paged([own.view(torch.uint8) for own in rows], page, unused=255)
+    plane = plane.view(kind)
+    entries = [reference.unpack_latent(own, 512, BF16)[:, None] for own in rows]
+    q = random(len(lens) * queries, heads, 576).cuda()
+    expected = attend_all(q, entries, [e[..., :512] for e in entries], 0.05)
+    for config in (None, mla.MlaDecodeConfig(64, 64, 8, 2, min_tiles=1, gluon=True)):
+        out = poisoned(len(q), heads, 512, dtype=BF16)
+        mla.mla_decode(
+            q[..., :512],
+            q[..., 512:],
+            plane,
+            tables,
+            torch.tensor(lens, device="cuda"),
+            0.05,
+            4000,
+            out=out,
+            config=config,
+        )
+        assert (out.double() - expected).norm() < 4e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
@@ -212,7 +246,9 @@ def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
         out = poisoned(7 * queries, heads, 512, dtype=BF16)
         run(config, out)
         error = (out.double() - expected)[seen].norm() / expected[seen].norm()
-        assert error < (2.5e-3 if config.gluon else 5e-3), (config, error)
+        # blocks of 64 rows are of entries rounded to bf16, the other Gluon kernels of exact ones
+        bound = 5e-3 if not config.gluon else 2.5e-3 if config.block_h < 64 else 3.5e-3
+        assert error < bound, (config, error)
 
 
 @pytest.mark.parametrize("queries", [1, 4, *rarely(2)])

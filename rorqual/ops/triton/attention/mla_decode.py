@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.reference import EIGHT_BIT_NUMBERS, in_8_bits, latent_parts
+from rorqual.ops.reference import in_8_bits, latent_parts
 from rorqual.ops.triton.attention.latent_fp8 import groups_of
 from rorqual.ops.triton.attention.split_kv import (
     LatentDecode,
@@ -41,6 +41,7 @@ from rorqual.ops.triton.runtime.launch import (
 )
 from rorqual.ops.triton.runtime.prefetch import fetch_rows_ahead
 
+CACHES = {torch.uint8: "fp8", torch.int8: "int8"}  # as rules call them
 LOG2E = 1.4426950408889634
 ASSEMBLER = tl.constexpr(not INTERPRETED)
 
@@ -48,8 +49,8 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 @dataclass(frozen=True)
 class MlaDecodeConfig:
     """Tiles of block_h rows and block_n tokens. per_sm: programs per multiprocessor. min_tiles:
-    least tiles per program. tma: bulk copies. gluon: the kernel of mla_decode_sm90.py or
-    mla_decode_sm90_fp8.py, if it supports the call."""
+    least tiles per program. tma: bulk copies. gluon: the kernel of mla_decode_sm90.py,
+    mla_decode_sm90_8bit.py or mla_decode_sm90_fp8.py, if it supports the call."""
 
     block_h: int
     block_n: int
@@ -66,9 +67,8 @@ def config_for(
 ) -> MlaDecodeConfig:
     """The configuration for `rows` = query tokens x heads of a request, and that many requests
     of that length; `held`: the cache's dtype. Rules that ship name "hopper" where theirs would not
-    fit an older GPU, or is a kernel's that takes no int8."""
-    cache = "fp8" if held in EIGHT_BIT_NUMBERS else "plain"
-    hopper = is_hopper(q.device) and held != torch.int8
+    fit an older GPU."""
+    cache = CACHES.get(held, "plain")
     shape = {
         "dtype": str(q.dtype)[6:],
         "cache": cache,
@@ -76,10 +76,13 @@ def config_for(
         "requests": requests,
         "kv": max_kv_len,
     }
-    return tuning.config_for("mla_decode", MlaDecodeConfig, q.device, **shape, hopper=hopper)
+    return tuning.config_for(
+        "mla_decode", MlaDecodeConfig, q.device, **shape, hopper=is_hopper(q.device)
+    )
 
 
-# What mla_decode_sm90_fp8.py takes; shared memory allows no more stages and programs.
+# What mla_decode_sm90_fp8.py takes; shared memory allows no more stages and programs. The last is
+# mla_decode_sm90_8bit.py's.
 _HOPPER_FP8 = [
     MlaDecodeConfig(16, 64, 4, 2, per_sm=2, gluon=True),
     MlaDecodeConfig(16, 64, 4, 1, per_sm=3, gluon=True),
@@ -481,11 +484,18 @@ def mla_decode(
 
 def _launch_gluon(work: LatentDecode, config: MlaDecodeConfig) -> bool:
     """Whether a Hopper kernel was launched; False if none supports the call."""
-    from rorqual.ops.triton.attention import mla_decode_sm90, mla_decode_sm90_fp8
+    from rorqual.ops.triton.attention import (
+        mla_decode_sm90,
+        mla_decode_sm90_8bit,
+        mla_decode_sm90_fp8,
+    )
 
     tile = (config.block_h, config.block_n)
     if mla_decode_sm90.supported(work.q_latent, work.cache, *tile):
         mla_decode_sm90.launch(work)
+        return True
+    if mla_decode_sm90_8bit.supported(work.q_latent, work.cache, *tile):
+        mla_decode_sm90_8bit.launch(work)
         return True
     if mla_decode_sm90_fp8.supported(work.q_latent, work.cache, *tile, config.warps):
         mla_decode_sm90_fp8.launch(work, config.block_h, config.warps, config.stages, config.per_sm)

@@ -64,7 +64,7 @@ def span(starts, requests, min_tiles):
 
 
 @gluon.jit
-def _owner(starts, request, tile):
+def owner_of(starts, request, tile):
     """Whose tile it is, `request` or a later one. Tiles are counted over all requests."""
     while gl.load(starts + request + 1) <= tile:
         request = request + 1
@@ -72,7 +72,7 @@ def _owner(starts, request, tile):
 
 
 @gluon.jit
-def _share(starts, requests, min_tiles, request, stop):
+def share_of(starts, requests, min_tiles, request, stop):
     """(whether this worker, which stops there, has had all of a request's tiles; else the place
     of its partial result)."""
     # here, not with the worker before
@@ -83,9 +83,9 @@ def _share(starts, requests, min_tiles, request, stop):
 
 
 @gluon.jit
-def _locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
+def locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
     """(whose tile it is, `request` or a later one; where it begins in the cache)."""
-    request = _owner(starts, request, tile)
+    request = owner_of(starts, request, tile)
     token = (tile - gl.load(starts + request)) * TOKENS
     page = gl.load(tables + request.to(gl.int64) * table_row + token // PAGE).to(gl.int32)
     return request, page * PAGE + token % PAGE
@@ -116,25 +116,25 @@ def _clear_end(tile, first, length, SHARED: gl.constexpr):
 
 
 @gluon.jit
-def _rows(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_of(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of a request a block has. Not computed before a loop and kept in registers."""
     return (block * ROWS + opaque_zero()) + gl.arange(0, ROWS, LAYOUT)
 
 
 @gluon.jit
-def _places(request, row, by_token, by_head, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+def places_of(request, row, by_token, by_head, HEADS: gl.constexpr, QUERIES: gl.constexpr):
     return (request.to(gl.int64) * QUERIES + row // HEADS) * by_token + row % HEADS * by_head
 
 
 @gluon.jit
-def _take(queries, places, first, there, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def take_rows(queries, places, first, there, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of queries, [rows, COLUMNS]."""
     column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     return gl.load(queries + places[:, None] + column[None, :], mask=there[:, None], other=0.0)
 
 
 @gluon.jit
-def _columns(first, TOKENS: gl.constexpr, SCORES: gl.constexpr):
+def columns_of(first, TOKENS: gl.constexpr, SCORES: gl.constexpr):
     """first, first + 1, ... as columns of scores; made of two sums, of which a thread need keep
     neither."""
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(
@@ -175,6 +175,29 @@ def _fold(p, FOLDED: gl.constexpr):
 
 
 @gluon.jit
+def hide_unseen(
+    scores, at, length, block, HEADS: gl.constexpr, QUERIES: gl.constexpr, SCORES: gl.constexpr
+):
+    """Scores of a tile that begins at token `at` of a request, minus infinity where a row's query
+    token comes before the tile's."""
+    row = rows_of(block, scores.shape[0], gl.SliceLayout(1, SCORES))
+    seen_until = length - QUERIES + row // HEADS  # the last that a row may see
+    seen = columns_of(at, scores.shape[1], SCORES)[None, :] <= seen_until[:, None]
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def weigh(scores, factor, peak, parts, FOLDED: gl.constexpr):
+    """(weights of a tile, by what earlier sums shrink, the rows' new greatest score, the parts of
+    the sum of weights)."""
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * factor)
+    p = gl.exp2(scores * factor - new_peak[:, None])
+    shrink = gl.exp2(peak - new_peak)
+    by_row = gl.convert_layout(shrink, gl.SliceLayout(1, FOLDED), assert_trivial=True)
+    return p, shrink, new_peak, parts * by_row[:, None] + _fold(p, FOLDED)
+
+
+@gluon.jit
 def _score(
     given,
     factor,
@@ -212,19 +235,19 @@ def _score(
         phase = 0
         turn = 0
         while tile < last:
-            request = _owner(starts, request, tile)
+            request = owner_of(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
-            row = _rows(block, ROWS, gl.SliceLayout(1, COPY))
-            places = _places(request, row, q_token, q_head, HEADS, QUERIES)
-            latent_ends = _take(q_latent, places, RANK - 64, row < TOTAL, 64, COPY)
-            places = _places(request, row, qr_token, qr_head, HEADS, QUERIES)
-            rope_parts = _take(q_rope, places, 0, row < TOTAL, 64, COPY)
-            row_held = _rows(block, ROWS, gl.SliceLayout(1, QUERY))
-            places_held = _places(request, row_held, q_token, q_head, HEADS, QUERIES)
+            row = rows_of(block, ROWS, gl.SliceLayout(1, COPY))
+            places = places_of(request, row, q_token, q_head, HEADS, QUERIES)
+            latent_ends = take_rows(q_latent, places, RANK - 64, row < TOTAL, 64, COPY)
+            places = places_of(request, row, qr_token, qr_head, HEADS, QUERIES)
+            rope_parts = take_rows(q_rope, places, 0, row < TOTAL, 64, COPY)
+            row_held = rows_of(block, ROWS, gl.SliceLayout(1, QUERY))
+            places_held = places_of(request, row_held, q_token, q_head, HEADS, QUERIES)
             there = row_held < TOTAL
-            half = _take(q_latent, places_held, 0, there, RANK // 2, QUERY)
-            quarter = _take(q_latent, places_held, RANK // 2, there, RANK // 4, QUERY)
-            eighth = _take(q_latent, places_held, RANK // 4 * 3, there, RANK // 8, QUERY)
+            half = take_rows(q_latent, places_held, 0, there, RANK // 2, QUERY)
+            quarter = take_rows(q_latent, places_held, RANK // 2, there, RANK // 4, QUERY)
+            eighth = take_rows(q_latent, places_held, RANK // 4 * 3, there, RANK // 8, QUERY)
             query_ends.store(latent_ends)  # once all loads are under way
             query_ropes.store(rope_parts)
             fence_async_shared()
@@ -267,26 +290,12 @@ def _score(
                 if at + TOKENS > length - QUERIES + 1:
                     if at + TOKENS > length:  # what is not finite there shows in its scores
                         strange = (scores - scores != 0.0) & (
-                            _columns(at, TOKENS, SCORES) >= length
+                            columns_of(at, TOKENS, SCORES) >= length
                         )[None, :]
                         if gl.max(gl.max(strange.to(gl.int32), 1), 0) != 0:
                             _clear_end(keys, at, length, SHARED)
-                    # the last that a row may see
-                    seen_until = (
-                        length - QUERIES + _rows(block, ROWS, gl.SliceLayout(1, SCORES)) // HEADS
-                    )
-                    scores = gl.where(
-                        _columns(at, TOKENS, SCORES)[None, :] <= seen_until[:, None],
-                        scores,
-                        float("-inf"),
-                    )
-                new_peak = gl.maximum(peak, gl.max(scores, 1) * factor)
-                p = gl.exp2(scores * factor - new_peak[:, None])
-                shrink = gl.exp2(peak - new_peak)
-                parts = parts * gl.convert_layout(
-                    shrink, gl.SliceLayout(1, FOLDED), assert_trivial=True
-                )[:, None] + _fold(p, FOLDED)
-                peak = new_peak
+                    scores = hide_unseen(scores, at, length, block, HEADS, QUERIES, SCORES)
+                p, shrink, peak, parts = weigh(scores, factor, peak, parts, FOLDED)
                 key_ropes.store(p.to(gl.bfloat16))
                 shrinks.index(stage).store(shrink)
                 fence_async_shared()
@@ -300,15 +309,47 @@ def _score(
             totals.index(before).store(total)
             thread_barrier()
             mbarrier.arrive(go.index(before), count=1)
-            whole, slot = _share(starts, requests, min_tiles, request, stop)
+            whole, slot = share_of(starts, requests, min_tiles, request, stop)
             if not whole:
                 found = gl.where(total > 0, peak + gl.log2(gl.maximum(total, 1e-37)), float("-inf"))
-                found_row = _rows(block, ROWS, gl.SliceLayout(1, SCORES))
+                found_row = rows_of(block, ROWS, gl.SliceLayout(1, SCORES))
                 gl.store(lse + slot.to(gl.int64) * TOTAL + found_row, found, mask=found_row < TOTAL)
 
 
 @gluon.jit
-def _add_up(
+def put_sums(
+    acc,
+    total,
+    schedule,
+    results,
+    request,
+    stop,
+    HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    FIRST: gl.constexpr,
+    RANK: gl.constexpr,
+    SUMS: gl.constexpr,
+):
+    """Divide the sums of a request's values, columns FIRST and following, by the sum of weights
+    `total` of each row, and store them; as a partial result where other workers have the rest."""
+    TOTAL: gl.constexpr = HEADS * QUERIES
+    starts, _, requests, min_tiles = schedule
+    out, out_token, out_head, partial = results
+    acc = acc * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
+    row = rows_of(gl.program_id(0), acc.shape[0], gl.SliceLayout(1, SUMS))
+    column = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))
+    there = (row < TOTAL)[:, None]
+    whole, slot = share_of(starts, requests, min_tiles, request, stop)
+    if whole:
+        places = places_of(request, row, out_token, out_head, HEADS, QUERIES)
+        gl.store(out + places[:, None] + column[None, :], acc.to(gl.bfloat16), mask=there)
+    else:
+        at_row = slot.to(gl.int64) * TOTAL + row
+        gl.store(partial + at_row[:, None] * RANK + column[None, :], acc, mask=there)
+
+
+@gluon.jit
+def add_up(
     given,
     HEADS: gl.constexpr,
     QUERIES: gl.constexpr,
@@ -323,15 +364,12 @@ def _add_up(
 ):
     """Columns WHO RANK / 2 and following of the sums. The first of the two fetches, since it has
     time."""
-    TOTAL: gl.constexpr = HEADS * QUERIES
     HALF: gl.constexpr = RANK // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     schedule, cache, shared, results = given
     starts, first, requests, min_tiles = schedule
-    latent_tma, rope_tma, tables, table_row = cache
     latents, ropes, shrinks, totals, full, rope_full, ready, go, empty = shared
-    out, out_token, out_head, partial = results
     wait_for_inputs(DEPENDENT)
     tile, last = span(starts, requests, min_tiles)
     if tile < last:
@@ -340,9 +378,10 @@ def _add_up(
         ahead = request
         next_at = 0
         if WHO == 0:
+            latent_tma, rope_tma, tables, table_row = cache
             for i in gl.static_range(STAGES):
                 if tile + i < last:
-                    ahead, next_at = _locate(
+                    ahead, next_at = locate(
                         tables, table_row, starts, ahead, tile + i, PAGE, TOKENS
                     )
                     _fetch(latent_tma, next_at, full.index(i), latents.index(i))
@@ -352,7 +391,7 @@ def _add_up(
         phase = 0
         turn = 0
         while tile < last:
-            request = _owner(starts, request, tile)
+            request = owner_of(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
             acc = gl.full([ROWS, HALF], 0.0, gl.float32, SUMS)
             total = gl.full([ROWS], 0.0, gl.float32, ROW)
@@ -378,7 +417,7 @@ def _add_up(
                     if tile + 2 < last:
                         _fetch(rope_tma, next_at, rope_full.index(turn % 2), ropes.index(turn % 2))
                     if tile + STAGES < last:
-                        ahead, next_at = _locate(
+                        ahead, next_at = locate(
                             tables, table_row, starts, ahead, tile + STAGES, PAGE, TOKENS
                         )
                         _fetch(latent_tma, next_at, full.index(stage), latents.index(stage))
@@ -386,17 +425,19 @@ def _add_up(
                 turn = turn + 1
                 # not +=: tests run this on tensors, which that would change in place
                 tile = tile + 1
-            acc = acc * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
-            row = _rows(gl.program_id(0), ROWS, ROW)
-            column = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
-            there = (row < TOTAL)[:, None]
-            whole, slot = _share(starts, requests, min_tiles, request, stop)
-            if whole:
-                places = _places(request, row, out_token, out_head, HEADS, QUERIES)
-                gl.store(out + places[:, None] + column[None, :], acc.to(gl.bfloat16), mask=there)
-            else:
-                at_row = slot.to(gl.int64) * TOTAL + row
-                gl.store(partial + at_row[:, None] * RANK + column[None, :], acc, mask=there)
+            put_sums(
+                acc,
+                total,
+                schedule,
+                results,
+                request,
+                stop,
+                HEADS,
+                QUERIES,
+                WHO * HALF,
+                RANK,
+                SUMS,
+            )
 
 
 @gluon.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
@@ -471,11 +512,11 @@ def _mla_hopper_kernel(
                 (scored, factor, HEADS, QUERIES, ROWS, TOKENS, RANK, STAGES, SHARED, DEPENDENT),
             ),
             (
-                _add_up,
+                add_up,
                 (added, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK, STAGES, 0, SHARED, DEPENDENT),
             ),
             (
-                _add_up,
+                add_up,
                 (added, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK, STAGES, 1, SHARED, DEPENDENT),
             ),
         ],

@@ -12,20 +12,17 @@ token), so that weight x scale stays below 2^14 in fp16 for all finite scales; w
 scale of less than 2^-38 of the greatest is lost. Rope keys and queries are multiplied in bf16, in
 which they are kept.
 
-Budget of one tile of 64 tokens, in clocks of a multiprocessor: for 16 rows in one warpgroup, of
-which two or three share a multiprocessor and hide each other's waits; and for 64 rows in two
-warpgroups of one program, which both convert everything:
+Budget of one tile of 64 tokens, in clocks of a multiprocessor, for 16 rows in one warpgroup, of
+which two or three share a multiprocessor and hide each other's waits:
 
-                                                                             16 rows   64 rows
-    memory         64 x 656 bytes at 18.6 a clock                              2260      2260
-    shared memory  tile written 328, read by threads 544 and 1090, by wgmma 336
-                   and 1220, the rest 160 and 640; no access has conflicts     1370      3270
-    tensor cores   68 products of 64 x 16 x 16 at about 16, of 64 x 32 x 16 at 18  1090      2450
-    instructions   a warp's 920 and 1220; one warp a scheduler and warpgroup    920      2440
+    memory         64 x 656 bytes at 18.6 a clock                                        2260
+    shared memory  tile written 328, read by threads 544, by wgmma 336, the rest 160;
+                   no access has conflicts                                               1370
+    tensor cores   68 products of 64 x 16 x 16 at about 16                               1090
+    instructions   a warp's 920, one warp a scheduler and warpgroup                       920
 
-So few rows are bound by memory, as long as two programs overlap: the chain of one program's tile is
-about 2200 clocks for 16 rows. 64 rows are bound by shared memory, where each warpgroup reads the
-tile and all rows' weights and queries pass once a tile.
+So it is bound by memory, as long as two programs overlap: the chain of one program's tile is about
+2200 clocks. 64 rows and more are mla_decode_sm90_8bit.py's.
 """
 
 from __future__ import annotations
@@ -423,12 +420,7 @@ def supported(q_latent: Tensor, cache: Tensor, rows: int, tokens: int, warps: in
         and cache.shape[-1] == 656
     )
     whole = cache.shape[1] % TOKENS == 0 and cache.is_contiguous()
-    return (
-        fits
-        and whole
-        and tokens == TOKENS
-        and (rows, warps) in ((16, 4), (32, 4), (32, 8), (64, 8))
-    )
+    return fits and whole and tokens == TOKENS and (rows, warps) in ((16, 4), (32, 4), (32, 8))
 
 
 def groups_ahead(rows: int, warps: int, per_sm: int) -> int:

@@ -149,7 +149,7 @@ def filled(rows: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
 
 CASES = [
     ([200, 64, 1, 0, 130], 16, 1, 3, 1, (16, 4, 2, 2)),
-    ([200, 3, 65], 16, 4, 3, 1, (64, 8, 2, 1)),
+    ([200, 3, 65], 16, 4, 3, 1, (32, 8, 2, 1)),
     ([150, 0, 70], 16, 2, 2, 1, (32, 8, 3, 1)),
     ([300], 5, 2, 5, 2, (16, 4, 1, 3)),  # rows that fill no block; several splits of one request
     ([130, 2], 24, 3, 2, 1, (32, 4, 2, 1)),  # blocks of rows that hold parts of query tokens
@@ -288,7 +288,7 @@ from rorqual.ops.triton.attention import mla_decode as mla
 from tests.emulation.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
-shapes = (16, 1, (16, 4, 2, 2)), (16, 1, (16, 4, 1, 3)), (128, 1, (64, 8, 2, 1))
+shapes = (16, 1, (16, 4, 2, 2)), (16, 1, (16, 4, 1, 3)), (32, 1, (32, 8, 3, 1))
 with compiling(90) as launched:
     for heads, queries, form in shapes:
         mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 656,
@@ -347,7 +347,7 @@ def test_products_overlap_and_nothing_is_spilled_between_them(compiled: list[Pat
 @emulated
 def test_compiled_code_is_right_and_free_of_races(compiled: list[Path]) -> None:
     for path, heads, form in zip(
-        compiled, (16, 16, 128), ((16, 4, 2, 2), (16, 4, 1, 3), (64, 8, 2, 1)), strict=True
+        compiled, (16, 16, 32), ((16, 4, 2, 2), (16, 4, 1, 3), (32, 8, 3, 1)), strict=True
     ):
         lens = [150, 0, 3]
         check(

@@ -27,13 +27,11 @@ pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 GARBAGE = 2147480000
 
 
-def paged(values: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
+def paged(values: list[Tensor], page: int, unused: float = float("nan")) -> tuple[Tensor, Tensor]:
     """Entries of each request, [L, *shape], scattered over shuffled pages: (plane, tables). Page
-    0 stays unused."""
+    0 stays unused. unused: what the rest of the plane holds."""
     counts = [-(-len(x) // page) for x in values]
-    plane = torch.full(
-        (sum(counts) + 3, page, *values[0].shape[1:]), float("nan"), dtype=values[0].dtype
-    )
+    plane = torch.full((sum(counts) + 3, page, *values[0].shape[1:]), unused, dtype=values[0].dtype)
     tables = torch.full((len(values), max(counts) + 2), GARBAGE, dtype=torch.int64)
     pages = iter((1 + torch.randperm(sum(counts) + 2)).tolist())
     for i, (entries, count) in enumerate(zip(values, counts, strict=True)):
