@@ -447,6 +447,20 @@ def test_mistakes_are_named(plain: Scripted, fields: dict[str, Any], words: str)
         assert words in plain.refusal(COUNT, **{"messages": TURN, **fields})["message"]
 
 
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, 5]
+)
+def test_threads_are_refused_in_the_clients_terms(plain: Scripted, thread: Any) -> None:
+    """The client sends the whole conversation once it is told; the new messages alone would be
+    answered without what was said before."""
+    for path, more in ((PATH, {"max_tokens": 5}), (COUNT, {})):
+        error = plain.refusal(path, messages=TURN, thread=thread, **more)
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+        assert error["message"].startswith("thread is not supported")
+        assert plain.ask(path, messages=TURN, thread=None, **more)
+    assert "details" not in plain.refusal(PATH, messages=[], max_tokens=5)
+
+
 PLACES: list[tuple[Any, ...]] = [
     *((name,) for name in ("messages", "system", "tools", "tool_choice", "stop_sequences")),
     *((name,) for name in ("max_tokens", "temperature", "top_p", "top_k", "metadata", "thinking")),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SkipValidation, model_validator
 
 from rorqual.request import MAX_STOP
+from rorqual.serve.errors import ApiError
 from rorqual.serve.http.blocks.tagged import refuse
 from rorqual.serve.http.protocol import (
     FAST,
@@ -34,6 +35,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_format": ((), f"{WORDS}output_config.format"),
     "stream_options": ((), "is not a field of a message: usage always comes"),
 }
+# by which the official client knows to send the whole conversation instead
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Without effect.")]
 
 
@@ -140,6 +143,9 @@ class PromptBody(Sampling):
     @classmethod
     def _foreign(cls, data: Any) -> Any:
         refuse(data, REFUSED)
+        if isinstance(data, dict) and data.get("thread") is not None:
+            words = "thread is not supported: this server keeps no conversations; send all messages"
+            raise ApiError(400, words, param="thread", details=NO_THREADS)
         return data
 
     messages: Annotated[list[MessageTurn], SkipValidation]
