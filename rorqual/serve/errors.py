@@ -62,6 +62,16 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def too_long(param: str, tokens: int, most: int, more: str = "") -> ApiError:
+    """A prompt beyond the model's context. Clients that then shorten it know this error by its code
+    or by parts of these words, which are those of OpenAI's API and of Anthropic's."""
+    message = (
+        f"the prompt is too long: {tokens} tokens > {most} maximum ({more}this model's maximum "
+        f"context length is {most + 1} tokens)"
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
 def engine_died() -> ApiError:
     return ApiError(
         500,

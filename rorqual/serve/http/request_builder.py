@@ -21,7 +21,7 @@ from rorqual.request import (
 )
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request
+from rorqual.serve.errors import ApiError, bad_request, too_long
 from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, ZeroTokenChoiceBuilder
 from rorqual.serve.http.clients import user_name
@@ -115,7 +115,7 @@ class RequestBuilder:
         cut = body.truncate_prompt_tokens is not None
         given = body.add_special_tokens
         special = self.served.template.builtin if given is None else given
-        (prompt,) = await self._encode([text], special, cut)
+        (prompt,) = await self._encode([text], special, "messages", cut)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -134,7 +134,7 @@ class RequestBuilder:
         prompt = self._kept(prompt, params)
         call = make(
             self._head("chatcmpl", "chat.completion.chunk", body),
-            self._requests([prompt], params, body, count, client),
+            self._requests([prompt], params, body, count, client, "messages"),
             len(prompt),
             self.served.tokenizer,
             top,
@@ -280,10 +280,11 @@ class RequestBuilder:
         )
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
-        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special, cut))
+        texts = [p for p in given if isinstance(p, str)]
+        encoded = iter(await self._encode(texts, special, "prompt", cut))
         prompts = [next(encoded) if isinstance(p, str) else p for p in given]
         prompts = [self._kept(prompt, params) for prompt in prompts]
-        requests = self._requests(prompts, params, body, count, client)
+        requests = self._requests(prompts, params, body, count, client, "prompt")
         self._check_scores(requests)
         echo = None
         if body.echo:
@@ -312,13 +313,13 @@ class RequestBuilder:
             raise bad_request("either prompt or messages must be given", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            return (await self._encode([body.prompt], special))[0]
+            return (await self._encode([body.prompt], special, "prompt"))[0]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
         text, _ = self._render(body, body.messages or [], tools)
         special = self.served.template.builtin
         given = body.add_special_tokens
-        return (await self._encode([text], special if given is None else given))[0]
+        return (await self._encode([text], special if given is None else given, "messages"))[0]
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         self._check_model(body)
@@ -411,14 +412,16 @@ class RequestBuilder:
         body: Sampling,
         count: int,
         client: str,
+        name: str,
     ) -> list[Request]:
+        """name: the parameter that the prompts come from."""
         eos = self.served.defaults.eos_token_ids
         salt = body.cache_salt or ""
         now = time.monotonic()
         account = (client, user_name(body.user), body.priority or 0)
         requests = []
         for prompt, transfer in zip(prompts, _transfers(body, len(prompts)), strict=True):
-            self._check_ids(prompt, "prompt")
+            self._check_ids(prompt, name)
             for sample in range(count):
                 child = params
                 if params.seed is not None and sample:
@@ -447,10 +450,7 @@ class RequestBuilder:
             raise bad_request("the prompt is empty", name)
         most = self._most_tokens()
         if len(prompt) > most:
-            raise bad_request(
-                f"the prompt has {len(prompt)} tokens; with max_model_len={most + 1} at most "
-                f"{most} fit"
-            )
+            raise too_long(name, len(prompt), most)
         if max(prompt) >= self.served.vocab_size:
             raise bad_request(
                 f"the prompt holds token id {max(prompt)}; accepted: 0 to "
@@ -458,18 +458,19 @@ class RequestBuilder:
                 name,
             )
 
-    async def _encode(self, texts: list[str], special: bool, cut: bool = False) -> list[list[int]]:
+    async def _encode(
+        self, texts: list[str], special: bool, name: str, cut: bool = False
+    ) -> list[list[int]]:
         """Long texts are tokenized on a thread, so that other streams continue; a text that must
-        have too many tokens is not tokenized at all, unless the prompt is truncated."""
+        have too many tokens is not tokenized at all, unless the prompt is truncated. name: the
+        parameter that they come from."""
         tokenizer = self.served.tokenizer
         most = self._most_tokens()
         longest = tokenizer.longest
         for text in texts:
             if longest is not None and len(text) > most * longest and not cut:
-                raise bad_request(
-                    f"the prompt has {len(text)} characters; with max_model_len={most + 1} at "
-                    f"most {most} tokens fit, and none has more than {longest} characters"
-                )
+                words = f"it has {len(text)} characters, and no token has more than {longest}"
+                raise too_long(name, -(-len(text) // longest), most, f"at least: {words}; ")
         try:
             if sum(map(len, texts)) > LONG_TEXT:
                 return await asyncio.to_thread(tokenizer.encode_all, texts, special)

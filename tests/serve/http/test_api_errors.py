@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from typing import Any
 
@@ -39,7 +40,7 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"prompt": [4096]}, "prompt", "0 to 4095"),
         (COMPLETE, {"prompt": [[1], []]}, "prompt", ""),
         (COMPLETE, {"prompt": [-1]}, "prompt", ""),
-        (COMPLETE, {"prompt": "word " * 1000}, None, "max_model_len=512"),
+        (COMPLETE, {"prompt": "word " * 1000}, "prompt", "maximum context length is 512 tokens"),
         (COMPLETE, {"prompt": None}, "prompt", ""),
         (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
         (COMPLETE, {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
@@ -160,6 +161,30 @@ def test_a_bad_field_is_named(
         streamed, again = server.request("POST", path, {**base, "stream": True, **fields})
         assert streamed == status, "also where the answer would have been a stream"
         check_shape(again)
+
+
+# untokenized: more characters than tokens could have
+@pytest.mark.parametrize("text", ["word " * 1000, "w" * 90_000], ids=["tokens", "characters"])
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [(COMPLETE, "prompt"), (CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", None)],
+)
+def test_a_prompt_that_is_too_long_is_known_to_clients(
+    server: Running, path: str, param: str | None, text: str
+):
+    """By the code, or by parts of the message that clients look for."""
+    turns = [{"role": "user", "content": text}]
+    key = param or "messages"
+    value = turns if key == "messages" else text
+    limit = "max_output_tokens" if key == "input" else "max_tokens"
+    status, body = server.request("POST", path, {key: value, limit: 5})
+    assert status == 400
+    message = body["error"]["message"]
+    assert re.search(r"prompt is too long: \d+ tokens > 511 maximum", message)
+    assert "this model's maximum context length is 512 tokens" in message
+    if param is not None:
+        error = check_shape(body)
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
