@@ -180,6 +180,7 @@ def _completions(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize", responses=TEXT_ANSWERS, tags=["text"])
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt or a conversation, as vLLM tells them."""
+        api.unknown.check()
         ids = await api.builder.tokenize(body)
         lengths = _lengths(api)
         found = {
@@ -188,7 +189,7 @@ def _completions(app: FastAPI, api: Api) -> None:
             "tokens": ids,
             "token_strs": _strings(api, ids) if body.return_token_strs else None,
         }
-        return _json(found)
+        return api.unknown.named(_json(found))
 
     @app.post("/detokenize", responses=TEXT_ANSWERS, tags=["text"])
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -232,9 +233,8 @@ def _other_apis(app: FastAPI, api: Api) -> None:
     async def count(body: CountRequest) -> Response:
         """The tokens of the prompt that /v1/messages would make."""
         api.unknown.check()
-        answer = _json({"input_tokens": await count_tokens(api.builder, body)})
-        answer.raw_headers.extend(api.unknown.headers())
-        return answer
+        found = {"input_tokens": await count_tokens(api.builder, body)}
+        return api.unknown.named(_json(found))
 
 
 def _lengths(api: Api) -> list[int]:

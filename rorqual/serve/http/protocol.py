@@ -1,20 +1,20 @@
 """The requests of the OpenAI API, with vLLM's extensions.
 
-A field of a completion's body that is not here is set aside (unknown_fields.py); in nested objects,
-and on the other routes, it is rejected by name. Responses are not modelled here: `sse` builds them
-by hand, where every microsecond counts.
+A field of a completion's body that is not here is set aside (unknown_fields.py), as is one of a
+message, its parts or a tool; in other nested objects it is rejected by name. Responses are not
+modelled here: `sse` builds them by hand, where every microsecond counts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rorqual.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
 from rorqual.serve.errors import bad_request
-from rorqual.serve.http.unknown_fields import set_aside
+from rorqual.serve.http.unknown_fields import ignored, set_aside, set_aside_within
 
 
 def _whole(value: Any) -> Any:
@@ -46,6 +46,7 @@ def _one_wrong_bias(value: Any) -> Any:
 FAST = Field(fail_fast=True)
 SEVERAL = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[TokenId], SEVERAL]
+WITHOUT_EFFECT = Field(default=None, exclude=True, description="Without effect.")
 TEMPLATE_KWARGS = Field(default=None, description="Variables for the chat template.")
 CONTINUE = Field(
     default=None, description="The prompt ends with the last message's text, which goes on."
@@ -65,6 +66,20 @@ class Model(BaseModel):
         unknown = next(name for name in data if name not in known)
         kept = {name: data[name] for name in known if name in data}
         return {**kept, unknown: data[unknown]}
+
+
+class Within(Model):
+    """An object within a chat's messages or tools: clients send fields there that are of use to
+    other servers alone. place: its path without indices."""
+
+    place: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        return set_aside_within(data, cls.model_fields.keys(), cls.place)
 
 
 class StreamOptions(Model):
@@ -211,25 +226,32 @@ def _check_string(where: tuple[str, ...], text: str) -> None:
         ) from None
 
 
-class TextPart(Model):
+class TextPart(Within):
+    place = "messages.content"
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
+    prompt_cache_breakpoint: dict[str, Any] | None = WITHOUT_EFFECT
 
 
-class FunctionCall(Model):
+class FunctionCall(Within):
+    place = "messages.tool_calls.function"
     name: str
     arguments: str
 
 
-class ToolCall(Model):
+class ToolCall(Within):
+    place = "messages.tool_calls"
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
     function: FunctionCall
 
 
-class ChatMessage(Model):
+class ChatMessage(Within):
     """One turn. All fields of this server's responses may be sent back."""
+
+    place = "messages"
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAST] | None = None
@@ -240,20 +262,25 @@ class ChatMessage(Model):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
     audio: None = None
     function_call: None = None
 
 
-class Function(Model):
+class Function(Within):
+    place = "tools.function"
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
 
 
-class Tool(Model):
+class Tool(Within):
+    place = "tools"
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
 
 
 class NamedFunction(Model):
@@ -356,7 +383,19 @@ class CompletionRequest(Resumable):
     suffix: None = Field(default=None, description="Refused: these models do not fill in.")
 
 
-class TokenizeRequest(Model):
+class TextRequest(Model):
+    """Unknown fields may be null: clients send objects with all fields dumped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        ignored.set({})
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k in cls.model_fields}
+
+
+class TokenizeRequest(TextRequest):
     """vLLM's two forms in one: a prompt, or messages with what their template takes."""
 
     model: str | None = None
@@ -372,6 +411,6 @@ class TokenizeRequest(Model):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(TextRequest):
     model: str | None = None
     tokens: list[TokenId]

@@ -108,8 +108,14 @@ def check_shape(body: Any) -> dict[str, Any]:
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": "a", "mood": "good"}]},
-            "messages.0.mood",
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages.prefix",
+            "not supported",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", **{f"x{i}": 1 for i in range(101)}}]},
+            "messages.x0",
             "not known",
         ),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
