@@ -380,7 +380,9 @@ class CompletionRequest(Resumable):
     best_of: Positive | None = Field(default=None, description="Accepted where it equals n.")
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
-    suffix: None = Field(default=None, description="Refused: these models do not fill in.")
+    suffix: Literal[""] | None = Field(
+        default=None, description="Others are refused: these models do not fill in."
+    )
 
 
 class TextRequest(Model):

@@ -117,7 +117,7 @@ class RequestBuilder:
         special = self.served.template.builtin if given is None else given
         (prompt,) = await self._encode([text], special, "messages", cut)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         params = self._params(
             body,

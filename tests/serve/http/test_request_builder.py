@@ -139,13 +139,23 @@ def test_counts_may_be_written_with_a_point(builder: RequestBuilder):
         complete(builder, max_tokens=16.5)
 
 
+def test_no_likely_tokens_need_no_log_probabilities(builder: RequestBuilder):
+    for given in ({}, {"logprobs": False}, {"logprobs": None}):
+        assert chat(builder, top_logprobs=0, **given).top is None
+    assert chat(builder, top_logprobs=0, logprobs=True).top == 0
+    with pytest.raises(ApiError, match="top_logprobs needs logprobs"):
+        chat(builder, top_logprobs=1)
+
+
 def test_best_of_and_suffix(builder: RequestBuilder):
     """Only the values that ask for nothing."""
     assert len(complete(builder, best_of=2, n=2, temperature=1).requests) == 2
     message, param = refusal(builder, best_of=3, n=2)
     assert message == "best_of=3 is not supported; accepted: the value of n"
     assert param == "best_of"
-    complete(builder, suffix=None)
+    for nothing in (None, ""):
+        assert complete(builder, suffix=nothing)
+        assert chat(builder, suffix=nothing)
     with pytest.raises(ValidationError, match="suffix"):
         complete(builder, suffix="end")
     with pytest.raises(ApiError, match="suffix is not supported here"):
