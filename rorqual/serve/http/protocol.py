@@ -90,14 +90,23 @@ class StreamOptions(Model):
     )
 
 
+SWITCHED_OFF = Field(default=None, description="Refused, unless null or false.")
+
+
 class StructuredOutputs(Model):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: exactly one of the first five."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = Field(
+        default=None, description="True is refused behind a block of reasoning; else none is free."
+    )
+    disable_additional_properties: Any = SWITCHED_OFF
+    whitespace_pattern: Any = SWITCHED_OFF
+    structural_tag: Any = SWITCHED_OFF
 
 
 class Sampling(Model):

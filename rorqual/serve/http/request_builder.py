@@ -239,6 +239,7 @@ class RequestBuilder:
         elif structure is None or not inside:
             return structure
         else:
+            _check_whitespace(body)
             form = as_format(structure)
         found = tag(after_thinking(form) if inside else form)
         if len(found.value) > self.limits.grammar.size:
@@ -513,6 +514,14 @@ class RequestBuilder:
                 )
             _hand_over(call, given is not None)
         return call
+
+
+def _check_whitespace(body: ChatRequest) -> None:
+    """Behind a block of reasoning a grammar leaves one character of whitespace to the model."""
+    given = body.structured_outputs
+    if given is not None and given.disable_any_whitespace:
+        name = "structured_outputs.disable_any_whitespace"
+        raise bad_request(f"{name} is not supported for an answer that begins with reasoning", name)
 
 
 def _allowed(allowed: AllowedChatSet, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

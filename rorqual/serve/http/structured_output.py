@@ -89,6 +89,10 @@ def _from_structured(given: StructuredOutputs | None) -> list[tuple[str, Structu
     if given is None:
         return []
     where = "structured_outputs"
+    for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
+        value = getattr(given, name)
+        if value is not None and value is not False:
+            raise bad_request(f"{where}.{name} is not supported here", f"{where}.{name}")
     found = []
     if given.json_ is not None:
         found.append((f"{where}.json", StructuredOutput("json_schema", _dump(given.json_))))

@@ -259,6 +259,41 @@ def test_a_format_that_cannot_be_enforced(builder: RequestBuilder):
     assert (message, param) == ("schema: 'uniqueItems' cannot be enforced", "response_format")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "disable_any_whitespace",
+        "disable_additional_properties",
+        "whitespace_pattern",
+        "structural_tag",
+    ],
+)
+def test_other_fields_of_vllms_structured_outputs(builder: RequestBuilder, name: str):
+    """Clients of vLLM dump all of them."""
+    given = {"regex": "a+", "json": None, "json_object": None}
+    plain = chat(builder, structured_outputs=given).requests[0].params.structured
+    for nothing in (None, False):
+        call = chat(builder, structured_outputs={**given, name: nothing})
+        assert call.requests[0].params.structured == plain
+    place = f"structured_outputs.{name}"
+    if name == "disable_any_whitespace":  # JSON has none but one space after commas and colons
+        assert chat(builder, structured_outputs={**given, name: True})
+        with pytest.raises(ValidationError, match=name):
+            chat(builder, structured_outputs={**given, name: "x"})
+        builder.served = replace(builder.served, reasoning=True)
+        turns = [*TURN, {"role": "assistant", "content": "<think>"}]
+        more = {"messages": turns, "continue_final_message": True}
+        for value in (None, False):
+            assert chat(builder, structured_outputs={**given, name: value}, **more)
+        message, param = chat_refusal(builder, structured_outputs={**given, name: True}, **more)
+        assert message == f"{place} is not supported for an answer that begins with reasoning"
+        assert param == place
+        return
+    for value in (True, "x", "", 0, {"a": 1}):
+        message, param = chat_refusal(builder, structured_outputs={**given, name: value})
+        assert (message, param) == (f"{place} is not supported here", place)
+
+
 # ---- answers
 
 
