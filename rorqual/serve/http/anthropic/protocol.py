@@ -39,6 +39,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Without effect.")]
 
+ToolsetName = Annotated[str | None, Field(description="Without effect.")]
+
 
 class TextBlock(Model):
     type: Literal["text"]
@@ -60,6 +62,7 @@ class ToolUseBlock(Model):
     input: dict[str, Any]
     cache_control: CacheControl = None
     caller: dict[str, Any] | None = None
+    toolset_name: ToolsetName = None
 
 
 class ToolResultBlock(Model):
@@ -68,6 +71,7 @@ class ToolResultBlock(Model):
     content: Annotated[str | list[TextBlock] | None, SkipValidation] = None
     is_error: bool | None = Field(default=None, description="Without effect: the content says so.")
     cache_control: CacheControl = None
+    toolset_name: ToolsetName = None
 
 
 TEXTS: dict[str, type[Model]] = {"text": TextBlock}
@@ -94,6 +98,9 @@ class CustomTool(Model):
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(
         default=None, description="Without effect: input is always streamed as it is written."
+    )
+    input_examples: list[dict[str, Any]] | None = Field(
+        default=None, description="Without effect: templates have no place for them."
     )
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
