@@ -119,11 +119,12 @@ class RequestBuilder:
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        name, structure = self._structure(body, forced, inside)
         params = self._params(
             body,
             body.max_completion_tokens or body.max_tokens,
             top,
-            self._structure(body, forced, inside),
+            structure,
             self._prompt_top(body),
         )
         parser = FORMATS[self.served.tool_format].parser
@@ -140,6 +141,7 @@ class RequestBuilder:
             top,
             include_reasoning=body.include_reasoning is not False,
         )
+        call.structure = name
         call.prompt_top = params.prompt_logprobs
         self._check_scores(call.requests)
         for i, request in enumerate(call.requests):
@@ -221,10 +223,10 @@ class RequestBuilder:
 
     def _structure(
         self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool
-    ) -> StructuredOutput | None:
-        """The structure required of the text; where the prompt opened a <think> block, only after
-        it."""
-        structure = structure_of(body, self.limits.grammar)
+    ) -> tuple[str | None, StructuredOutput | None]:
+        """The parameter that gives the structure required of the text, and the structure; where the
+        prompt opened a <think> block, only after it."""
+        given, structure = structure_of(body, self.limits.grammar)
         if forced and structure is not None:
             raise bad_request(
                 "a forced tool call and a response format exclude each other", "tool_choice"
@@ -237,19 +239,21 @@ class RequestBuilder:
             numbers = [names.index(tool["function"]["name"]) for tool in forced]
             form = FORMATS[self.served.tool_format].forced(forced, several, numbers)
         elif structure is None or not inside:
-            return structure
+            return given, structure
         else:
             _check_whitespace(body)
             form = as_format(structure)
         found = tag(after_thinking(form) if inside else form)
+        name = "tools" if forced else given
+        assert name is not None
         if len(found.value) > self.limits.grammar.size:
             raise bad_request(
-                f"the tools' schemas have {len(found.value)} characters; accepted: at "
-                f"most {self.limits.grammar.size}",
-                "tools",
+                f"{name}: the schemas have {len(found.value)} characters; accepted: at most "
+                f"{self.limits.grammar.size}",
+                name,
             )
-        check_schema("tools" if forced else "response_format", found)
-        return found
+        check_schema(name, found)
+        return name, found
 
     # ---- plain completions
 
@@ -270,11 +274,12 @@ class RequestBuilder:
             most = self.served.defaults.sampling.get("max_tokens", 16)
         if not most and body.min_tokens:
             raise bad_request(f"min_tokens={body.min_tokens} is above max_tokens=0", "min_tokens")
+        name, structure = structure_of(body, self.limits.grammar)
         params = self._params(
             body,
             most or 1,
             top if most else None,
-            structure_of(body, self.limits.grammar),
+            structure,
             max(
                 (n for n in (prompt_top, top if body.echo else None) if n is not None), default=None
             ),
@@ -297,6 +302,7 @@ class RequestBuilder:
         head = self._head("cmpl", "text_completion", body)
         tokens = sum(map(len, prompts))
         call = make(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
+        call.structure = name
         call.prompt_top = prompt_top
         call.prompts = len(prompts)
         builder = ChoiceBuilder if most else ZeroTokenChoiceBuilder

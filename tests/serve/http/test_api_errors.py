@@ -71,13 +71,24 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"model": "other"}, "model", "available"),
         (COMPLETE, {"cache_salt": "x" * 1025}, "cache_salt", ""),
         (COMPLETE, {"prompt": "\ud800"}, None, "cannot be encoded"),
-        (COMPLETE, {"guided_regex": "[a"}, None, "regex cannot be compiled"),
-        (COMPLETE, {"guided_regex": "a" * 513}, None, "at most 512"),
-        (COMPLETE, {"guided_json": "no json"}, None, "json_schema cannot be compiled"),
-        (COMPLETE, {"guided_json": {"$ref": "#"}}, None, "no text"),
+        (COMPLETE, {"guided_regex": "[a"}, "guided_regex", "regex cannot be compiled"),
+        (COMPLETE, {"guided_regex": "a" * 513}, "guided_regex", "at most 512"),
+        (COMPLETE, {"guided_json": "no json"}, "guided_json", "json_schema cannot be compiled"),
+        (COMPLETE, {"guided_json": {"$ref": "#"}}, "guided_json", "no text"),
         (COMPLETE, {"guided_json": {"type": "nonsense"}}, "guided_json", "'type' should be one"),
-        (COMPLETE, {"guided_json": "x" * 70000}, None, "at most 65536"),
-        (COMPLETE, {"guided_grammar": "root ::= ("}, None, "grammar cannot be compiled"),
+        (COMPLETE, {"guided_json": "x" * 70000}, "guided_json", "at most 65536"),
+        (
+            COMPLETE,
+            {"guided_grammar": "root ::= ("},
+            "guided_grammar",
+            "grammar cannot be compiled",
+        ),
+        (
+            COMPLETE,
+            {"structured_outputs": {"grammar": "root ::= ("}},
+            "structured_outputs.grammar",
+            "the grammar cannot be compiled",
+        ),
         (COMPLETE, {"guided_choice": []}, "guided_choice", ""),
         (COMPLETE, {"guided_choice": [""]}, "guided_choice", "empty"),
         (
@@ -191,6 +202,58 @@ def test_a_prompt_that_is_too_long_is_known_to_clients(
     if param is not None:
         error = check_shape(body)
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+# which xgrammar refuses
+LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 10**30}}}
+MESSAGE = {"messages": TURN, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            CHAT,
+            {
+                "messages": TURN,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}},
+            },
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": LARGE}}},
+            "text.format",
+        ),
+        (
+            "/v1/messages",
+            {**MESSAGE, "output_config": {"format": {"type": "json_schema", "schema": LARGE}}},
+            "output_config.format",
+        ),
+        (
+            "/v1/messages",
+            {
+                **MESSAGE,
+                "tools": [{"name": "f", "input_schema": LARGE}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools.0.input_schema",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_named_as_in_the_body(
+    server: Running, path: str, body: dict[str, Any], param: str
+):
+    """The engine says it, which knows nothing of the body."""
+    for more in ({}, {"stream": True}):
+        status, answer = server.request("POST", path, {**body, **more})
+        assert status == 400
+        error = answer["error"]
+        assert "cannot be compiled" in error["message"]
+        if path == "/v1/messages":
+            assert error["message"].startswith(f"{param}: ")
+        else:
+            assert check_shape(answer)["param"] == param
 
 
 @pytest.mark.parametrize(

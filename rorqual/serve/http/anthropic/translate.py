@@ -60,7 +60,9 @@ BLOCKS = "a string or an array of blocks"
 
 async def messages_call(builder: RequestBuilder, body: MessagesRequest, client: str) -> Call:
     with renamed(NAMES):
-        return await builder.chat(as_chat(body), client, MessagesCall)
+        call = await builder.chat(as_chat(body), client, MessagesCall)
+    call.names = NAMES
+    return call
 
 
 async def count_tokens(builder: RequestBuilder, body: CountRequest) -> int:
