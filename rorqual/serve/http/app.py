@@ -46,7 +46,7 @@ from rorqual.serve.http.spans.middleware import TracedRequests
 from rorqual.serve.http.sse import encode
 from rorqual.serve.http.tracing.routes import add_tracing
 from rorqual.serve.http.unknown_fields import UnknownFields
-from rorqual.serve.http.validation import invalid_body, is_json, not_json
+from rorqual.serve.http.validation import invalid_body, is_json, not_json, unreadable
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.messages import Snapshot
 from rorqual.telemetry.spans import RequestTracer
@@ -380,6 +380,8 @@ def _errors(app: FastAPI, api: Api) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI's alone, of a body; no route raises one
+            return answer(request, unreadable(error.__cause__))
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         found = answer(request, ApiError(error.status_code, str(error.detail), kind))
         found.headers.update(error.headers or {})

@@ -276,25 +276,25 @@ def test_deep_schema(server: Running):
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "words"),
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"[" * 50_000,
-        b'{"prompt": "\xff"}',
-        b'{"prompt": NaN}',
-        b'{"prompt":' + b"9" * 5000 + b"}",
-        b"\x00" * 100,
+        (b"", ""),
+        (b"{", ""),
+        (b"[]", ""),
+        (b"null", ""),
+        (b"[" * 50_000, "the body nests too deeply"),
+        (b'{"prompt": "\xff"}', "the body is not valid utf-8: invalid start byte"),
+        (b'{"prompt": NaN}', ""),
+        (b'{"prompt":' + b"9" * 5000 + b"}", "an integer of too many digits"),
+        (b"\x00" * 100, ""),
     ],
     ids=["nothing", "open", "list", "null", "deep", "bytes", "nan", "digits", "zeros"],
 )
-def test_malformed_bodies(server: Running, data: bytes):
+def test_malformed_bodies(server: Running, data: bytes, words: str):
     for path in (COMPLETE, CHAT):
         status, body = server.request("POST", path, data)
         assert status == 400
-        check_shape(body)
+        assert words in check_shape(body)["message"]
 
 
 def test_other_content_types(server: Running):
