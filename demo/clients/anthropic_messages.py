@@ -1,6 +1,6 @@
 """Anthropic's Messages API by its own client.
 
-Tried with anthropic 2.12.0 (PyPI): `python demo/clients/anthropic_messages.py http://127.0.0.1:8000`
+Tried with anthropic 2.14.0 (PyPI): `python demo/clients/anthropic_messages.py http://127.0.0.1:8000`
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 import urllib.request
 
-from anthropic import Anthropic, BadRequestError
+from anthropic import Anthropic, BadRequestError, beta_tool
 
 TOOL = {
     "name": "weather",
@@ -20,6 +20,31 @@ TOOL = {
         "required": ["place"],
     },
 }
+
+
+@beta_tool
+def sky() -> str:
+    """The weather here."""
+    return "rain"
+
+
+def run_tools(client: Anthropic, asked: dict) -> None:
+    """The runner asks for a thread, which the server does not keep: it must send the whole
+    conversation. Its second turn is longer than the first, then."""
+    runner = client.beta.messages.tool_runner(
+        **asked,
+        max_tokens=100,
+        tools=[sky],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+    )
+    sizes = []
+    for message in runner:
+        sizes.append(message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0))
+        runner.set_messages_params(lambda given: {**given, "tool_choice": {"type": "auto"}})
+    assert len(sizes) == 2, sizes
+    assert sizes[1] > sizes[0], sizes
+    print(f"tool_runner: {sizes[0]}, then {sizes[1]} tokens of prompt")
 
 
 def main(address: str) -> None:
@@ -60,6 +85,8 @@ def main(address: str) -> None:
     ]
     answer = client.messages.create(model=model, messages=turns, tools=[TOOL], max_tokens=16)
     print(f"its result: {answer.stop_reason}: {len(answer.content)} blocks")
+
+    run_tools(client, asked)
 
     refusal = ""
     try:

@@ -1,6 +1,6 @@
 """LangChain's ChatOpenAI and OpenAI.
 
-Tried with langchain-openai 1.7.3 (PyPI): `python demo/clients/langchain_client.py http://127.0.0.1:8000`
+Tried with langchain-openai 1.7.4 (PyPI): `python demo/clients/langchain_client.py http://127.0.0.1:8000`
 """
 
 from __future__ import annotations

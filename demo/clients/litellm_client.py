@@ -1,6 +1,6 @@
 """LiteLLM, by its two ways to such a server: the providers `hosted_vllm` and `openai`.
 
-Tried with litellm 1.106.2 (PyPI): `python demo/clients/litellm_client.py http://127.0.0.1:8000`
+Tried with litellm 1.106.12 (PyPI): `python demo/clients/litellm_client.py http://127.0.0.1:8000`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenAI's own Python client: models, completions, chat, streams, tools, structured output, errors.
 
-Tried with openai 3.54.0 (PyPI): `python demo/clients/openai_client.py http://127.0.0.1:8000`
+Tried with openai 3.57.0 (PyPI): `python demo/clients/openai_client.py http://127.0.0.1:8000`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenAI's Responses API by its own client.
 
-Tried with openai 3.54.0 (PyPI): `python demo/clients/openai_responses.py http://127.0.0.1:8000`
+Tried with openai 3.57.0 (PyPI): `python demo/clients/openai_responses.py http://127.0.0.1:8000`
 """
 
 from __future__ import annotations

@@ -56,19 +56,19 @@ class Client:
 
 
 CLIENTS = {
-    "openai": Client("openai_client.py", "openai", "openai", (("openai==3.54.0",),)),
+    "openai": Client("openai_client.py", "openai", "openai", (("openai==3.57.0",),)),
     "openai-responses": Client("openai_responses.py", "openai", "openai", venv="openai"),
     "anthropic": Client(
-        "anthropic_messages.py", "anthropic", "anthropic", (("anthropic==2.12.0",),)
+        "anthropic_messages.py", "anthropic", "anthropic", (("anthropic==2.14.0",),)
     ),
     "litellm": Client(
-        "litellm_client.py", "litellm", "litellm", (("litellm==1.106.2", "mcp>=2,<3"),)
+        "litellm_client.py", "litellm", "litellm", (("litellm==1.106.12", "mcp>=2,<3"),)
     ),
     "langchain-openai": Client(
         "langchain_client.py",
         "langchain-openai",
         "langchain_openai",
-        (("langchain-openai==1.7.3",),),
+        (("langchain-openai==1.7.4",),),
     ),
     "instructor": Client(
         "instructor_client.py", "instructor", "instructor", (("instructor==1.17.0",),)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 BUSY_SECONDS = 5  # after which a busy engine may have room again
 
 
 class ApiError(Exception):
-    """An error response. `param` names the field at fault; retry_after is in seconds."""
+    """An error response. `param` names the field at fault; retry_after is in seconds. details: what
+    Anthropic's format has beside the message, for programs to read."""
 
     def __init__(
         self,
@@ -19,6 +22,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        details: dict[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -27,6 +31,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.details = details
 
     def body(self) -> bytes:
         return msgspec.json.encode(
@@ -55,6 +60,16 @@ class Disconnected(Exception):
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+def too_long(param: str, tokens: int, most: int, more: str = "") -> ApiError:
+    """A prompt beyond the model's context. Clients that then shorten it know this error by its code
+    or by parts of these words, which are those of OpenAI's API and of Anthropic's."""
+    message = (
+        f"the prompt is too long: {tokens} tokens > {most} maximum ({more}this model's maximum "
+        f"context length is {most + 1} tokens)"
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def engine_died() -> ApiError:

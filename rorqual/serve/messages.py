@@ -104,13 +104,14 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A rejected request, and why: by default the caller's mistake. busy: it may be retried later.
     pages_lost: its prompt was computed elsewhere, and its pages were not received. experts_missing:
-    no server holds an expert that it needs."""
+    no server holds an expert that it needs. structured: the structure of its answer is at fault."""
 
     id: str
     message: str
     busy: bool = False
     pages_lost: bool = False
     experts_missing: bool = False
+    structured: bool = False
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):

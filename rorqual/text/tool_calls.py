@@ -373,7 +373,8 @@ class ToolFormat:
         )
 
     def _tag(self, function: dict[str, Any], number: int) -> dict[str, Any]:
-        schema = function.get("parameters") or {"type": "object"}
+        # without parameters: an object of nothing, where {"type": "object"} would be of anything
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
         where = PARAMETERS.format(number)
         name = json.dumps(function["name"])[1:-1]
         content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}

@@ -339,6 +339,19 @@ def test_the_schema_that_cannot_be_compiled_is_named(grammars: XGrammars):
     assert str(found.value).startswith(start)
 
 
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_is_called_without_arguments(
+    grammars: XGrammars, tokenizer: Tokenizer, more: dict[str, Any]
+):
+    found = FORMATS["hermes"]
+    calls = tag(found.forced([{"function": {"name": "f", **more}}], several=False))
+    begin = found.begin.format(name="f")
+    for text, fits in (("{}", True), ('{"a": 1}', False)):
+        matcher = grammars.matcher(calls)
+        tokens = (*ids(tokenizer, begin + text + found.end), EOS)
+        assert all(matcher.accept(token) for token in tokens) is fits
+
+
 @pytest.mark.parametrize("name", ["f", "title"])
 def test_what_is_compiled_is_what_can_be_enforced(
     grammars: XGrammars, tokenizer: Tokenizer, name: str

@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from datetime import date, datetime, time
+from enum import Enum
 from typing import Any
+from uuid import UUID
 
 import jsonschema
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field, HttpUrl
+from pydantic import BaseModel, Field, HttpUrl, TypeAdapter
 
 pytest.importorskip("xgrammar")
 
@@ -134,6 +137,26 @@ ENFORCED: dict[str, tuple[Any, list[str], list[str]]] = {
         ['{"q": 1}', "{}"],
         ['{"q": "x"}', '{"s": 1}', '{"q": 1, "q": 2}'],
     ),
+    "propertyNames by a reference": (
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/names"},
+            "additionalProperties": A,
+            "$defs": {"names": {"$ref": "#/$defs/n"}, "n": {"enum": ["q", "r"], "type": "string"}},
+        },
+        ["{}", '{"q": 1}', '{"q": 1, "r": 2}'],
+        ['{"s": 1}', '{"q": "x"}'],
+    ),
+    "propertyNames of any string": (
+        {"type": "object", "propertyNames": {"type": "string", "title": "t", "minLength": 0}},
+        ["{}", '{"a": 1}'],
+        ["1"],
+    ),
+    "propertyNames that are no strings": (
+        {"type": "object", "propertyNames": {"enum": [1, "q"]}, "additionalProperties": A},
+        ['{"q": 1}'],
+        ['{"1": 1}'],
+    ),
     "propertyNames of a length": (
         {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": A},
         ['{"qq": 1}'],
@@ -200,6 +223,11 @@ ENFORCED: dict[str, tuple[Any, list[str], list[str]]] = {
         {"type": "integer", "minimum": 0.5, "exclusiveMaximum": 3},
         ["1", "2"],
         ["0", "3"],
+    ),
+    "limits beyond 64 bits": (
+        {"type": "integer", "minimum": -(10**30), "maximum": 2**64 - 1},
+        ["0", str(2**63 - 1), str(-(2**63))],
+        [str(2**64), str(-(10**31)), "0.5"],
     ),
     "limits of draft 4": (
         {"type": "integer", "minimum": 3, "exclusiveMinimum": True},
@@ -294,7 +322,9 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a": A}, "patternProperties": {"b": A}}, "schema", "'patternProperties'"),
     ({"patternProperties": {"a": A, "b": B}}, "schema", "'patternProperties'"),
     ({"patternProperties": {"a": A}, "required": ["a"]}, "schema", "'patternProperties'"),
-    ({"type": "object", "propertyNames": {"format": "date"}}, "schema", "'propertyNames'"),
+    ({"type": "object", "propertyNames": {"format": "email"}}, "schema", "'propertyNames'"),
+    ({"type": "object", "propertyNames": {"type": "integer"}}, "schema", "'propertyNames'"),
+    ({"type": "object", "propertyNames": {"$ref": "#"}}, "schema", "'propertyNames'"),
     ({"type": "object", "minProperties": 2}, "schema", "'minProperties'"),
     ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "schema", "'oneOf'"),
     ({"oneOf": [closed(a=A), closed(b=B)]}, "schema", "'oneOf'"),
@@ -336,6 +366,34 @@ def test_what_asks_for_nothing_is_not_refused():
         "patternProperties": {"^x-": {}},
     }
     assert accepts(compiled(schema), '{"a": [1, 1], "b": 2}')
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (Colour, "red", "green"),
+        (UUID, "0b0c2c0e-9a1b-4c3d-8e4f-000000000000", "0b0c2c0e"),
+        (date, "2026-02-28", "2026-13-01"),
+        (time, "23:59:59.5+01:00", "24:00:00Z"),
+        (datetime, "2026-02-28T12:30:00Z", "2026-02-28"),
+        (int, "1", None),
+    ],
+)
+def test_the_keys_of_a_dict_in_python(kind: Any, good: str, bad: str | None):
+    """pydantic says what they are by propertyNames, of an enum by a reference."""
+    of = TypeAdapter(dict[kind, int])
+    grammar = compiled(of.json_schema())
+    text = json.dumps({good: 1})
+    assert accepts(grammar, text)
+    assert of.validate_json(text)
+    if bad is not None:
+        assert not accepts(grammar, json.dumps({bad: 1}))
+        assert not accepts(grammar, json.dumps({good: 1, bad: 1}))
 
 
 class Leaf(BaseModel):

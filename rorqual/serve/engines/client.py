@@ -187,7 +187,7 @@ class EngineClient:
                 elif message.experts_missing:
                     entry.job.fail(experts_missing(message.message))
                 else:
-                    entry.job.refuse(message.message, message.busy)
+                    entry.job.refuse(message.message, message.busy, message.structured)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
             self.start_seconds = time.monotonic() - self.made

@@ -162,7 +162,7 @@ class EngineProcess:
             add, error, _held = self.prepared.get()
             if self.preparing.pop(add.request.id, None) is not None:
                 self.phases.grammar(add)
-                self._refuse(add.request, error) if error else self._add(add)
+                self._refuse(add.request, error, structured=True) if error else self._add(add)
 
     def _handle(self, message: messages.ToEngine) -> None:
         if isinstance(message, messages.Add):
@@ -215,9 +215,8 @@ class EngineProcess:
         structure = add.request.params.structured
         assert structure is not None
         if self.grammars is None:
-            self._refuse(
-                add.request, RequestError("structured output is not offered by this server")
-            )
+            error = RequestError("structured output is not offered by this server")
+            self._refuse(add.request, error, structured=True)
         elif (_held := self.grammars.hold(structure)) is not None:
             self.grammars.ready(structure)
             self._add(add)
@@ -281,8 +280,9 @@ class EngineProcess:
         if self.transfers:
             self.transfers.begin(request)
 
-    def _refuse(self, request: Request, error: Exception) -> None:
-        self.link.send(messages.Refused(request.id, str(error), isinstance(error, BusyError)))
+    def _refuse(self, request: Request, error: Exception, structured: bool = False) -> None:
+        busy = isinstance(error, BusyError)
+        self.link.send(messages.Refused(request.id, str(error), busy, structured=structured))
 
     # ---- messages sent
 

@@ -42,6 +42,8 @@ class EngineJob:
     """`feed` is called by the engine's client, `take` by the request's task, which gets everything
     queued at once.
 
+    `structure`: the parameter that gave the structure of the answer.
+
     `placed` holds, choice by choice, the engine and the id each sequence went to. More than
     `buffered` queued tokens mean a client slower than the engine: the job fails and the connection
     is aborted, since a task blocked on its socket would not notice.
@@ -52,6 +54,7 @@ class EngineJob:
         self.placed: list[tuple[PlacedEngine, str]] = []
         self.items: list[tuple[int, Output]] = []
         self.tokens = 0
+        self.structure: str | None = None
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
@@ -92,12 +95,14 @@ class EngineJob:
             self.close()
         self._wake()
 
-    def refuse(self, message: str, busy: bool = False) -> None:
-        """The engine rejected this request: the caller's mistake, unless busy."""
+    def refuse(self, message: str, busy: bool = False, structured: bool = False) -> None:
+        """The engine rejected this request: the caller's mistake, unless busy. structured: the
+        message is about `structure`, unless it names another parameter."""
         if busy:
             self.fail(engine_busy(message))
             return
-        self.fail(ApiError(400, message, param=parameter_of(message)))
+        param = parameter_of(message) or (self.structure if structured else None)
+        self.fail(ApiError(400, message, param=param))
 
     def read(self, choice: int, times: list[float], count: int) -> None:
         """With Counting.READ: `count` of a choice's new tokens belong to its text."""

@@ -46,7 +46,7 @@ from rorqual.serve.http.spans.middleware import TracedRequests
 from rorqual.serve.http.sse import encode
 from rorqual.serve.http.tracing.routes import add_tracing
 from rorqual.serve.http.unknown_fields import UnknownFields
-from rorqual.serve.http.validation import invalid_body, is_json, not_json
+from rorqual.serve.http.validation import invalid_body, is_json, not_json, unreadable
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.messages import Snapshot
 from rorqual.telemetry.spans import RequestTracer
@@ -180,6 +180,7 @@ def _completions(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize", responses=TEXT_ANSWERS, tags=["text"])
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt or a conversation, as vLLM tells them."""
+        api.unknown.check()
         ids = await api.builder.tokenize(body)
         lengths = _lengths(api)
         found = {
@@ -188,7 +189,7 @@ def _completions(app: FastAPI, api: Api) -> None:
             "tokens": ids,
             "token_strs": _strings(api, ids) if body.return_token_strs else None,
         }
-        return _json(found)
+        return api.unknown.named(_json(found))
 
     @app.post("/detokenize", responses=TEXT_ANSWERS, tags=["text"])
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -232,9 +233,8 @@ def _other_apis(app: FastAPI, api: Api) -> None:
     async def count(body: CountRequest) -> Response:
         """The tokens of the prompt that /v1/messages would make."""
         api.unknown.check()
-        answer = _json({"input_tokens": await count_tokens(api.builder, body)})
-        answer.raw_headers.extend(api.unknown.headers())
-        return answer
+        found = {"input_tokens": await count_tokens(api.builder, body)}
+        return api.unknown.named(_json(found))
 
 
 def _lengths(api: Api) -> list[int]:
@@ -380,6 +380,8 @@ def _errors(app: FastAPI, api: Api) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI's alone, of a body; no route raises one
+            return answer(request, unreadable(error.__cause__))
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         found = answer(request, ApiError(error.status_code, str(error.detail), kind))
         found.headers.update(error.headers or {})

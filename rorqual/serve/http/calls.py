@@ -3,6 +3,7 @@ completion; those of other APIs are in blocks/, responses/ and anthropic/."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rorqual.request import Request
@@ -39,7 +40,8 @@ class Call:
     prompts: number of prompts, with as many choices each. lists_transfers: the response has a list
     of kv_transfer_params, one of each prompt. end: a stream's last bytes. over: choices already
     complete in the stream that this one continues (resume/replay.py); early: the events of their
-    end.
+    end. structure: the parameter that gave the structure of the answer. names: for errors, a chat's
+    parameter to that of the body, see blocks/tagged.py.
     """
 
     end = DONE
@@ -71,6 +73,8 @@ class Call:
         self.lists_transfers = False
         self.over: set[int] = set()
         self.early: list[bytes] = []
+        self.structure: str | None = None
+        self.names: Mapping[str, str] = {}
 
     @property
     def wanted(self) -> list[Request]:

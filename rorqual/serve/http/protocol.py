@@ -1,20 +1,20 @@
 """The requests of the OpenAI API, with vLLM's extensions.
 
-A field of a completion's body that is not here is set aside (unknown_fields.py); in nested objects,
-and on the other routes, it is rejected by name. Responses are not modelled here: `sse` builds them
-by hand, where every microsecond counts.
+A field of a completion's body that is not here is set aside (unknown_fields.py), as is one of a
+message, its parts or a tool; in other nested objects it is rejected by name. Responses are not
+modelled here: `sse` builds them by hand, where every microsecond counts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rorqual.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
 from rorqual.serve.errors import bad_request
-from rorqual.serve.http.unknown_fields import set_aside
+from rorqual.serve.http.unknown_fields import ignored, set_aside, set_aside_within
 
 
 def _whole(value: Any) -> Any:
@@ -46,6 +46,7 @@ def _one_wrong_bias(value: Any) -> Any:
 FAST = Field(fail_fast=True)
 SEVERAL = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[TokenId], SEVERAL]
+WITHOUT_EFFECT = Field(default=None, exclude=True, description="Without effect.")
 TEMPLATE_KWARGS = Field(default=None, description="Variables for the chat template.")
 CONTINUE = Field(
     default=None, description="The prompt ends with the last message's text, which goes on."
@@ -67,6 +68,20 @@ class Model(BaseModel):
         return {**kept, unknown: data[unknown]}
 
 
+class Within(Model):
+    """An object within a chat's messages or tools: clients send fields there that are of use to
+    other servers alone. place: its path without indices."""
+
+    place: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        return set_aside_within(data, cls.model_fields.keys(), cls.place)
+
+
 class StreamOptions(Model):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -75,14 +90,23 @@ class StreamOptions(Model):
     )
 
 
+SWITCHED_OFF = Field(default=None, description="Refused, unless null or false.")
+
+
 class StructuredOutputs(Model):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: exactly one of the first five."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = Field(
+        default=None, description="True is refused behind a block of reasoning; else none is free."
+    )
+    disable_additional_properties: Any = SWITCHED_OFF
+    whitespace_pattern: Any = SWITCHED_OFF
+    structural_tag: Any = SWITCHED_OFF
 
 
 class Sampling(Model):
@@ -211,25 +235,32 @@ def _check_string(where: tuple[str, ...], text: str) -> None:
         ) from None
 
 
-class TextPart(Model):
+class TextPart(Within):
+    place = "messages.content"
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
+    prompt_cache_breakpoint: dict[str, Any] | None = WITHOUT_EFFECT
 
 
-class FunctionCall(Model):
+class FunctionCall(Within):
+    place = "messages.tool_calls.function"
     name: str
     arguments: str
 
 
-class ToolCall(Model):
+class ToolCall(Within):
+    place = "messages.tool_calls"
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
     function: FunctionCall
 
 
-class ChatMessage(Model):
+class ChatMessage(Within):
     """One turn. All fields of this server's responses may be sent back."""
+
+    place = "messages"
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAST] | None = None
@@ -240,20 +271,25 @@ class ChatMessage(Model):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
     audio: None = None
     function_call: None = None
 
 
-class Function(Model):
+class Function(Within):
+    place = "tools.function"
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
 
 
-class Tool(Model):
+class Tool(Within):
+    place = "tools"
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = WITHOUT_EFFECT
 
 
 class NamedFunction(Model):
@@ -353,10 +389,24 @@ class CompletionRequest(Resumable):
     best_of: Positive | None = Field(default=None, description="Accepted where it equals n.")
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
-    suffix: None = Field(default=None, description="Refused: these models do not fill in.")
+    suffix: Literal[""] | None = Field(
+        default=None, description="Others are refused: these models do not fill in."
+    )
 
 
-class TokenizeRequest(Model):
+class TextRequest(Model):
+    """Unknown fields may be null: clients send objects with all fields dumped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        ignored.set({})
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k in cls.model_fields}
+
+
+class TokenizeRequest(TextRequest):
     """vLLM's two forms in one: a prompt, or messages with what their template takes."""
 
     model: str | None = None
@@ -372,6 +422,6 @@ class TokenizeRequest(Model):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(TextRequest):
     model: str | None = None
     tokens: list[TokenId]

@@ -21,7 +21,7 @@ from rorqual.request import (
 )
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request
+from rorqual.serve.errors import ApiError, bad_request, too_long
 from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, ZeroTokenChoiceBuilder
 from rorqual.serve.http.clients import user_name
@@ -115,15 +115,16 @@ class RequestBuilder:
         cut = body.truncate_prompt_tokens is not None
         given = body.add_special_tokens
         special = self.served.template.builtin if given is None else given
-        (prompt,) = await self._encode([text], special, cut)
+        (prompt,) = await self._encode([text], special, "messages", cut)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        name, structure = self._structure(body, forced, inside)
         params = self._params(
             body,
             body.max_completion_tokens or body.max_tokens,
             top,
-            self._structure(body, forced, inside),
+            structure,
             self._prompt_top(body),
         )
         parser = FORMATS[self.served.tool_format].parser
@@ -134,12 +135,13 @@ class RequestBuilder:
         prompt = self._kept(prompt, params)
         call = make(
             self._head("chatcmpl", "chat.completion.chunk", body),
-            self._requests([prompt], params, body, count, client),
+            self._requests([prompt], params, body, count, client, "messages"),
             len(prompt),
             self.served.tokenizer,
             top,
             include_reasoning=body.include_reasoning is not False,
         )
+        call.structure = name
         call.prompt_top = params.prompt_logprobs
         self._check_scores(call.requests)
         for i, request in enumerate(call.requests):
@@ -221,10 +223,10 @@ class RequestBuilder:
 
     def _structure(
         self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool
-    ) -> StructuredOutput | None:
-        """The structure required of the text; where the prompt opened a <think> block, only after
-        it."""
-        structure = structure_of(body, self.limits.grammar)
+    ) -> tuple[str | None, StructuredOutput | None]:
+        """The parameter that gives the structure required of the text, and the structure; where the
+        prompt opened a <think> block, only after it."""
+        given, structure = structure_of(body, self.limits.grammar)
         if forced and structure is not None:
             raise bad_request(
                 "a forced tool call and a response format exclude each other", "tool_choice"
@@ -237,18 +239,21 @@ class RequestBuilder:
             numbers = [names.index(tool["function"]["name"]) for tool in forced]
             form = FORMATS[self.served.tool_format].forced(forced, several, numbers)
         elif structure is None or not inside:
-            return structure
+            return given, structure
         else:
+            _check_whitespace(body)
             form = as_format(structure)
         found = tag(after_thinking(form) if inside else form)
+        name = "tools" if forced else given
+        assert name is not None
         if len(found.value) > self.limits.grammar.size:
             raise bad_request(
-                f"the tools' schemas have {len(found.value)} characters; accepted: at "
-                f"most {self.limits.grammar.size}",
-                "tools",
+                f"{name}: the schemas have {len(found.value)} characters; accepted: at most "
+                f"{self.limits.grammar.size}",
+                name,
             )
-        check_schema("tools" if forced else "response_format", found)
-        return found
+        check_schema(name, found)
+        return name, found
 
     # ---- plain completions
 
@@ -269,21 +274,23 @@ class RequestBuilder:
             most = self.served.defaults.sampling.get("max_tokens", 16)
         if not most and body.min_tokens:
             raise bad_request(f"min_tokens={body.min_tokens} is above max_tokens=0", "min_tokens")
+        name, structure = structure_of(body, self.limits.grammar)
         params = self._params(
             body,
             most or 1,
             top if most else None,
-            structure_of(body, self.limits.grammar),
+            structure,
             max(
                 (n for n in (prompt_top, top if body.echo else None) if n is not None), default=None
             ),
         )
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
-        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special, cut))
+        texts = [p for p in given if isinstance(p, str)]
+        encoded = iter(await self._encode(texts, special, "prompt", cut))
         prompts = [next(encoded) if isinstance(p, str) else p for p in given]
         prompts = [self._kept(prompt, params) for prompt in prompts]
-        requests = self._requests(prompts, params, body, count, client)
+        requests = self._requests(prompts, params, body, count, client, "prompt")
         self._check_scores(requests)
         echo = None
         if body.echo:
@@ -295,6 +302,7 @@ class RequestBuilder:
         head = self._head("cmpl", "text_completion", body)
         tokens = sum(map(len, prompts))
         call = make(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
+        call.structure = name
         call.prompt_top = prompt_top
         call.prompts = len(prompts)
         builder = ChoiceBuilder if most else ZeroTokenChoiceBuilder
@@ -312,13 +320,13 @@ class RequestBuilder:
             raise bad_request("either prompt or messages must be given", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            return (await self._encode([body.prompt], special))[0]
+            return (await self._encode([body.prompt], special, "prompt"))[0]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
         text, _ = self._render(body, body.messages or [], tools)
         special = self.served.template.builtin
         given = body.add_special_tokens
-        return (await self._encode([text], special if given is None else given))[0]
+        return (await self._encode([text], special if given is None else given, "messages"))[0]
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         self._check_model(body)
@@ -411,14 +419,16 @@ class RequestBuilder:
         body: Sampling,
         count: int,
         client: str,
+        name: str,
     ) -> list[Request]:
+        """name: the parameter that the prompts come from."""
         eos = self.served.defaults.eos_token_ids
         salt = body.cache_salt or ""
         now = time.monotonic()
         account = (client, user_name(body.user), body.priority or 0)
         requests = []
         for prompt, transfer in zip(prompts, _transfers(body, len(prompts)), strict=True):
-            self._check_ids(prompt, "prompt")
+            self._check_ids(prompt, name)
             for sample in range(count):
                 child = params
                 if params.seed is not None and sample:
@@ -447,10 +457,7 @@ class RequestBuilder:
             raise bad_request("the prompt is empty", name)
         most = self._most_tokens()
         if len(prompt) > most:
-            raise bad_request(
-                f"the prompt has {len(prompt)} tokens; with max_model_len={most + 1} at most "
-                f"{most} fit"
-            )
+            raise too_long(name, len(prompt), most)
         if max(prompt) >= self.served.vocab_size:
             raise bad_request(
                 f"the prompt holds token id {max(prompt)}; accepted: 0 to "
@@ -458,18 +465,19 @@ class RequestBuilder:
                 name,
             )
 
-    async def _encode(self, texts: list[str], special: bool, cut: bool = False) -> list[list[int]]:
+    async def _encode(
+        self, texts: list[str], special: bool, name: str, cut: bool = False
+    ) -> list[list[int]]:
         """Long texts are tokenized on a thread, so that other streams continue; a text that must
-        have too many tokens is not tokenized at all, unless the prompt is truncated."""
+        have too many tokens is not tokenized at all, unless the prompt is truncated. name: the
+        parameter that they come from."""
         tokenizer = self.served.tokenizer
         most = self._most_tokens()
         longest = tokenizer.longest
         for text in texts:
             if longest is not None and len(text) > most * longest and not cut:
-                raise bad_request(
-                    f"the prompt has {len(text)} characters; with max_model_len={most + 1} at "
-                    f"most {most} tokens fit, and none has more than {longest} characters"
-                )
+                words = f"it has {len(text)} characters, and no token has more than {longest}"
+                raise too_long(name, -(-len(text) // longest), most, f"at least: {words}; ")
         try:
             if sum(map(len, texts)) > LONG_TEXT:
                 return await asyncio.to_thread(tokenizer.encode_all, texts, special)
@@ -512,6 +520,14 @@ class RequestBuilder:
                 )
             _hand_over(call, given is not None)
         return call
+
+
+def _check_whitespace(body: ChatRequest) -> None:
+    """Behind a block of reasoning a grammar leaves one character of whitespace to the model."""
+    given = body.structured_outputs
+    if given is not None and given.disable_any_whitespace:
+        name = "structured_outputs.disable_any_whitespace"
+        raise bad_request(f"{name} is not supported for an answer that begins with reasoning", name)
 
 
 def _allowed(allowed: AllowedChatSet, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, Disconnected, timed_out
 from rorqual.serve.http.anthropic.errors import error_body
+from rorqual.serve.http.blocks.tagged import with_names
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.spans.answers import note_answer, note_request
 from rorqual.serve.messages import Output
@@ -56,6 +57,7 @@ class StreamResponse(Response):
         self.status_code = 200
         self.background = None
         self.job = EngineJob(pool.limits.buffered)
+        self.job.structure = call.structure
         self.started = False
         self.more_headers = more_headers
 
@@ -169,6 +171,7 @@ class StreamResponse(Response):
         await _send_all(send, 200, [*JSON, *self.more_headers], body)
 
     async def _fail(self, error: ApiError, send: Send) -> None:
+        error = with_names(error, self.call.names)
         self.counts[f"failed_{error.status}"] += 1
         if error.status >= 500:
             self.job.span.fail(error.code or str(error.status), error.message)

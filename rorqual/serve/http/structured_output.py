@@ -27,8 +27,9 @@ OF_TOOL = re.compile(r"tools\.\d+\.function\.parameters")  # as an error begins;
 
 def structure_of(
     body: ChatRequest | CompletionRequest, limits: GrammarLimits
-) -> StructuredOutput | None:
-    """At most one may be given; sizes are checked here, the rest when it is compiled."""
+) -> tuple[str | None, StructuredOutput | None]:
+    """And its parameter. At most one may be given; sizes are checked here, the rest when it is
+    compiled."""
     found = [
         *_from_format(body.response_format),
         *_from_guided(body),
@@ -40,14 +41,17 @@ def structure_of(
             f"only one structure can be enforced, these were given: {names}", found[1][0]
         )
     if not found:
-        return None
+        return None, None
     name, structure = found[0]
     if structure.kind == "choice" and not all(json.loads(structure.value)):
         raise bad_request("a choice must not be empty", name)
     _check_depth(name, structure)
-    check_size(structure, limits)
+    try:
+        check_size(structure, limits)
+    except RequestError as error:
+        raise bad_request(str(error), name) from None
     check_schema(name, structure)
-    return structure
+    return name, structure
 
 
 def check_schema(name: str, structure: StructuredOutput) -> None:
@@ -89,6 +93,10 @@ def _from_structured(given: StructuredOutputs | None) -> list[tuple[str, Structu
     if given is None:
         return []
     where = "structured_outputs"
+    for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
+        value = getattr(given, name)
+        if value is not None and value is not False:
+            raise bad_request(f"{where}.{name} is not supported here", f"{where}.{name}")
     found = []
     if given.json_ is not None:
         found.append((f"{where}.json", StructuredOutput("json_schema", _dump(given.json_))))

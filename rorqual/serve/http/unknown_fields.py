@@ -4,12 +4,16 @@ named in a response header, or rejected too."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
+from starlette.responses import Response
+
 from rorqual.errors import quoted
-from rorqual.serve.errors import bad_request
+from rorqual.serve.errors import bad_request, encodable
 
 log = logging.getLogger("rorqual.serve")
 
@@ -43,8 +47,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "rorqual_resume": (),
 }
 
+# Likewise of a chat's messages and their parts, where servers give them a meaning.
+REFUSED_WITHIN: dict[str, tuple[Any, ...]] = {
+    "prefix": (False,),
+    "partial": (False,),
+    "tools": ([],),
+    "images": ([],),
+    "documents": ([],),
+}
+
 # State of the body being parsed, by task: pydantic's validators can keep it nowhere else.
-ignored: ContextVar[tuple[str, ...]] = ContextVar("ignored", default=())
+ignored: ContextVar[Mapping[str, None]] = ContextVar("ignored", default=MappingProxyType({}))
 
 
 def set_aside(data: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -54,7 +67,24 @@ def set_aside(data: dict[str, Any], known: set[str]) -> dict[str, Any]:
     for name in others:
         if name in REFUSED and data[name] not in REFUSED[name]:
             raise bad_request(f"{name} is not supported here", name)
-    ignored.set(tuple(name for name in others if name not in REFUSED))
+    ignored.set(dict.fromkeys(name for name in others if name not in REFUSED))
+    return {name: value for name, value in data.items() if name in known}
+
+
+def set_aside_within(data: dict[str, Any], known: Collection[str], place: str) -> dict[str, Any]:
+    """Likewise for an object within a chat's messages or tools; `place` is before the names."""
+    found = ignored.get()
+    others = [name for name in data if name not in known and data[name] is not None]
+    for name in others:
+        if name in REFUSED_WITHIN and data[name] in REFUSED_WITHIN[name]:
+            continue
+        path = f"{place}.{name}"
+        if name in REFUSED_WITHIN:
+            raise bad_request(f"{path} is not supported here", path)
+        # beyond MOST the body is refused; no more need to be kept
+        if path not in found and len(found) <= MOST:
+            found = {**found, path: None}
+            ignored.set(found)
     return {name: value for name, value in data.items() if name in known}
 
 
@@ -67,7 +97,7 @@ class UnknownFields:
 
     def check(self) -> None:
         """Called after parsing a body. Raises ApiError where unknown fields are rejected."""
-        names = ignored.get()
+        names = list(ignored.get())
         if len(names) > MOST or (names and self.refuse):
             shown = quoted(names[0], "")
             raise bad_request(f"the field '{shown}' is not known here", shown)
@@ -78,6 +108,11 @@ class UnknownFields:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Response headers that name the ignored fields."""
-        names = ignored.get()
-        listed = [quote(name[:LONGEST], safe="") for name in names[:LISTED]]
+        names = list(ignored.get())
+        listed = [quote(encodable(name[:LONGEST]), safe="") for name in names[:LISTED]]
         return [(HEADER, ", ".join(listed).encode())] if listed else []
+
+    def named(self, answer: Response) -> Response:
+        """With these headers."""
+        answer.raw_headers.extend(self.headers())
+        return answer

@@ -123,6 +123,17 @@ def _name(loc: tuple[Any, ...]) -> str:
     return ".".join(part for part in loc if isinstance(part, str))
 
 
+def unreadable(error: BaseException | None) -> ApiError:
+    """A body that Python's parser of JSON gave up for another reason than its grammar."""
+    if isinstance(error, UnicodeDecodeError):
+        return bad_request(f"the body is not valid {error.encoding}: {error.reason}")
+    if isinstance(error, RecursionError):
+        return bad_request("the body nests too deeply to be read")
+    if isinstance(error, ValueError) and "digits" in str(error):
+        return bad_request("the body has an integer of too many digits to be read")
+    return bad_request("the body cannot be read")
+
+
 def is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (

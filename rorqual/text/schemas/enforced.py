@@ -117,7 +117,7 @@ class _Writer:
 
     def __init__(self, root: Any, where: str):
         self.root = SchemaPart(root, where)
-        self.forms = Forms(self.form)
+        self.forms = Forms(self.form, lambda parts: self._choices(parts, ()))
         self.open: set[frozenset[object]] = set()
         self.names: dict[frozenset[object], str] = {}
         self.waiting: list[tuple[str, Parts]] = []  # definitions to be written

@@ -4,7 +4,7 @@ than the keywords do, never more."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +21,17 @@ from rorqual.text.schemas.keywords import (
 )
 from rorqual.text.schemas.patterns import PatternError, any_text, as_ascii, lookaround, width_of
 
+# Formats of names, such as the keys of a dict in Python: xgrammar knows those of values alone.
+DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+NAMES = {
+    "uuid": r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+    "date": f"^{DATE}$",
+    "time": f"^{TIME}$",
+    "date-time": f"^{DATE}T{TIME}$",
+}
 Inner = Callable[[Parts], Any]  # a schema's form; raises SchemaError
 Form = dict[str, Any]
 
@@ -42,7 +53,7 @@ UNSEEN = frozenset(
 MOST_VALUES = 1000
 LARGEST_MULTIPLE = 1024  # more takes xgrammar a rule each
 EXACT = 2**53  # larger integers are rounded, as bounds of a number
-LARGEST = 2**63  # or in an enum
+LARGEST = 2**63  # or in an enum, or as limits of an integer
 SCHEME_AND_HOST = 10 + 3 + 253 + 6 + 1
 # letters, digits and what else may be anywhere in a path or query. What is left out rather than
 # what may be, with the delete character, so that repetitions are not unrolled (see any_text).
@@ -50,10 +61,12 @@ IN_PATH = r"[^\x00-%\'-*:-<>@\[-^`{-}" + "\x7f" + r"-\u{10ffff}]"
 
 
 class Forms:
-    """inner: makes the forms of schemas within."""
+    """inner: makes the forms of schemas within. choices: the keywords of each choice of a schema,
+    its references followed."""
 
-    def __init__(self, inner: Inner):
+    def __init__(self, inner: Inner, choices: Callable[[Parts], list[Keywords]]):
         self.inner = inner
+        self.choices = choices
         self.count = 0
 
     def of(self, keywords: Keywords) -> Form:
@@ -142,7 +155,7 @@ class Forms:
     # ---- objects
 
     def _object(self, keywords: Keywords) -> Form:
-        keywords = _with_names(keywords)
+        keywords = self._with_names(keywords)
         if "patternProperties" in keywords.values:
             return self._pattern_object(keywords)
         closed = keywords.closed
@@ -186,6 +199,36 @@ class Forms:
         except UnsatisfiableError:
             return False
 
+    def _with_names(self, keywords: Keywords) -> Keywords:
+        """propertyNames as properties or patternProperties: beside these xgrammar ignores it."""
+        parts = keywords.get("propertyNames") or ()
+        place = keywords.places.get("propertyNames", "")
+        rules = self.choices(parts)
+        rule = rules[0]
+        asked = rule.values.keys() - {"type"}
+        typed = "string" in (rule.get("type") or ("string",))
+        if len(rules) == 1 and typed and not asked:
+            return keywords
+        if len(rules) > 1 or not typed or "patternProperties" in keywords.values:
+            raise refused("propertyNames", place)
+        values = dict(keywords.values)
+        given: dict[str, Parts] = values.get("properties") or {}
+        rest: Parts = values.get("additionalProperties") or ()
+        if "enum" in asked:
+            names = [it for it in rule.values["enum"] if isinstance(it, str) and fits(it, rule)]
+            kept = {name: parts for name, parts in given.items() if name in names}
+            more = {} if given and keywords.closed else dict.fromkeys(names, rest)
+            values["properties"] = {**more, **kept}
+        elif not given and (pattern := _pattern_of_names(rule, asked)) is not None:
+            values["patternProperties"] = {pattern: rest}
+            values.pop("properties", None)
+        else:
+            raise refused("propertyNames", place)
+        values["additionalProperties"] = (SchemaPart(False, place),)
+        del values["propertyNames"]
+        places = {**keywords.places, "properties": place, "patternProperties": place}
+        return Keywords(values, places)
+
     def _pattern_object(self, keywords: Keywords) -> Form:
         """Names of one pattern, and no others."""
         place = keywords.places["patternProperties"]
@@ -204,35 +247,11 @@ class Forms:
         return form
 
 
-def _with_names(keywords: Keywords) -> Keywords:
-    """propertyNames as properties or patternProperties: beside these xgrammar ignores it."""
-    parts = keywords.get("propertyNames") or ()
-    place = keywords.places.get("propertyNames", "")
-    rules = [part.schema for part in parts if part.schema not in (True, {}, {"type": "string"})]
-    if not rules:
-        return keywords
-    rule = rules[0]
-    if len(rules) > 1 or not isinstance(rule, dict) or "patternProperties" in keywords.values:
-        raise refused("propertyNames", place)
-    values = dict(keywords.values)
-    given: dict[str, Parts] = values.get("properties") or {}
-    rest: Parts = values.get("additionalProperties") or ()
-    asked = {name for name in rule if name not in UNSEEN and not name.startswith("x-")} - {"type"}
-    if asked in ({"enum"}, {"const"}):
-        names = rule["enum"] if asked == {"enum"} else [rule["const"]]
-        kept = {name: parts for name, parts in given.items() if name in names}
-        more = {} if given and keywords.closed else {str(name): rest for name in names}
-        values["properties"] = {**more, **kept}
-    elif not given and asked and asked <= {"pattern", "minLength", "maxLength"}:
-        inner = Keywords({name: rule[name] for name in asked}, dict.fromkeys(asked, place))
-        values["patternProperties"] = {_string(inner)["pattern"]: rest}
-        values.pop("properties", None)
-    else:
-        raise refused("propertyNames", place)
-    values["additionalProperties"] = (SchemaPart(False, place),)
-    del values["propertyNames"]
-    places = {**keywords.places, "properties": place, "patternProperties": place}
-    return Keywords(values, places)
+def _pattern_of_names(rule: Keywords, asked: Set[str]) -> str | None:
+    """For what is `asked` of an object's names; None where no pattern says it."""
+    if asked <= {"pattern", "minLength", "maxLength"}:
+        return str(_string(rule)["pattern"])
+    return NAMES.get(rule.values["format"]) if asked == {"format"} else None
 
 
 def _check_counts(keywords: Keywords, form: Form, distinct: int) -> None:
@@ -365,6 +384,9 @@ def _integer(keywords: Keywords) -> Form:
     step = Fraction(str(keywords.get("multipleOf") or 1)).numerator
     if step > 1:
         return _multiples(step, low, high, keywords.places["multipleOf"])
+    # xgrammar has no larger ones as limits; those that are meant are smaller
+    low = None if low is None else max(low, -LARGEST)
+    high = None if high is None else min(high, LARGEST - 1)
     form: Form = {"type": "integer"}
     form |= {} if low is None else {"minimum": low}
     form |= {} if high is None else {"maximum": high}

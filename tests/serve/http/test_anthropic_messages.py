@@ -221,7 +221,7 @@ def test_blocks_are_a_chat(thinks: Scripted, monkeypatch: pytest.MonkeyPatch) ->
             "content": [
                 {"type": "thinking", "thinking": "Hm", "signature": "abc"},
                 {"type": "text", "text": "Two"},
-                {"type": "tool_use", "id": "t1", "name": "f", "input": {}},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {}, "toolset_name": "x"},
                 {"type": "tool_use", "id": "t2", "name": "g", "input": {"a": "é"}},
             ],
         },
@@ -232,6 +232,7 @@ def test_blocks_are_a_chat(thinks: Scripted, monkeypatch: pytest.MonkeyPatch) ->
                 {
                     "type": "tool_result",
                     "tool_use_id": "t2",
+                    "toolset_name": None,
                     "content": [{"type": "text", "text": "y"}],
                 },
                 {"type": "text", "text": "Three"},
@@ -248,11 +249,12 @@ def test_blocks_are_a_chat(thinks: Scripted, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(template, "render", kept)
     system = [{"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}}]
+    more = {"eager_input_streaming": True, "input_examples": [{"word": "a"}]}
     whole(
         thinks,
         messages=messages,
         system=[*system, {"type": "text", "text": "brief."}],
-        tools=[TOOL, {**TOOL, "name": "b", "type": "custom", "eager_input_streaming": True}],
+        tools=[TOOL, {**TOOL, "name": "b", "type": "custom", **more}],
         thinking={"type": "enabled", "budget_tokens": 1024},
     )
     found, tools, switches = seen[0]
@@ -271,6 +273,7 @@ def test_blocks_are_a_chat(thinks: Scripted, monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert [tool["function"]["name"] for tool in tools] == ["look_up", "b"]
     assert tools[0]["function"]["parameters"] == TOOL["input_schema"]
+    assert tools[1] == {**tools[0], "function": {**tools[0]["function"], "name": "b"}}
     assert switches == {"enable_thinking": True, "thinking": True}
     whole(thinks, tools=[TOOL], tool_choice={"type": "none"})
     assert seen[1][1:] == ([], {})
@@ -282,6 +285,17 @@ def test_a_last_turn_of_the_assistants_goes_on(plain: Scripted) -> None:
     assert plain.engine.prompt.endswith("user: Hi\nassistant: I am")
     found = plain.ask(COUNT, messages=turns)
     assert found == {"input_tokens": len(plain.engine.seen[0].prompt)}
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_last_turn_of_the_assistants_is_none(plain: Scripted, content: Any) -> None:
+    """Such as an answer that ended at once."""
+    counted = plain.ask(COUNT, messages=TURN)
+    whole(plain)
+    turns = [*TURN, {"role": "assistant", "content": content}]
+    whole(plain, messages=turns)
+    assert plain.engine.seen[0].prompt == plain.engine.seen[1].prompt
+    assert plain.ask(COUNT, messages=turns) == counted
 
 
 def test_an_answer_may_be_sent_back(thinks: Scripted) -> None:
@@ -432,7 +446,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
                 },
             ]
         },
-        "messages needs a last message of text, without tool calls",
+        "a last turn of the assistant's is continued; accepted: one of text without calls",
+    ),
+    ({"messages": [{"role": "assistant", "content": ""}]}, "messages: a last turn"),
+    (
+        {
+            "messages": [
+                *TURN,
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]},
+            ]
+        },
+        "messages: a last turn of the assistant's",
     ),
 ]
 
@@ -445,6 +469,20 @@ def test_mistakes_are_named(plain: Scripted, fields: dict[str, Any], words: str)
     assert not plain.engine.seen
     if not {"max_tokens", "tool_choice", "output_config"} & set(fields):  # no matter of a prompt
         assert words in plain.refusal(COUNT, **{"messages": TURN, **fields})["message"]
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, 5]
+)
+def test_threads_are_refused_in_the_clients_terms(plain: Scripted, thread: Any) -> None:
+    """The client sends the whole conversation once it is told; the new messages alone would be
+    answered without what was said before."""
+    for path, more in ((PATH, {"max_tokens": 5}), (COUNT, {})):
+        error = plain.refusal(path, messages=TURN, thread=thread, **more)
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+        assert error["message"].startswith("thread is not supported")
+        assert plain.ask(path, messages=TURN, thread=None, **more)
+    assert "details" not in plain.refusal(PATH, messages=[], max_tokens=5)
 
 
 PLACES: list[tuple[Any, ...]] = [

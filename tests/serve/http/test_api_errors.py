@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from typing import Any
 
@@ -39,7 +40,7 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"prompt": [4096]}, "prompt", "0 to 4095"),
         (COMPLETE, {"prompt": [[1], []]}, "prompt", ""),
         (COMPLETE, {"prompt": [-1]}, "prompt", ""),
-        (COMPLETE, {"prompt": "word " * 1000}, None, "max_model_len=512"),
+        (COMPLETE, {"prompt": "word " * 1000}, "prompt", "maximum context length is 512 tokens"),
         (COMPLETE, {"prompt": None}, "prompt", ""),
         (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
         (COMPLETE, {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
@@ -70,13 +71,24 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"model": "other"}, "model", "available"),
         (COMPLETE, {"cache_salt": "x" * 1025}, "cache_salt", ""),
         (COMPLETE, {"prompt": "\ud800"}, None, "cannot be encoded"),
-        (COMPLETE, {"guided_regex": "[a"}, None, "regex cannot be compiled"),
-        (COMPLETE, {"guided_regex": "a" * 513}, None, "at most 512"),
-        (COMPLETE, {"guided_json": "no json"}, None, "json_schema cannot be compiled"),
-        (COMPLETE, {"guided_json": {"$ref": "#"}}, None, "no text"),
+        (COMPLETE, {"guided_regex": "[a"}, "guided_regex", "regex cannot be compiled"),
+        (COMPLETE, {"guided_regex": "a" * 513}, "guided_regex", "at most 512"),
+        (COMPLETE, {"guided_json": "no json"}, "guided_json", "json_schema cannot be compiled"),
+        (COMPLETE, {"guided_json": {"$ref": "#"}}, "guided_json", "no text"),
         (COMPLETE, {"guided_json": {"type": "nonsense"}}, "guided_json", "'type' should be one"),
-        (COMPLETE, {"guided_json": "x" * 70000}, None, "at most 65536"),
-        (COMPLETE, {"guided_grammar": "root ::= ("}, None, "grammar cannot be compiled"),
+        (COMPLETE, {"guided_json": "x" * 70000}, "guided_json", "at most 65536"),
+        (
+            COMPLETE,
+            {"guided_grammar": "root ::= ("},
+            "guided_grammar",
+            "grammar cannot be compiled",
+        ),
+        (
+            COMPLETE,
+            {"structured_outputs": {"grammar": "root ::= ("}},
+            "structured_outputs.grammar",
+            "the grammar cannot be compiled",
+        ),
         (COMPLETE, {"guided_choice": []}, "guided_choice", ""),
         (COMPLETE, {"guided_choice": [""]}, "guided_choice", "empty"),
         (
@@ -107,8 +119,14 @@ def check_shape(body: Any) -> dict[str, Any]:
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": "a", "mood": "good"}]},
-            "messages.0.mood",
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages.prefix",
+            "not supported",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", **{f"x{i}": 1 for i in range(101)}}]},
+            "messages.x0",
             "not known",
         ),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
@@ -162,6 +180,82 @@ def test_a_bad_field_is_named(
         check_shape(again)
 
 
+# untokenized: more characters than tokens could have
+@pytest.mark.parametrize("text", ["word " * 1000, "w" * 90_000], ids=["tokens", "characters"])
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [(COMPLETE, "prompt"), (CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", None)],
+)
+def test_a_prompt_that_is_too_long_is_known_to_clients(
+    server: Running, path: str, param: str | None, text: str
+):
+    """By the code, or by parts of the message that clients look for."""
+    turns = [{"role": "user", "content": text}]
+    key = param or "messages"
+    value = turns if key == "messages" else text
+    limit = "max_output_tokens" if key == "input" else "max_tokens"
+    status, body = server.request("POST", path, {key: value, limit: 5})
+    assert status == 400
+    message = body["error"]["message"]
+    assert re.search(r"prompt is too long: \d+ tokens > 511 maximum", message)
+    assert "this model's maximum context length is 512 tokens" in message
+    if param is not None:
+        error = check_shape(body)
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+# which xgrammar refuses
+LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 10**30}}}
+MESSAGE = {"messages": TURN, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            CHAT,
+            {
+                "messages": TURN,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}},
+            },
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": LARGE}}},
+            "text.format",
+        ),
+        (
+            "/v1/messages",
+            {**MESSAGE, "output_config": {"format": {"type": "json_schema", "schema": LARGE}}},
+            "output_config.format",
+        ),
+        (
+            "/v1/messages",
+            {
+                **MESSAGE,
+                "tools": [{"name": "f", "input_schema": LARGE}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools.0.input_schema",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_named_as_in_the_body(
+    server: Running, path: str, body: dict[str, Any], param: str
+):
+    """The engine says it, which knows nothing of the body."""
+    for more in ({}, {"stream": True}):
+        status, answer = server.request("POST", path, {**body, **more})
+        assert status == 400
+        error = answer["error"]
+        assert "cannot be compiled" in error["message"]
+        if path == "/v1/messages":
+            assert error["message"].startswith(f"{param}: ")
+        else:
+            assert check_shape(answer)["param"] == param
+
+
 @pytest.mark.parametrize(
     "schema", [{"a": 1} | {"b": 2}, {}, {"type": "string", "pattern": "(a{1,1000}){1,1000}"}]
 )
@@ -182,25 +276,25 @@ def test_deep_schema(server: Running):
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "words"),
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"[" * 50_000,
-        b'{"prompt": "\xff"}',
-        b'{"prompt": NaN}',
-        b'{"prompt":' + b"9" * 5000 + b"}",
-        b"\x00" * 100,
+        (b"", ""),
+        (b"{", ""),
+        (b"[]", ""),
+        (b"null", ""),
+        (b"[" * 50_000, "the body nests too deeply"),
+        (b'{"prompt": "\xff"}', "the body is not valid utf-8: invalid start byte"),
+        (b'{"prompt": NaN}', ""),
+        (b'{"prompt":' + b"9" * 5000 + b"}", "an integer of too many digits"),
+        (b"\x00" * 100, ""),
     ],
     ids=["nothing", "open", "list", "null", "deep", "bytes", "nan", "digits", "zeros"],
 )
-def test_malformed_bodies(server: Running, data: bytes):
+def test_malformed_bodies(server: Running, data: bytes, words: str):
     for path in (COMPLETE, CHAT):
         status, body = server.request("POST", path, data)
         assert status == 400
-        check_shape(body)
+        assert words in check_shape(body)["message"]
 
 
 def test_other_content_types(server: Running):

@@ -43,10 +43,14 @@ def slowest_live(server: Running, path: str, body: dict[str, Any]) -> tuple[floa
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "text": (COMPLETE, {"prompt": "word " * 830_000}, "max_model_len=512"),
-    "texts": (COMPLETE, {"prompt": ["word " * 3_900] * 200}, "max_model_len=512"),
+    "text": (COMPLETE, {"prompt": "word " * 830_000}, "maximum context length is 512 tokens"),
+    "texts": (
+        COMPLETE,
+        {"prompt": ["word " * 3_900] * 200},
+        "maximum context length is 512 tokens",
+    ),
     "chat": (CHAT, {"messages": [{"role": "user", "content": "word " * 830_000}]}, "512"),
-    "ids": (COMPLETE, {"prompt": [7] * 1_300_000}, "max_model_len=512"),
+    "ids": (COMPLETE, {"prompt": [7] * 1_300_000}, "maximum context length is 512 tokens"),
     "one wrong id": (COMPLETE, {"prompt": [7] * 1_300_000 + [-1]}, "prompt"),
     "tools": (CHAT, {"messages": TURN, "tools": [0] * 1_300_000}, "tools"),
     "messages": (CHAT, {"messages": [{}] * 900_000}, "messages"),

@@ -139,13 +139,23 @@ def test_counts_may_be_written_with_a_point(builder: RequestBuilder):
         complete(builder, max_tokens=16.5)
 
 
+def test_no_likely_tokens_need_no_log_probabilities(builder: RequestBuilder):
+    for given in ({}, {"logprobs": False}, {"logprobs": None}):
+        assert chat(builder, top_logprobs=0, **given).top is None
+    assert chat(builder, top_logprobs=0, logprobs=True).top == 0
+    with pytest.raises(ApiError, match="top_logprobs needs logprobs"):
+        chat(builder, top_logprobs=1)
+
+
 def test_best_of_and_suffix(builder: RequestBuilder):
     """Only the values that ask for nothing."""
     assert len(complete(builder, best_of=2, n=2, temperature=1).requests) == 2
     message, param = refusal(builder, best_of=3, n=2)
     assert message == "best_of=3 is not supported; accepted: the value of n"
     assert param == "best_of"
-    complete(builder, suffix=None)
+    for nothing in (None, ""):
+        assert complete(builder, suffix=nothing)
+        assert chat(builder, suffix=nothing)
     with pytest.raises(ValidationError, match="suffix"):
         complete(builder, suffix="end")
     with pytest.raises(ApiError, match="suffix is not supported here"):
@@ -247,6 +257,41 @@ def test_a_format_that_cannot_be_enforced(builder: RequestBuilder):
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     message, param = chat_refusal(builder, response_format=form)
     assert (message, param) == ("schema: 'uniqueItems' cannot be enforced", "response_format")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "disable_any_whitespace",
+        "disable_additional_properties",
+        "whitespace_pattern",
+        "structural_tag",
+    ],
+)
+def test_other_fields_of_vllms_structured_outputs(builder: RequestBuilder, name: str):
+    """Clients of vLLM dump all of them."""
+    given = {"regex": "a+", "json": None, "json_object": None}
+    plain = chat(builder, structured_outputs=given).requests[0].params.structured
+    for nothing in (None, False):
+        call = chat(builder, structured_outputs={**given, name: nothing})
+        assert call.requests[0].params.structured == plain
+    place = f"structured_outputs.{name}"
+    if name == "disable_any_whitespace":  # JSON has none but one space after commas and colons
+        assert chat(builder, structured_outputs={**given, name: True})
+        with pytest.raises(ValidationError, match=name):
+            chat(builder, structured_outputs={**given, name: "x"})
+        builder.served = replace(builder.served, reasoning=True)
+        turns = [*TURN, {"role": "assistant", "content": "<think>"}]
+        more = {"messages": turns, "continue_final_message": True}
+        for value in (None, False):
+            assert chat(builder, structured_outputs={**given, name: value}, **more)
+        message, param = chat_refusal(builder, structured_outputs={**given, name: True}, **more)
+        assert message == f"{place} is not supported for an answer that begins with reasoning"
+        assert param == place
+        return
+    for value in (True, "x", "", 0, {"a": 1}):
+        message, param = chat_refusal(builder, structured_outputs={**given, name: value})
+        assert (message, param) == (f"{place} is not supported here", place)
 
 
 # ---- answers

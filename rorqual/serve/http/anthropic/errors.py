@@ -1,6 +1,8 @@
-"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}}."""
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message", "details"}}."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -35,10 +37,7 @@ def anthropic_body(error: ApiError) -> bytes:
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(
-        {
-            "type": "error",
-            "error": {"type": kind, "message": encodable(message)},
-            "request_id": request_id.get(),
-        }
-    )
+    found: dict[str, Any] = {"type": kind, "message": encodable(message)}
+    if error.details is not None:
+        found["details"] = error.details
+    return msgspec.json.encode({"type": "error", "error": found, "request_id": request_id.get()})

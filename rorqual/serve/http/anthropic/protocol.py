@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SkipValidation, model_validator
 
 from rorqual.request import MAX_STOP
+from rorqual.serve.errors import ApiError
 from rorqual.serve.http.blocks.tagged import refuse
 from rorqual.serve.http.protocol import (
     FAST,
@@ -34,7 +35,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_format": ((), f"{WORDS}output_config.format"),
     "stream_options": ((), "is not a field of a message: usage always comes"),
 }
+# by which the official client knows to send the whole conversation instead
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Without effect.")]
+
+ToolsetName = Annotated[str | None, Field(description="Without effect.")]
 
 
 class TextBlock(Model):
@@ -57,6 +62,7 @@ class ToolUseBlock(Model):
     input: dict[str, Any]
     cache_control: CacheControl = None
     caller: dict[str, Any] | None = None
+    toolset_name: ToolsetName = None
 
 
 class ToolResultBlock(Model):
@@ -65,6 +71,7 @@ class ToolResultBlock(Model):
     content: Annotated[str | list[TextBlock] | None, SkipValidation] = None
     is_error: bool | None = Field(default=None, description="Without effect: the content says so.")
     cache_control: CacheControl = None
+    toolset_name: ToolsetName = None
 
 
 TEXTS: dict[str, type[Model]] = {"text": TextBlock}
@@ -91,6 +98,9 @@ class CustomTool(Model):
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(
         default=None, description="Without effect: input is always streamed as it is written."
+    )
+    input_examples: list[dict[str, Any]] | None = Field(
+        default=None, description="Without effect: templates have no place for them."
     )
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -140,6 +150,9 @@ class PromptBody(Sampling):
     @classmethod
     def _foreign(cls, data: Any) -> Any:
         refuse(data, REFUSED)
+        if isinstance(data, dict) and data.get("thread") is not None:
+            words = "thread is not supported: this server keeps no conversations; send all messages"
+            raise ApiError(400, words, param="thread", details=NO_THREADS)
         return data
 
     messages: Annotated[list[MessageTurn], SkipValidation]

@@ -53,7 +53,6 @@ NAMES = {
     "response_format": "output_config.format",
     "tools.*.function.parameters": "tools.*.input_schema",
     "stop": "stop_sequences",
-    "continue_final_message": "messages",
 }
 MODE_OF = {"auto": "auto", "any": "required", "none": "none"}
 BLOCKS = "a string or an array of blocks"
@@ -61,7 +60,9 @@ BLOCKS = "a string or an array of blocks"
 
 async def messages_call(builder: RequestBuilder, body: MessagesRequest, client: str) -> Call:
     with renamed(NAMES):
-        return await builder.chat(as_chat(body), client, MessagesCall)
+        call = await builder.chat(as_chat(body), client, MessagesCall)
+    call.names = NAMES
+    return call
 
 
 async def count_tokens(builder: RequestBuilder, body: CountRequest) -> int:
@@ -81,6 +82,7 @@ async def count_tokens(builder: RequestBuilder, body: CountRequest) -> int:
 def as_chat(body: PromptBody) -> ChatRequest:
     shared = {name: getattr(body, name) for name in Sampling.model_fields}
     messages = _messages(body)
+    goes_on = _goes_on(messages)
     choice = _choice(body)
     mode: Any = None
     if isinstance(choice, ToolByName):
@@ -92,7 +94,7 @@ def as_chat(body: PromptBody) -> ChatRequest:
         **{
             **shared,
             "messages": messages,
-            "continue_final_message": messages[-1].role == "assistant",
+            "continue_final_message": goes_on,
             "stop": body.stop_sequences,
             "tools": [_as_tool(tool) for tool in _tools(body)] or None,
             "tool_choice": mode,
@@ -154,6 +156,23 @@ def _user(body: PromptBody) -> str | None:
     if found is not None and not isinstance(found, str):
         raise bad_request("metadata.user_id: should be a string", "metadata.user_id")
     return found or body.user
+
+
+def _goes_on(messages: list[ChatMessage]) -> bool:
+    """Whether the answer continues a last turn of the assistant's. An empty one, of which there is
+    nothing to be continued, is dropped."""
+    last = messages[-1]
+    if last.role != "assistant":
+        return False
+    content = last.content
+    texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
+    if any(texts) and not last.tool_calls:
+        return True
+    if last.tool_calls or last.reasoning_content or len(messages) == 1:
+        words = "a last turn of the assistant's is continued; accepted: one of text without calls"
+        raise bad_request(f"messages: {words}", "messages")
+    messages.pop()
+    return False
 
 
 # ---- blocks to messages

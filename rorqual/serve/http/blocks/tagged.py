@@ -100,12 +100,13 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise _renamed(bad_request(str(error), parameter_of(str(error))), names) from None
+        raise with_names(bad_request(str(error), parameter_of(str(error))), names) from None
     except ApiError as error:
-        raise _renamed(error, names) from None
+        raise with_names(error, names) from None
 
 
-def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error, with the body's parameter in place of a chat's."""
     for old, new in names.items():
         pattern = old.replace(".", r"\.").replace("*", r"(\d+)")
         found = re.match(rf"{pattern}(?=\.|$)", error.param or "")

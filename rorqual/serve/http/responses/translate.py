@@ -68,7 +68,9 @@ async def responses_call(builder: RequestBuilder, body: ResponsesRequest, client
     with renamed(NAMES):
         chat = as_chat(body)
         make = partial(ResponsesCall, echoed=echoed(body))
-        return await builder.chat(chat, client, make)
+        call = await builder.chat(chat, client, make)
+    call.names = NAMES
+    return call
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
