@@ -53,7 +53,8 @@ def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(
             f"{path} cannot be read as YAML: {' '.join(str(error).split())}"
         ) from None

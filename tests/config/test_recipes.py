@@ -50,6 +50,8 @@ def recipe(tmp_path: Path, text: str) -> Path:
         ("tp: 2\nep: 3", "ep=3 does not divide"),
         ("- tp", "no mapping"),
         ("tp: [", "cannot be read as YAML"),
+        ("tp: " + 2000 * "[", "cannot be read as YAML: maximum recursion depth"),
+        ("tp: 2001-99-99", "cannot be read as YAML: month must be in 1..12"),
         ("model: 5", "model=5"),
         ("next_n: 1\nnum_speculative_tokens: 1", "'next_n' and 'num_speculative_tokens' are two"),
         ("next_n: many", "num_speculative_tokens='many'"),
