@@ -246,6 +246,8 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
             "max_model_len=8",
         ),
         (["generate", "--dtype", "int3"], "int3"),
+        (["generate", "--threads", "100000"], "accepted: 1 to "),
+        (["generate", "--max-num-seqs", "2000000000"], "max_num_seqs=2000000000"),
         (["plan", "--validate", "--group", "a3-d, nope"], "no group begins with 'nope'; known: "),
         (["plan", "--group", "a3"], "group goes with --validate"),
         (["generate", "--mla-decode", "XX"], "XX"),
