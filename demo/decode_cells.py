@@ -65,7 +65,7 @@ def measured(llm: LLM, cell: Cell, steps: int, repeats: int) -> dict[str, Any] |
     """The row of one cell. None if the cache of a data-parallel rank does not hold its requests at
     their longest. Raises ConfigError if the requests never decode together."""
     engine = llm.engine
-    prompts = make_prompts(llm, cell.requests, cell.prompt, None)
+    prompts = make_prompts(llm, cell.requests, OfflineWork(prompt=cell.prompt))
     output = enough_tokens(engine, prompts, steps)
     pages = -(-(cell.prompt + output) // engine.worker.spec.page_size)
     if -(-cell.requests // engine.config.dp) * pages > engine.worker.num_pages:

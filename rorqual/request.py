@@ -103,6 +103,7 @@ class StructuredOutput:
 
     def __post_init__(self) -> None:
         _check(self.kind in STRUCTURES, "kind", self.kind, ", ".join(STRUCTURES))
+        _check(isinstance(self.value, str), "value", self.value, "text")
 
 
 _sampling = partial(option, group="Sampling")
@@ -312,6 +313,8 @@ class SamplingParams:
         there, or continue after it, would leave no token to sample."""
         given = self.structured
         if given is not None:
+            accepted = "a StructuredOutput, or None"
+            _check(isinstance(given, StructuredOutput), "structured", given, accepted)
             only = "with structured output, which ends by itself"
             _check(not self.ignore_eos, "ignore_eos", self.ignore_eos, f"False {only}")
             _check(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {only}")

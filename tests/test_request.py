@@ -92,6 +92,9 @@ BAD: list[tuple[str, Any]] = [
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),
     ("truncate_prompt_tokens", 1.5),
+    ("structured", "json_object"),
+    ("structured", {"type": "object"}),
+    ("structured", StructuredOutput),
 ]
 
 
@@ -187,6 +190,12 @@ def test_what_keeps_structured_output_from_ending_is_refused(
         replace(SamplingParams(**{name: value}), structured=structured)
     plain = SamplingParams(structured=structured, ignore_eos=False, min_tokens=0)
     assert plain.structured == structured
+
+
+@pytest.mark.parametrize("value", [{"type": "object"}, b"[ab]+", 5, None])
+def test_a_structure_is_text(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"^value=.* is out of range; accepted: text"):
+        StructuredOutput("regex", value)
 
 
 def test_data_cannot_be_changed_behind_the_engines_back() -> None:

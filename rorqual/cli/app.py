@@ -87,7 +87,7 @@ def generate(
     """Continue a prompt, streaming."""
     start = time.perf_counter()
     llm = load(model, config, settings, engine, FEW, tokenizer=tokenizer)
-    text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
+    text = _read_input() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = llm.defaults.params(**{"max_tokens": 128, **sampling})
     loaded = time.perf_counter()
     deltas = llm.stream(text, params)
@@ -100,6 +100,11 @@ def generate(
         drafts = llm.engine.config.num_speculative_tokens
         steps = f", {count / llm.engine.stats.steps:.2f} a step" if drafts else ""
         print(f"[{times}, {count} tokens, {rate:.0f} tokens/s{steps}]", file=sys.stderr)
+
+
+def _read_input() -> str:
+    """All of standard input; nothing where it is closed."""
+    return "" if sys.stdin is None else sys.stdin.read()
 
 
 def _print_stream(deltas: Any) -> tuple[int, float]:
@@ -172,6 +177,8 @@ def _chat_with_server(url: str, key: str | None, settings: dict[str, Any]) -> No
 
 
 def _read_line() -> str:
+    if sys.stdin is None:  # closed, for which input() raises RuntimeError
+        return ""
     try:
         return input("> ").strip()
     except EOFError:

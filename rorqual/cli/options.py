@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from rorqual.cli.output import checked_output
 from rorqual.config.option import FieldOption, by_field
+from rorqual.errors import quoted
 
 Model = Annotated[
     str | None,
@@ -237,12 +238,24 @@ def engine_options(
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:
+    found = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{pair!r} is no name=value")
+        value = _yaml(pair, text)
+        found[name.strip()] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _yaml(pair: str, text: str) -> Any:
     import yaml
 
-    for pair in pairs:
-        if "=" not in pair:
-            raise typer.BadParameter(f"{pair!r} is no name=value")
-    found = {
-        name.strip(): yaml.safe_load(value) for name, value in (p.split("=", 1) for p in pairs)
-    }
-    return {name: tuple(it) if isinstance(it, list) else it for name, it in found.items()}
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: a date that does not exist
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise typer.BadParameter(
+            f"{quoted(pair)}: the value cannot be read as YAML: {reason}"
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, fields
 from functools import partial
@@ -41,6 +42,9 @@ MAX_PIECEWISE = 65_536
 # of max_num_seqs: for most devices, and for one with large memory
 DEFAULT_NUM_SEQS = 256
 MOST_NUM_SEQS = 1024
+MAX_SEQS = 2**31 - 1  # memory for their state ends before
+# far more than help: OpenMP ends the process, without an error, where it cannot start them
+MAX_THREADS = max(4096, os.cpu_count() or 1)
 MAX_HOST_MEMORY = 16_384  # GiB
 CASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -53,7 +57,8 @@ def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(
             f"{path} cannot be read as YAML: {' '.join(str(error).split())}"
         ) from None
@@ -126,6 +131,8 @@ class EngineConfig:
         f"Sequences that run at once in one engine. If left out {DEFAULT_NUM_SEQS}, or "
         f"{MOST_NUM_SEQS:,} on one GPU with 100 GiB of memory to use, without drafts.",
         at_least_one=True,
+        least=1,
+        most=MAX_SEQS,
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "Tokens of one step; 8192 on a GPU, 2048 on a CPU if left out.", at_least_one=True
@@ -385,7 +392,9 @@ class EngineConfig:
         "that share servers.",
     )
     record_expert_load: bool = _execution(False, "Count tokens by layer and expert.")
-    threads: int | None = _execution(None, "CPU threads.", at_least_one=True)
+    threads: int | None = _execution(
+        None, "CPU threads.", at_least_one=True, least=1, most=MAX_THREADS
+    )
     ignore_config_fields: tuple[str, ...] = option(
         (),
         "A config.json field to disregard; may be repeated.",

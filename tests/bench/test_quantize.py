@@ -31,7 +31,7 @@ from rorqual.bench.quantize.run import (
     report,
 )
 from rorqual.bench.quantize.text import Score, TextReader
-from rorqual.bench.quantize.writing import ShardWriter, pattern
+from rorqual.bench.quantize.writing import ShardWriter, new_checkpoint, pattern
 from rorqual.config.hf import read_config_file
 from rorqual.config.quant import QUANTIZATIONS, WeightScheme, quantization_named
 from rorqual.errors import ConfigError, LoadError, WriteError
@@ -244,6 +244,56 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_work(
     text = folder / "notes.txt"
     with pytest.raises(ConfigError, match=r"notes\.txt/out cannot be written: Not a directory"):
         quantize(str(folder), text / "out", "w8a8", calibration=str(text), console=QUIET)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_folders_that_were_made_for_it_go_with_it(
+    tmp_path: Path, folder: Path, there: bool
+) -> None:
+    if there:
+        (tmp_path / "kept").mkdir()
+    text = tmp_path / "none.txt"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"none\.txt cannot be read as text"):
+        quantize(str(folder), tmp_path / "kept/more/out", "w8a8", evaluate=str(text), console=QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
+    long = tmp_path / "kept" / ("long" * 100) / "out"
+    with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+        quantize(str(folder), long, "w8a8", console=QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_others_put_beside_it_stays(tmp_path: Path) -> None:
+    def fails() -> None:
+        with new_checkpoint(tmp_path / "above" / "out"):
+            (tmp_path / "above" / "notes.txt").write_text("another's")
+            (tmp_path / "above" / "out" / "part").touch()
+            raise LoadError("damaged")
+
+    with pytest.raises(LoadError):
+        fails()
+    assert [path.name for path in tmp_path.rglob("*")] == ["above", "notes.txt"]
+
+
+def test_both_texts_are_read_before_the_work(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def refuses_the_second(file: str, *given: object) -> tuple[Tensor, int]:
+        read.append(file)
+        if len(read) == 2:
+            raise ConfigError(f"{file} is empty")
+        return torch.tensor([1, 2, 3]), 3
+
+    monkeypatch.setattr(run, "read_text", refuses_the_second)
+    monkeypatch.setattr(run, "calibrate", lambda *given: pytest.fail("the work began"))
+    with pytest.raises(ConfigError, match="b is empty"):
+        quantize(
+            str(folder), tmp_path / "out", "w8a8", calibration="a", evaluate="b", console=QUIET
+        )
+    assert read == ["a", "b"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_are_of_moderate_size(tmp_path: Path) -> None:

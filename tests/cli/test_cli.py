@@ -54,6 +54,24 @@ def test_chat_says_that_the_model_is_a_base_model():
     assert len(done.stdout) > 10
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", ["generate -q -n 4 --temperature 0 -p -", "chat -n 4"])
+def test_a_closed_standard_input_is_an_empty_one(words: str):
+    found = [
+        subprocess.run(
+            ["sh", "-c", f'exec "$0" -m rorqual {words} {closed}', sys.executable],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        for closed in ("", "<&-")
+    ]
+    assert [done.returncode for done in found] == [0, 0], found
+    assert found[1].stdout == found[0].stdout.removeprefix("> ")  # there is no one to ask
+    assert found[1].stderr == found[0].stderr
+
+
 def test_info_names_the_parts():
     done = run_anew("info")
     assert done.returncode == 0
@@ -228,6 +246,8 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
             "max_model_len=8",
         ),
         (["generate", "--dtype", "int3"], "int3"),
+        (["generate", "--threads", "100000"], "accepted: 1 to "),
+        (["generate", "--max-num-seqs", "2000000000"], "max_num_seqs=2000000000"),
         (["plan", "--validate", "--group", "a3-d, nope"], "no group begins with 'nope'; known: "),
         (["plan", "--group", "a3"], "group goes with --validate"),
         (["generate", "--mla-decode", "XX"], "XX"),

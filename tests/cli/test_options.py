@@ -135,3 +135,18 @@ def test_a_command_s_help_is_shown_whole(name: str) -> None:
     for text in texts:
         for found in re.findall(r"\[[^\]]*\]", text):
             assert plain(found) in shown, text
+
+
+@pytest.mark.parametrize("words", ["tp=[1", "tp={", "tp=2001-99-99", "tp=" + 2000 * "[", "tp"])
+def test_a_setting_that_is_no_yaml_is_named(words: str) -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        options._settings(["dp=1", words])
+    message = str(caught.value)
+    assert words[:20] in message
+    assert len(message) < 300
+    assert message.isprintable()
+
+
+def test_settings_are_yaml() -> None:
+    found = options._settings(["tp=2", "experts=[a, b]", "case_name=a=b", "num_pages="])
+    assert found == {"tp": 2, "experts": ("a", "b"), "case_name": "a=b", "num_pages": None}

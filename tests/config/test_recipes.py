@@ -3,6 +3,7 @@ recipe are named."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,13 @@ def recipe(tmp_path: Path, text: str) -> Path:
         ("tp: 2\nep: 3", "ep=3 does not divide"),
         ("- tp", "no mapping"),
         ("tp: [", "cannot be read as YAML"),
+        ("tp: " + 2000 * "[", "cannot be read as YAML: maximum recursion depth"),
+        ("tp: 2001-99-99", "cannot be read as YAML: month must be in 1..12"),
         ("model: 5", "model=5"),
         ("next_n: 1\nnum_speculative_tokens: 1", "'next_n' and 'num_speculative_tokens' are two"),
+        ("threads: 100000000", "--threads=100000000 is out of range; accepted: 1 to "),
+        ("threads: 0", "threads=0 must be an integer of at least 1"),
+        ("max_num_seqs: 2147483648", "--max-num-seqs=2147483648 is out of range; accepted: 1 to "),
         ("next_n: many", "num_speculative_tokens='many'"),
         ("num_speculative_tokens: many", "num_speculative_tokens='many'"),
         ("!!python/object/apply:os.getcwd []", "cannot be read as YAML"),
@@ -60,6 +66,11 @@ def recipe(tmp_path: Path, text: str) -> Path:
 def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_recipe(recipe(tmp_path, text))
+
+
+def test_there_may_be_as_many_threads_as_processors() -> None:
+    for threads in (1, os.cpu_count() or 1, 4096):
+        assert EngineConfig("", threads=threads).threads == threads
 
 
 def test_what_goes_before_what(tmp_path: Path) -> None:

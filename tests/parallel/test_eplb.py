@@ -193,6 +193,13 @@ def test_files_that_hold_no_counts(tmp_path: Path, text: str) -> None:
         read_expert_load(path)
 
 
+def test_a_file_that_nests_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    path.write_text('{"logical_count": ' + 100_000 * "[")
+    with pytest.raises(ConfigError, match=r"load\.json cannot be read as JSON: maximum recursion"):
+        read_expert_load(path)
+
+
 def test_the_command(tmp_path: Path) -> None:
     load = skewed(8, 4, 32)
     one, other = tmp_path / "one.json", tmp_path / "other.json"

@@ -110,22 +110,22 @@ def run(
     """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to
     measure it too, or the name of a peer that is measured later (vllm_baseline.py)."""
     if not report.provenance:
-        llm.generate(make_prompts(llm, 1, min(work.prompt, 16), work.data), greedy(1))
+        llm.generate([make_prompts(llm, 1, work)[0][:16]], greedy(1))
         age = process_age()
         report.provenance = {**provenance(llm), "start_to_first_token_seconds": round(age, 2)}
     bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(
         llm.engine.platform
     )
+    # a single rank has only its own requests
+    here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
+    # all before the first is measured: a text may be too short for the last
+    made = [make_prompts(llm, count // here * work.groups, work) for count in concurrency]
     with loaded_frozen():  # for either engine
         report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-        # a single rank has only its own requests
-        here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
         profiled = []
-        for count in concurrency:
-            made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
-            groups = [
-                made[start : start + count // here] for start in range(0, len(made), count // here)
-            ]
+        for count, prompts in zip(concurrency, made, strict=True):
+            size = count // here
+            groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
             floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
             report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
             _tell(report.rows[-1])
@@ -244,18 +244,18 @@ def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float
     return needed / bandwidth
 
 
-def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[list[int]]:
-    """Different prompts of equal length, so that neither engine finds a cached prefix."""
-    if data is not None:
-        ids = llm.get_tokenizer().encode(data.read_text(encoding="utf-8"), add_special_tokens=False)
-        stride = max(1, (len(ids) - length) // max(1, count))
-        return [ids[i * stride : i * stride + length] for i in range(count)]
+def make_prompts(llm: LLM, count: int, work: OfflineWork) -> list[list[int]]:
+    """Different prompts of equal length, so that neither engine finds a cached prefix. Raises
+    ConfigError where the text is too short for them."""
+    if work.text is not None:
+        ids = llm.get_tokenizer().encode(work.text, add_special_tokens=False)
+        return work.pieces(ids, count, llm.engine.worker.spec.page_size)
     vocab = llm.engine.model_config.vocab_size
     if llm.engine.config.single_rank_bench:
         # rank 0 has the embeddings of the first ids, and zeros for the others
         vocab //= llm.engine.config.parallel.embed_tp or 1
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(vocab, (count, length), generator=generator).tolist()
+    return torch.randint(vocab, (count, work.prompt), generator=generator).tolist()
 
 
 def _timed(work: Callable[[], Any]) -> float:

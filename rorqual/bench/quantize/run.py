@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
@@ -75,7 +76,7 @@ def quantize(
 ) -> QuantizedModel:
     """Write `out`, a folder that does not exist or is empty. Raises ConfigError and LoadError
     before anything is written where it cannot be done, WriteError where the disk is full; the
-    folder is then as it was. `calibration` and `evaluate` are texts;
+    folder is then as it was, and so are those above it. `calibration` and `evaluate` are texts;
     with either, the model must fit in memory."""
     quant = quantization_of(form, group)
     folder = model_folder(model)
@@ -83,12 +84,14 @@ def quantize(
     if config.quant is not None:
         raise ConfigError(f"{folder}: its weights are {config.quant.describe()} already")
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists; accepted: a new or an empty folder")
     schemes = _present(folder, config, matrices(config, quant))
     with new_checkpoint(target):
-        moments = calibrate(folder, config, calibration) if calibration else {}
+        # both at first: calibrating may take hours
+        known = read_text(calibration, folder, config.vocab_size) if calibration else None
         text = read_text(evaluate, folder, config.vocab_size) if evaluate else None
+        moments = calibrate(folder, known[0]) if known else {}
         before = TextReader(load_on_cpu(folder, CpuOps())).score(*text) if text else None
         done = _write(folder, target, config, schemes, moments, console or Console(stderr=True))
     if text:
@@ -137,9 +140,8 @@ def _present(
     return found
 
 
-def calibrate(folder: Path, config: ModelConfig, file: str) -> dict[str, Tensor]:
+def calibrate(folder: Path, ids: Tensor) -> dict[str, Tensor]:
     """Moments of the rows that a text brings each matrix, by its name."""
-    ids, _ = read_text(file, folder, config.vocab_size)
     ops = RecordingOps()
     model = load_on_cpu(folder, ops)
     reader = TextReader(model)

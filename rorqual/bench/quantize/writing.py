@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,16 @@ OTHERS = (r"re:.*\.mlp\.gate$", r"re:.*\.eh_proj$", r"re:.*\.shared_head\.head$"
 
 @contextmanager
 def new_checkpoint(folder: Path) -> Iterator[None]:
-    """Create the folder for what is written inside; where that fails, all of it is removed.
-    `folder` is missing or empty. Raises ConfigError if it cannot be created, WriteError if it
-    cannot be written."""
-    there = folder.exists()
+    """Create the folder for what is written inside; where that fails, all of it is removed, with
+    the folders above it that were missing. `folder` is missing or empty. Raises ConfigError if it
+    cannot be created, WriteError if it cannot be written."""
+    missing = _missing(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        _remove(missing)
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
     try:
         yield
@@ -52,11 +55,23 @@ def new_checkpoint(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             for path in folder.iterdir():
                 path.unlink()
-            if not there:
-                folder.rmdir()
+        _remove(missing)
         if isinstance(error, OSError):
             raise WriteError(f"{folder} cannot be written: {error.strerror or error}") from None
         raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Those that creating it creates, the innermost first."""
+    # os.path's: one that cannot be asked for is no error here
+    return list(takewhile(lambda path: not os.path.exists(path), (folder, *folder.parents)))
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    """Those that were created, the innermost first, and in which nothing else has come to lie."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 class ShardWriter:

@@ -186,16 +186,19 @@ class HostSampling:
         # numpy's, as torch would wake threads for so many numbers, which takes milliseconds where
         # processors are busy
         shape = (len(self.logit_rows), mask_words(rows.vocab))
-        mask = torch.from_numpy(np.full(shape, -1, np.int32))
-        slots = torch.tensor(output.decode_slots, dtype=torch.int64)
-        drafts = rows.drafts[rows.platform.to_device(slots)].tolist()
+        words = np.full(shape, -1, np.int32)
+        mask = torch.from_numpy(words)
+        drafts = self._drafts()
         for row, matcher in self.matchers.items():
-            decoding = row < len(output.decode_slots)
-            ahead = drafts[row][: output.num_speculative_tokens] if decoding else []
+            ahead = drafts[row] if row < len(output.decode_slots) else []
             first = output.logit_row(row)
             moved = 0
             matcher.fill(mask, first)
             for draft in ahead:
+                # a draft may be any token of the prompt: xgrammar prints a warning for each special
+                # one that it is asked to accept
+                if not words[first + moved, draft // 32] >> draft % 32 & 1:
+                    break
                 if not matcher.accept(draft):
                     break
                 moved += 1
@@ -204,6 +207,17 @@ class HostSampling:
                 matcher.fill(mask, first + moved)
             matcher.rollback(moved)
         return mask
+
+    def _drafts(self) -> list[list[int]]:
+        """Those of each decoding row, on the host. Places behind them hold 0, or drafts of an
+        earlier step."""
+        output = self.output
+        rows = self.rows
+        slots = rows.platform.to_device(torch.tensor(output.decode_slots, dtype=torch.int64))
+        # in one copy, for which the host waits
+        columns = torch.cat((rows.num_drafts[slots, None], rows.drafts[slots]), 1).tolist()
+        most = output.num_speculative_tokens
+        return [found[: min(count, most)] for count, *found in columns]
 
     def record(self, raw: Tensor, tokens: Tensor) -> None:
         """Count tokens [M] (-1: none) for penalties, and start to copy log probabilities."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from rorqual.engine.execution.grammar import Grammars, Matcher
 from rorqual.engine.execution.token_bans import RecentTokens, TokenBans
 from rorqual.engine.scheduling.scheduler_output import NewRequest, SchedulerOutput
-from rorqual.errors import RequestError
+from rorqual.errors import CapacityError, RequestError
 from rorqual.ops.interface import Ops
 from rorqual.ops.select import ops_for
 from rorqual.platforms.base import Platform
@@ -42,24 +42,23 @@ class RequestState:
         most_drafts: int = 0,
         ops: Ops | None = None,
     ):
-        device = platform.device
         self.platform = platform
         self.vocab = vocab
         self.most_drafts = most_drafts
         self.ops = ops or ops_for(platform.name)
         self.padding = slots
-        slots += 1
-        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(slots, max_pages, dtype=torch.int64, device=device)
-        # temperature, top_p, min_p, top_k
-        self.settings = torch.zeros(slots, 4, dtype=torch.float64, device=device)
-        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.drafts = torch.zeros(slots, most_drafts, dtype=torch.int64, device=device)
-        self.num_drafts = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.params: list[NewRequest | None] = [None] * slots
+        refused = CapacityError(
+            f"no memory for the state of max_num_seqs={slots} requests of up to {max_pages} cache "
+            "pages"
+        )
+        # a host gives out more memory than it has, and then ends whoever writes to it
+        row = 8 * (max_pages + most_drafts + 10)
+        if platform.name == "cpu" and slots * row > platform.available_memory():
+            raise refused
+        try:
+            self._allocate(slots + 1, max_pages)
+        except (RuntimeError, MemoryError) as error:
+            raise refused from error
         self.draws = True  # False on all pipeline stages but the last
         self.grammars: Grammars | None = None
         self.matchers: dict[int, Matcher] = {}
@@ -69,6 +68,20 @@ class RequestState:
         self.history: Tensor | None = None
         self.bans: dict[int, TokenBans] = {}
         self.recent: RecentTokens | None = None
+
+    def _allocate(self, slots: int, max_pages: int) -> None:
+        device = self.platform.device
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(slots, max_pages, dtype=torch.int64, device=device)
+        # temperature, top_p, min_p, top_k
+        self.settings = torch.zeros(slots, 4, dtype=torch.float64, device=device)
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(slots, self.most_drafts, dtype=torch.int64, device=device)
+        self.num_drafts = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.params: list[NewRequest | None] = [None] * slots
 
     def sampling_params(self, slots: Sequence[int]) -> list[SamplingParams]:
         """The sampling parameters of these slots, in order."""

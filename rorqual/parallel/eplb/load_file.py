@@ -21,7 +21,7 @@ def read_expert_load(path: str | Path) -> Floats:
     front) are summed."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as JSON: {' '.join(str(error).split())}"
         ) from None

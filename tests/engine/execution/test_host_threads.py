@@ -30,9 +30,12 @@ def threads():
 
 def bitmask():
     made = HostSampling.__new__(HostSampling)
-    made.output = SimpleNamespace(decode_slots=list(range(40)))
+    made.output = SimpleNamespace(decode_slots=list(range(40)), num_speculative_tokens=0)
     made.rows = SimpleNamespace(
-        platform=platform, vocab=VOCAB, drafts=torch.zeros(40, 0, dtype=torch.int64)
+        platform=platform,
+        vocab=VOCAB,
+        drafts=torch.zeros(40, 0, dtype=torch.int64),
+        num_drafts=torch.zeros(40, dtype=torch.int64),
     )
     made.logit_rows = [None] * 40
     made.matchers = {}

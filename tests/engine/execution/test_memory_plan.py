@@ -13,6 +13,7 @@ from rorqual.cache.spec import kv_spec
 from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Worker
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.ops.stretch import SCORE_BYTES, workspace_bytes
@@ -140,3 +141,35 @@ def test_an_engine_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     llm = engine(tmp_path, max_num_seqs=200, max_num_batched_tokens=256)
     page = kv_spec(model, 8, "auto", activations="float32").bytes_per_page
     assert llm.engine.worker.runner.pool.num_pages == int(left * CPU_CACHE_SHARE) // page + 1
+
+
+class LargeHost(CpuPlatform):
+    def available_memory(self) -> int:
+        return 2**62
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, LargeHost])
+def test_more_requests_than_any_machine_holds(platform: type[CpuPlatform]) -> None:
+    with pytest.raises(CapacityError) as caught:
+        RequestState(2**55, 4, 128, platform(torch.device("cpu")))
+    assert str(caught.value) == (
+        f"no memory for the state of max_num_seqs={2**55} requests of up to 4 cache pages"
+    )
+
+
+def test_what_requests_take_is_asked_for_before_it_is_written() -> None:
+    class Small(CpuPlatform):
+        free = 0
+
+        def available_memory(self) -> int:
+            return self.free
+
+    platform = Small(torch.device("cpu"))
+    rows = RequestState(0, 6, 128, platform, 3)
+    held = [item for item in vars(rows).values() if isinstance(item, torch.Tensor)]
+    # of the row that pads steps
+    size = sum(tensor.nbytes for tensor in held)
+    platform.free = 1000 * size
+    assert RequestState(900, 6, 128, platform, 3).padding == 900
+    with pytest.raises(CapacityError, match="max_num_seqs=1000 "):
+        RequestState(1000, 6, 128, platform, 3)

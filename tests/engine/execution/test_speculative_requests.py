@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
+from rorqual.engine.execution.logits_processor import HostSampling
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.scheduling.scheduler_output import SchedulerOutput
 from rorqual.engine.scheduling.sequence import TokenOut
+from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import Request, StructuredOutput
 from tests.engine.execution.test_identity import engine, prompts
 from tests.engine.fake_runner import check_idle
@@ -391,3 +395,85 @@ def test_tokens_of_a_step_come_out_one_by_one(fast: LLM, plain: LLM):
     sequence = outs[0].sequence
     assert sum(sequence.accepted) > 0
     assert all(a <= d for a, d in zip(sequence.accepted, sequence.drafted, strict=True))
+
+
+@dataclass
+class Watched(Automaton):
+    """It keeps what it was asked to accept and did not allow."""
+
+    refused: list[int] = field(default_factory=list)
+
+    def accept(self, token: int) -> bool:
+        moved = super().accept(token)
+        if not moved:
+            self.refused.append(token)
+        return moved
+
+
+def test_a_grammar_is_asked_to_accept_what_it_allows_alone(tiny: Path, drafter: str):
+    """xgrammar prints a line for a special token, and drafts may be any tokens of a prompt."""
+    matchers: list[Watched] = []
+
+    class Kept(Automata):
+        def matcher(self, structure: StructuredOutput) -> Watched:
+            matchers.append(Watched(self.kinds[structure.value]))
+            return matchers[-1]
+
+    llm = engine(tiny, drafter=drafter, num_speculative_tokens=3)
+    llm.engine.grammars = Kept(GRAMMARS)
+    texts = [*prompts(4), *(prompt[:6] * 4 for prompt in prompts(4))]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=20, structured=StructuredOutput("grammar", "cycle")
+        )
+        for _ in texts
+    ]
+    llm.generate(texts, params)
+    assert len(matchers) >= len(texts)
+    assert not any(matcher.refused for matcher in matchers)
+
+
+def masks(drafts: list[int], count: int, most: int) -> list[set[int]]:
+    """What `cycle` allows in each row of a request with `count` drafts, in a step that verifies
+    `most`."""
+    rows = RequestState(1, 1, 128, CpuPlatform(torch.device("cpu")), len(drafts))
+    rows.drafts[0] = torch.tensor(drafts)
+    rows.num_drafts[0] = count
+    rows.matchers[0] = matcher = Automaton(GRAMMARS["cycle"])
+    step = SchedulerOutput(decode_slots=[0], decode_bounds=[8], num_speculative_tokens=most)
+    mask = HostSampling(step, rows)._bitmask()
+    assert matcher.path == [0], "drafts are taken back"
+    return [
+        {32 * i + bit for i, word in enumerate(row) for bit in range(32) if word >> bit & 1}
+        for row in mask.tolist()
+    ]
+
+
+def test_places_without_a_draft_are_not_looked_at():
+    sets = [set(range(40)), set(range(40, 80)), set(range(80, 128))]
+    everything = set(range(128))
+    drafts = [5, 50, 90]
+    assert masks(drafts, 3, 3) == [*sets, {3, 64, 65, 127}]
+    assert masks(drafts, 3, 2) == sets
+    assert masks(drafts, 1, 3) == [*sets[:2], everything, everything]
+    assert masks(drafts, 0, 3) == [sets[0], everything, everything, everything]
+    assert masks([5, 31, 90], 3, 3) == [*sets[:2], everything, everything], "31 is not allowed"
+    assert masks([5, 63, 127], 3, 3) == [*sets, {3, 64, 65, 127}], "the last bits of words"
+
+
+def test_special_tokens_of_a_prompt_as_drafts_print_nothing(capfd: pytest.CaptureFixture[str]):
+    pytest.importorskip("xgrammar")
+    llm = LLM(num_speculative_tokens=3, drafter="ngram", max_num_seqs=2, max_model_len=128)
+    words = llm.get_tokenizer().encode(" one two", add_special_tokens=False)
+    special = min(llm.get_tokenizer().special_ids)
+    capfd.readouterr()
+    # the first token of the answer completes the two before a special one
+    prompt = [*words, special, *words, special, words[0]]
+    structure = StructuredOutput("regex", " two( one two){4}")
+    params = SamplingParams(
+        temperature=0, max_tokens=12, structured=structure, allowed_token_ids=[*words, 1]
+    )
+    (out,) = llm.generate([prompt], params)
+    assert out.outputs[0].text == " two one two one two one two one two"
+    assert sum(llm.engine.stats.drafted) > 0
+    assert capfd.readouterr().err == ""
