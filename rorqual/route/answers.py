@@ -1,8 +1,10 @@
-"""The router's own error responses, in OpenAI's format."""
+"""The router's own error responses, in OpenAI's format, or on Anthropic's routes in Anthropic's."""
 
 from __future__ import annotations
 
 import json
+
+from rorqual.config.api_errors import anthropic_error, anthropic_event, is_anthropic
 
 DONE = b"data: [DONE]\n\n"
 RETRY_SECONDS = 2
@@ -18,14 +20,19 @@ class RouteError(Exception):
         self.code = code
         self.retry_after = retry_after
 
-    def body(self) -> bytes:
+    def body(self, path: str, request_id: str) -> bytes:
+        """In the format of the API that the request's path belongs to."""
+        if is_anthropic(path):
+            return json.dumps(anthropic_error(self.status, self.message, request_id)).encode()
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": self.message, "type": kind, "param": None, "code": self.code}
         return json.dumps({"error": error}).encode()
 
-    def event(self) -> bytes:
-        """The error as a stream's last event."""
-        return b"data: " + self.body() + b"\n\n" + DONE
+    def event(self, path: str, request_id: str) -> bytes:
+        """The error as a stream's last event. Clients of Anthropic's API ignore an event without a
+        name, and would take the stream for a complete one."""
+        body = self.body(path, request_id)
+        return anthropic_event(body) if is_anthropic(path) else b"data: " + body + b"\n\n" + DONE
 
     def headers(self) -> dict[str, str]:
         more = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

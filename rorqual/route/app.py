@@ -23,7 +23,7 @@ from rorqual.errors import quoted
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
-from rorqual.route.calls import LONG_BODY, RoutedCall
+from rorqual.route.calls import LONG_BODY, REQUEST_ID, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
 from rorqual.route.forward import Forwarder
 from rorqual.route.health import HealthChecks
@@ -213,22 +213,20 @@ class Router:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns every failure into an error response of one format."""
+        """Turns every failure into an error response in the format of the path's API."""
         try:
             answer = await handler(request)
         except RouteError as error:
-            answer = _error_response(error)
+            answer = _error_response(error, request)
         except web.HTTPException as error:
-            answer = _error_response(
-                RouteError(error.status, f"{request.path}: {error.reason}", "no_route")
-            )
+            found = RouteError(error.status, f"{request.path}: {error.reason}", "no_route")
+            answer = _error_response(found, request)
         except (ConnectionError, aiohttp.ClientError) as error:
             if request.transport is None or request.transport.is_closing():
                 raise  # the client has disconnected
             log.exception("a request failed")
-            answer = _error_response(
-                RouteError(500, f"internal error: {type(error).__name__}", "internal")
-            )
+            found = RouteError(500, f"internal error: {type(error).__name__}", "internal")
+            answer = _error_response(found, request)
         self.metrics.answers.labels(str(answer.status)).inc()
         return answer
 
@@ -266,8 +264,9 @@ async def _live(request: web.Request) -> web.Response:
     return web.json_response({"status": "live"})
 
 
-def _error_response(error: RouteError) -> web.Response:
-    return web.Response(status=error.status, headers=error.headers(), body=error.body())
+def _error_response(error: RouteError, request: web.Request) -> web.Response:
+    body = error.body(request.path, request.headers.get(REQUEST_ID, ""))
+    return web.Response(status=error.status, headers=error.headers(), body=body)
 
 
 def run(config: RouteConfig, version: str = "") -> int:

@@ -12,6 +12,7 @@ MARK = b": rorqual "
 TRANSFER = b": rorqual_transfer "  # before kv_transfer_params: another server goes on
 ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
+LAST_OF_ANTHROPIC = (b"event: message_stop\n", b"event: error\n")
 MAX_EVENT_BYTES = 16 << 20
 # errors after which another server can continue; others are about the request
 FULL = frozenset(("queue_full", "engine_busy"))
@@ -133,12 +134,20 @@ class Passed:
 
 class EventSplitter:
     """Splits one server's stream. keep_marks: the client requested the comments itself. hands_over:
-    the server ends the stream after its first token."""
+    the server ends the stream after its first token. anthropic: the events are those of Anthropic's
+    API, which end without a [DONE] line."""
 
-    def __init__(self, record: StreamRecord, keep_marks: bool, hands_over: bool = False):
+    def __init__(
+        self,
+        record: StreamRecord,
+        keep_marks: bool,
+        hands_over: bool = False,
+        anthropic: bool = False,
+    ):
         self.record = record
         self.keep_marks = keep_marks
         self.hands_over = hands_over
+        self.anthropic = anthropic
         self.rest = b""
 
     def feed(self, data: bytes) -> Passed:
@@ -172,7 +181,7 @@ class EventSplitter:
             for line in marks:
                 self.record.mark(line[len(MARK) :])
             out.append((event if self.keep_marks else body) + b"\n\n")
-            if body == LAST:
+            if body == LAST or (self.anthropic and body.startswith(LAST_OF_ANTHROPIC)):
                 return Passed(b"".join(out), done=True)
             self.record.passed(body, bool(marks))
         return Passed(b"".join(out))

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import aiohttp
 from aiohttp import web
 
+from rorqual.config.api_errors import is_anthropic
 from rorqual.route.answers import (
     DONE,
     RouteError,
@@ -26,7 +27,7 @@ from rorqual.route.answers import (
     stream_lost,
 )
 from rorqual.route.attempt import Attempt, OwnFault, ServerLost
-from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, Transfer, passed_on
+from rorqual.route.calls import LONG_BODY, REQUEST_ID, RESUMABLE, RoutedCall, Transfer, passed_on
 from rorqual.route.config import RouteConfig
 from rorqual.route.events import (
     BadStream,
@@ -314,7 +315,7 @@ class RoutedStream:
         self.call.span.fail(error.code, error.message)
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORDS):
-                await self.response.write(error.event())
+                await self.response.write(self._last_event(error))
                 await self.response.write_eof()
         return self.response
 
@@ -508,7 +509,8 @@ class RoutedStream:
     async def _pass(
         self, attempt: Attempt, answer: aiohttp.ClientResponse, prefill: bool
     ) -> web.StreamResponse | None:
-        splitter = EventSplitter(self.record, self.call.keeps_marks, prefill)
+        call = self.call
+        splitter = EventSplitter(self.record, call.keeps_marks, prefill, is_anthropic(call.path))
         read = answer.content.readany
         while data := await attempt.of_server(read):
             passed = splitter.feed(data)
@@ -518,7 +520,7 @@ class RoutedStream:
                 await self._write(passed.out)
                 self.handed_over = False
             if passed.transfer is not None:
-                self.call.transfer = passed.transfer
+                call.transfer = passed.transfer
                 self.handed_over = self.record.events > 0
                 return None
             if passed.done:
@@ -563,6 +565,9 @@ class RoutedStream:
             raise server_lost() if self.failed else no_server()
         self.metrics.streams_lost.inc()
         self.call.span.fail("stream_lost", str(self.after))
-        event = stream_lost().event() if self.loss is None else self.loss + b"\n\n" + DONE
-        await self.response.write(event)
+        lost = self._last_event(stream_lost())
+        await self.response.write(lost if self.loss is None else self.loss + b"\n\n" + DONE)
         return self.response
+
+    def _last_event(self, error: RouteError) -> bytes:
+        return error.event(self.call.path, self.call.headers[REQUEST_ID])

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rorqual.config.api_errors import anthropic_error, anthropic_event, is_anthropic
 from rorqual.route.app import Router, app_runner
 from rorqual.route.config import RouteConfig
 
@@ -119,6 +120,10 @@ class FakeServer:
             return web.Response()
         if faults.refuse is not None and faults.refusals:
             faults.refusals -= 1
+            if is_anthropic(request.path):
+                answer = anthropic_error(faults.refuse, f"{self.name} refuses", "")
+                more = {"X-Rorqual-Error": faults.code}
+                return web.json_response(answer, status=faults.refuse, headers=more)
             about = {"code": faults.code, "param": faults.param}
             error = {"error": {"message": f"{self.name} refuses", **about}}
             return web.json_response(error, status=faults.refuse, headers={"Retry-After": "7"})
@@ -153,7 +158,9 @@ class FakeServer:
         if faults.comment:
             await response.write(b": patience\n\n")
             await asyncio.sleep(0.02)
-        for number, event in enumerate(self.events(body, marked)):
+        anthropic = is_anthropic(request.path)
+        events = self.anthropic_events(body) if anthropic else self.events(body, marked)
+        for number, event in enumerate(events):
             if number == faults.die_after:
                 faults.die_after = faults.again
                 if faults.half:
@@ -167,6 +174,10 @@ class FakeServer:
                 await asyncio.sleep(30)
             if number == faults.error_after:
                 faults.error_after = None
+                if anthropic:
+                    lost = json.dumps(anthropic_error(500, "lost", "")).encode()
+                    await response.write(anthropic_event(lost))
+                    return response
                 error = {"message": "lost", "type": "server_error", "code": faults.error_code}
                 await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
                 await response.write(b"data: [DONE]\n\n")
@@ -216,6 +227,14 @@ class FakeServer:
             found.append(b"data: " + event.encode() + b"\n\n")
         return [*found, b"data: [DONE]\n\n"]
 
+    def anthropic_events(self, body: dict[str, Any]) -> list[bytes]:
+        """An answer in Anthropic's API, one token an event."""
+        found = [anthropic("message_start", message={"id": f"msg_{self.name}"})]
+        for place in range(body.get("max_tokens", 8)):
+            text = f"<{token_of(body['prompt'], 0, place)}>"
+            found.append(anthropic("content_block_delta", delta={"text": text}))
+        return [*found, anthropic("message_stop")]
+
     def first_events(self, body: dict[str, Any]) -> list[bytes]:
         """The role's event, the first token's, and where the pages are or the end."""
         prompt = body["prompt"]
@@ -242,6 +261,10 @@ class FakeServer:
         line = f": rorqual {choice} {','.join(map(str, tokens))}{' end' if finish else ''}\n"
         event = {**head, "choices": [{"index": choice, "text": text, "finish_reason": finish}]}
         return (line if marked else "").encode() + b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def anthropic(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
 @dataclass

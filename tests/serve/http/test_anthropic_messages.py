@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from rorqual.config.api_errors import is_anthropic
 from rorqual.serve.errors import ApiError, engine_died, not_ready, queue_full, timed_out
 from rorqual.serve.http.anthropic.call import input_of
-from rorqual.serve.http.anthropic.errors import anthropic_body, is_anthropic
+from rorqual.serve.http.anthropic.errors import anthropic_body
 from rorqual.serve.http.sse import encode
 from tests.serve.http.test_api_fuzz import ODD_NUMBERS, ODD_STRINGS, with_value
 from tests.serve.running import Running
