@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rorqual.config.api_errors import anthropic_error, anthropic_event, is_anthropic
+from rorqual.config.api_errors import ERROR_CODE, anthropic_error, anthropic_event, is_anthropic
 
 DONE = b"data: [DONE]\n\n"
 RETRY_SECONDS = 2
@@ -36,7 +36,7 @@ class RouteError(Exception):
 
     def headers(self) -> dict[str, str]:
         more = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return {"Content-Type": "application/json", **more}
+        return {"Content-Type": "application/json", ERROR_CODE: self.code, **more}
 
 
 def no_server() -> RouteError:

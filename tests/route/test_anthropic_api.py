@@ -104,3 +104,34 @@ def test_the_routers_own_errors(body: Any) -> None:
             assert "code" in json.loads((await post(router, body, "/v1/messages_too"))[1])["error"]
 
     run(test())
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+@pytest.mark.parametrize(("status", "code"), [(500, "engine_dead"), (429, "queue_full")])
+def test_another_server_answers_what_one_could_not(body: Any, status: int, code: str) -> None:
+    """This API's errors have no code in the body: a header names it."""
+
+    async def test() -> None:
+        bad, good = FakeServer("bad", Faults(refuse=status, code=code)), FakeServer("good")
+        async with routed(good, bad) as router:
+            found, raw = await post(router, body)
+            assert found == 200
+            if body is STREAM:
+                assert events(raw)[-1][0] == STOP
+            else:
+                assert json.loads(raw)["server"] == "good"
+            assert "rorqual_router_retries_total 1.0" in (await router.get("/metrics"))[1]
+
+    run(test())
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "other"), (429, "client_limit")])
+def test_other_errors_are_the_clients(status: int, code: str) -> None:
+    async def test() -> None:
+        bad, good = FakeServer("bad", Faults(refuse=status, code=code)), FakeServer("good")
+        async with routed(good, bad) as router:
+            found, raw = await post(router, ASK)
+            assert (found, json.loads(raw)["error"]["message"]) == (status, "bad refuses")
+            assert good.bodies == []
+
+    run(test())

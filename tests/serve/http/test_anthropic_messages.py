@@ -563,6 +563,7 @@ def test_other_errors_on_these_paths(plain: Scripted) -> None:
     answer = plain.client.post(PATH, json={"messages": TURN, "max_tokens": 5})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
     assert answer.headers["retry-after"]
+    assert answer.headers["x-rorqual-error"] == "not_ready", "the format has no code"
 
 
 def test_a_real_server(server: Running) -> None:
