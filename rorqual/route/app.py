@@ -25,6 +25,7 @@ from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, ending, too_many
 from rorqual.route.calls import LONG_BODY, REQUEST_ID, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
+from rorqual.route.connection import HEADER_BYTES, LimitedRunner
 from rorqual.route.forward import Forwarder
 from rorqual.route.health import HealthChecks
 from rorqual.route.metrics import RouteMetrics
@@ -37,7 +38,6 @@ from rorqual.telemetry.start import start_tracer
 
 log = logging.getLogger("rorqual.route")
 
-HEADER_BYTES = 32 << 10  # of all headers and the request line
 READ_BYTES = 1 << 16
 SPARE_FILES = 64  # for the process itself
 CUT_SECONDS = 5.0  # after which a cut-off request ends without a last event
@@ -243,15 +243,10 @@ def _check_encoding(request: web.Request) -> None:
 
 
 def app_runner(router: Router, shutdown_timeout: float) -> web.AppRunner:
-    return web.AppRunner(
+    return LimitedRunner(
         router.app(),
-        access_log=None,
         handler_cancellation=True,  # a client's disconnect cancels its request
         shutdown_timeout=shutdown_timeout,
-        max_line_size=HEADER_BYTES,
-        max_field_size=HEADER_BYTES,
-        max_headers=128,
-        auto_decompress=False,  # compressed bodies are refused
     )
 
 
