@@ -181,6 +181,16 @@ class KVTransfers:
             return None
         return self.offers.offer(sequence)
 
+    def expect_answer(self, name: str) -> None:
+        """A request whose answer waits for others: its lease does not expire before `answered`,
+        since nobody can read the pages until then."""
+        self.offers.unanswered[name] = None
+
+    def answered(self, names: list[str], lost: bool) -> None:
+        """The answer that these requests share is sent now, or lost."""
+        for name in names:
+            self.offers.answered(name, lost)
+
     def begin(self, request: Request) -> None:
         """A request was just queued: its pages may be sent while it is computed, where
         configured. One that is handed over is answered with its first token instead."""

@@ -31,7 +31,8 @@ COMING_SECONDS = 2.0  # for a page not yet written, until its reader is sent COM
 @dataclass
 class Lease:
     """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it may
-    hold in the end; complete: no more will be added, and it may expire."""
+    hold in the end; complete: no more will be added, and it may expire; waits: not yet, since the
+    answer that names it waits for other prompts."""
 
     prefix: PrefixCache
     dp_rank: int
@@ -39,6 +40,7 @@ class Lease:
     deadline: float
     most: int
     complete: bool = True
+    waits: bool = False
 
 
 class Leases:
@@ -64,18 +66,23 @@ class Leases:
         return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
 
     def make(
-        self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int], more: int = 0
+        self,
+        prefix: PrefixCache,
+        dp_rank: int,
+        pages: dict[bytes, int],
+        more: int = 0,
+        waits: bool = False,
     ) -> bytes | None:
         """Lease pages that the caller holds; returns the lease's name, or None where too many are
         leased: the caller then releases them. more: how many will be added; until then it does not
-        expire."""
+        expire. waits: nor does it before `begin`."""
         most = len(pages) + more
         if self.promised(dp_rank) + most > self.most_pages:
             return None
         self.newest += 1
         name = lease_name(self.secret, self.newest)
         deadline = time.monotonic() + self.seconds
-        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more)
+        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more, waits)
         return name
 
     def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> None:
@@ -86,6 +93,13 @@ class Leases:
         if complete:
             lease.most = len(lease.pages)
         self.extend(name)
+
+    def begin(self, name: bytes) -> None:
+        """Its reader is told of it now: its time begins."""
+        lease = self.open.get(name)
+        if lease is not None:
+            lease.waits = False
+            self.extend(name)
 
     def extend(self, name: bytes) -> None:
         """The lease is being read: renew it."""
@@ -106,7 +120,9 @@ class Leases:
         in_force = {id(prefix) for prefix in prefixes}
         stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
         late = {
-            name for name, lease in self.open.items() if lease.complete and now > lease.deadline
+            name
+            for name, lease in self.open.items()
+            if lease.complete and not lease.waits and now > lease.deadline
         }
         over = [name for name in self.open if name in self.done | stale | late]
         if not over:

@@ -3,6 +3,7 @@ come."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,6 +32,14 @@ def pair() -> Iterator[Pair]:
         one.engine.close()
 
 
+def released(keeper: Engine) -> None:
+    """Wait until it holds no page for another engine."""
+    deadline = time.monotonic() + 60
+    while keeper.state()["held"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 def test_a_choice_that_comes_behind_the_pages(pair: Pair) -> None:
     """The server of the pages was told that they are read, and the last page, which is not full,
     has meanwhile another choice's tokens. That is no failure."""
@@ -50,3 +59,26 @@ def test_leases_are_forgotten(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
         ((_, cached, why),) = pair.second.answer(ids, pair.first.prefill(ids))
         assert (cached, why) == (len(ids) - 1, "")
     assert len(pair.second.transfers.arrivals.finished) == 2
+
+
+def test_prompts_whose_answer_waits_for_others(pair: Pair) -> None:
+    """Their leases do not expire before it is sent; if nobody gets it, they end then."""
+    transfers = pair.first.transfers
+    released(pair.first)
+    for number, lost in enumerate((False, True)):
+        ids = [50 + number, *PROMPT]
+        name = f"r{next(pair.first.names) + 1}"
+        transfers.expect_answer(name)
+        given = pair.first.prefill(ids)
+        (lease,) = transfers.leases.open.values()
+        lease.deadline = 0.0
+        transfers.settle()
+        assert transfers.leases.held > 0
+        transfers.answered([name], lost)
+        transfers.settle()
+        assert (transfers.leases.held > 0) is not lost
+        if not lost:
+            ((_, cached, why),) = pair.second.answer(ids, given)
+            assert (cached, why) == (len(ids) - 1, "")
+        released(pair.first)
+    assert transfers.offers.unanswered == {}

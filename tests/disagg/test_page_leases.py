@@ -193,6 +193,25 @@ def test_reading_extends_a_lease(keeper: Keeper) -> None:
     assert {lease for lease, _ in keeper.announced} == {name}
 
 
+def test_a_lease_whose_reader_is_told_later(keeper: Keeper) -> None:
+    """Its time begins then."""
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    name = keeper.leases.make(keeper.prefix, 0, held, waits=True)
+    assert name is not None
+    keeper.table.open(name, held)()
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.begin(name)
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == []
+    keeper.leases.begin(name)  # it is over
+
+
 @pytest.mark.parametrize("batch", [1, 3 * (PAGE_BYTES + HEAD.size), 2**20])
 def test_pages_are_sent_several_at_a_time(
     keeper: Keeper, batch: int, monkeypatch: pytest.MonkeyPatch
