@@ -99,7 +99,9 @@ class RoutedCall:
         """The stream's number of choices."""
         assert self.fields is not None
         given = self.fields.get("n")
-        count = given if isinstance(given, int) else 1
+        if isinstance(given, float) and given.is_integer():
+            given = int(given)  # servers take 2.0 as 2
+        count = given if isinstance(given, int) and not isinstance(given, bool) else 1
         return count * self.prompts()
 
     def prompts(self) -> int:

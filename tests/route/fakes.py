@@ -202,7 +202,8 @@ class FakeServer:
         found = []
         before = {choice["index"]: choice for choice in given["choices"]}
         places = {}
-        for choice in range(body.get("n", 1)):
+        choices = int(body.get("n", 1))
+        for choice in range(choices):
             ids = before[choice]["token_ids"] if choice in before else []
             if ids != [token_of(prompt, choice, place) for place in range(len(ids))]:
                 self.wrong.append(f"choice {choice} goes on behind {ids}")
@@ -222,7 +223,7 @@ class FakeServer:
                     found.append(self._event(head, choice, [], "", "length", marked))
                     del places[choice]
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"completion_tokens": count * body.get("n", 1)}
+            usage = {"completion_tokens": count * choices}
             event = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
             found.append(b"data: " + event.encode() + b"\n\n")
         return [*found, b"data: [DONE]\n\n"]
