@@ -271,9 +271,10 @@ class KVTransfers:
         given = request.kv_transfer_params or {}
         if not self.config.fetches or not given.get("do_remote_prefill"):
             return False
-        if len(self.arrivals.waiting) >= MAX_WAITING:
-            return False
         remote = self._remote(given)
+        if len(self.arrivals.waiting) >= MAX_WAITING:
+            self.arrivals.let_go(remote)
+            return False
         started = self.arrivals.start(request, remote)
         if started:
             self._note_barred(remote.barred)

@@ -13,6 +13,7 @@ import hmac
 import struct
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -54,16 +55,22 @@ class Leases:
         self.most_pages = most_pages
         self.open: dict[bytes, Lease] = {}
         self.done: set[bytes] = set()
+        # by data-parallel rank, how many leases hold a page: prompts with a common beginning share
+        # its pages
+        self.holders: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.expired = 0
         self.newest = 0
 
     @property
     def held(self) -> int:
-        return sum(len(lease.pages) for lease in self.open.values())
+        """Pages, each counted once."""
+        return sum(map(len, self.holders.values()))
 
     def promised(self, dp_rank: int) -> int:
         """Pages of a data-parallel rank's cache that leases hold or may still add."""
-        return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
+        leases = (lease for lease in self.open.values() if lease.dp_rank == dp_rank)
+        coming = sum(lease.most - len(lease.pages) for lease in leases)
+        return len(self.holders[dp_rank]) + coming
 
     def make(
         self,
@@ -76,9 +83,12 @@ class Leases:
         """Lease pages that the caller holds; returns the lease's name, or None where too many are
         leased: the caller then releases them. more: how many will be added; until then it does not
         expire. waits: nor does it before `begin`."""
-        most = len(pages) + more
-        if self.promised(dp_rank) + most > self.most_pages:
+        holders = self.holders[dp_rank]
+        new = len(set(pages.values()) - holders.keys())
+        if self.promised(dp_rank) + new + more > self.most_pages:
             return None
+        most = len(pages) + more
+        holders.update(pages.values())
         self.newest += 1
         name = lease_name(self.secret, self.newest)
         deadline = time.monotonic() + self.seconds
@@ -89,6 +99,7 @@ class Leases:
         """Add pages that the caller holds to an open lease."""
         lease = self.open[name]
         lease.pages.update(pages)
+        self.holders[lease.dp_rank].update(pages.values())
         lease.complete = complete
         if complete:
             lease.most = len(lease.pages)
@@ -132,8 +143,14 @@ class Leases:
         self.done -= set(over)
         for name in over:
             lease = self.open.pop(name)
+            pages = list(lease.pages.values())
+            holders = self.holders[lease.dp_rank]
+            holders.subtract(pages)
+            for page in pages:
+                if not holders[page]:
+                    del holders[page]
             if name not in stale:
-                lease.prefix.release(list(lease.pages.values()))
+                lease.prefix.release(pages)
 
 
 class Found(Enum):
