@@ -48,6 +48,15 @@ def too_many(count: int) -> RouteError:
     return RouteError(503, message, "router_full", RETRY_SECONDS)
 
 
+def body_too_long(most: int) -> RouteError:
+    return RouteError(413, f"the body has more than {most} bytes", "body_too_long")
+
+
+def too_large_together(count: int) -> RouteError:
+    message = f"the bodies of {count} open requests are as large as this router takes"
+    return RouteError(503, message, "router_full", RETRY_SECONDS)
+
+
 def stream_lost() -> RouteError:
     return RouteError(502, "the server that made this answer is lost", "stream_lost")
 

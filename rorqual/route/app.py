@@ -22,7 +22,7 @@ from rorqual.config.process import freeze_loaded
 from rorqual.errors import quoted
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
-from rorqual.route.answers import RouteError, ending, too_many
+from rorqual.route.answers import RouteError, body_too_long, ending, too_large_together, too_many
 from rorqual.route.calls import LONG_BODY, REQUEST_ID, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
 from rorqual.route.connection import HEADER_BYTES, LimitedRunner
@@ -166,21 +166,17 @@ class Router:
         if self.open >= self.config.max_in_flight:
             raise too_many(self.open)
         self.open += 1
-        held = 0
+        held = HeldBytes(self)
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
         try:
-            body = await self._body(request)
-            if self.held + len(body) > self.config.max_held_bytes:
-                raise too_many(self.open)
-            held = len(body)
-            self.held += held
+            body = await self._body(request, held)
             target = request.rel_url.raw_path_qs  # also where the client sent an absolute URL
             read = partial(
                 RoutedCall.of, request.method, request.path, target, request.headers, body
             )
-            call = read() if held < LONG_BODY else await asyncio.to_thread(read)
+            call = read() if len(body) < LONG_BODY else await asyncio.to_thread(read)
             call.span = span
             note_call(call)
             return await self.forwarder.answer(call, request)
@@ -190,26 +186,39 @@ class Router:
             task.uncancel()
             raise ending() from None
         finally:
-            self.held -= held
+            self.held -= held.size
             self.open -= 1
             self.tasks.discard(task)
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, held: HeldBytes) -> bytes:
+        """A body counts before it is here: bodies of any number may arrive at once."""
         if request.body_exists:
             _check_encoding(request)
+        length = request.content_length
         try:
             async with asyncio.timeout(BODY_SECONDS):
+                if length is None:
+                    return await self._chunks(request, held)
+                held.reserve(min(length, self.config.max_body_bytes))
                 return await request.read()
         except TimeoutError:
             raise RouteError(
                 408, f"the body did not come within {BODY_SECONDS:g} s", "body_timeout"
             ) from None
         except web.HTTPRequestEntityTooLarge:
-            raise RouteError(
-                413, f"the body has more than {self.config.max_body_bytes} bytes", "body_too_long"
-            ) from None
+            raise body_too_long(self.config.max_body_bytes) from None
         except (web.RequestPayloadError, HttpProcessingError):
             raise RouteError(400, "the body is malformed", "bad_body") from None
+
+    async def _chunks(self, request: web.Request, held: HeldBytes) -> bytes:
+        """A body of unknown length."""
+        parts = []
+        while part := await request.content.readany():
+            held.reserve(len(part))
+            parts.append(part)
+            if held.size > self.config.max_body_bytes:
+                raise body_too_long(self.config.max_body_bytes)
+        return b"".join(parts)
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -229,6 +238,21 @@ class Router:
             answer = _error_response(found, request)
         self.metrics.answers.labels(str(answer.status)).inc()
         return answer
+
+
+class HeldBytes:
+    """What one request holds of the bytes that all may hold."""
+
+    def __init__(self, router: Router):
+        self.router = router
+        self.size = 0
+
+    def reserve(self, size: int) -> None:
+        """Raises RouteError where that is too much."""
+        if self.router.held + size > self.router.config.max_held_bytes:
+            raise too_large_together(self.router.open)
+        self.router.held += size
+        self.size += size
 
 
 def _check_encoding(request: web.Request) -> None:

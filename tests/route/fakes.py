@@ -61,6 +61,7 @@ class Faults:
     line_ends: bytes = b"\n"
     strange: bool = False  # an answer that is JSON, but no object
     slow: float = 0.0  # seconds between events
+    big: int = 0  # MiB of an answer that does not stream
 
 
 class FakeServer:
@@ -140,6 +141,8 @@ class FakeServer:
         prompt = body.get("prompt", "")
         count = body.get("max_tokens", 8)
         found: dict[str, Any] = {"server": self.name, "text": said(str(prompt), 0, count)}
+        if faults.big:
+            found["big"] = "x" * (faults.big << 20)
         transfer = body.get("kv_transfer_params") or {}
         if isinstance(transfer, dict) and transfer.get("do_remote_decode"):
             one = {"from": self.name, "lease": len(self.bodies)}
@@ -316,10 +319,17 @@ class StreamedAnswer:
 
 
 class RouterUnderTest:
-    def __init__(self, router: Router, url: str, session: aiohttp.ClientSession):
+    def __init__(
+        self, router: Router, url: str, session: aiohttp.ClientSession, runner: web.AppRunner
+    ):
         self.router = router
         self.url = url
         self.session = session
+        self.runner = runner
+
+    def connections(self) -> int:
+        """Of clients."""
+        return len(self.runner._server.connections)
 
     async def post(
         self, body: Any, path: str = "/v1/completions", **headers: str
@@ -378,7 +388,7 @@ async def routed(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-            under = RouterUnderTest(router, url, session)
+            under = RouterUnderTest(router, url, session, runner)
             yield under
             await under.until(under.at_rest)
             assert [wrong for fake in fakes for wrong in fake.wrong] == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -21,8 +23,13 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def connected(router: RouterUnderTest) -> AsyncIterator[Streams]:
+    """With little room for what is not read."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    sock.setblocking(False)
     port = int(router.url.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 16)
     try:
         yield reader, writer
     finally:
@@ -104,5 +111,80 @@ def test_what_takes_long_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             await reader.readuntil(b"data: ")
             writer.write(HEAD)
             assert b"data: [DONE]" in await ended(reader)
+
+    run(test())
+
+
+# ---- bodies that arrive
+
+
+def asking(size: int) -> bytes:
+    """A body of so many bytes."""
+    return BODY[:-1] + b" " * (size - len(BODY)) + b"}"
+
+
+async def refused(router: RouterUnderTest, size: int) -> bool:
+    url = router.url + "/v1/completions"
+    async with router.session.post(url, data=asking(size)) as found:
+        if found.status == 200:
+            return False
+        assert found.status == 503
+        assert (await found.json())["error"]["code"] == "router_full"
+        return True
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+def test_bodies_count_while_they_arrive(chunked: bool) -> None:
+    """With a length all of it: it will come. Else what has come."""
+    body = asking(800)
+    parts = [body[:600], body[600:]]
+    head = b"Content-Length: 800\r\n\r\n"
+    if chunked:
+        parts = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts]
+        parts[-1] += b"0\r\n\r\n"
+        head = b"Transfer-Encoding: chunked\r\n\r\n"
+
+    async def test() -> None:
+        async with routed(FakeServer(), max_held_bytes=1000) as router:
+            async with connected(router) as (reader, writer):
+                writer.write(HEAD + head + parts[0])
+                await router.until(lambda: router.router.held == (600 if chunked else 800))
+                assert await refused(router, 401)
+                assert not await refused(router, 200)
+                writer.write(parts[1])
+                assert said("abc", 0, 4).encode() in await answer(reader)
+            await router.until(lambda: router.router.held == 0)
+            assert not await refused(router, 1000)
+
+    run(test())
+
+
+def test_a_body_in_chunks_that_becomes_too_large() -> None:
+    async def test() -> None:
+        async with routed(FakeServer(), max_held_bytes=1000, max_body_bytes=900) as router:
+            for first, second, status in ((300, 601, b"413"), (900, 101, b"503")):
+                async with connected(router) as (reader, writer):
+                    writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+                    writer.write(b"%x\r\n%b\r\n" % (first, b" " * first))
+                    await router.until(lambda size=first: router.router.held == size)
+                    if status == b"503":
+                        router.router.held += 100  # another's
+                        router.router.config = replace(router.router.config, max_body_bytes=2000)
+                    writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (second, b" " * second))
+                    assert (await reader.readline()).split()[1] == status
+                await router.until(lambda: router.router.open == 0)
+            assert router.router.held == 100
+
+    run(test())
+
+
+def test_a_body_that_does_not_come_counts_no_more() -> None:
+    async def test() -> None:
+        async with routed(FakeServer(), max_held_bytes=1000) as router:
+            async with connected(router) as (_, writer):
+                writer.write(HEAD + b"Content-Length: 1000\r\n\r\n")
+                await router.until(lambda: router.router.held == 1000)
+            await router.until(lambda: router.router.held == 0)
+            assert not await refused(router, 1000)
 
     run(test())
