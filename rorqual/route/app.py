@@ -25,8 +25,8 @@ from rorqual.route.admin import Admin
 from rorqual.route.answers import RouteError, body_too_long, ending, too_large_together, too_many
 from rorqual.route.calls import LONG_BODY, REQUEST_ID, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
-from rorqual.route.connection import HEADER_BYTES, LimitedRunner
-from rorqual.route.forward import Forwarder
+from rorqual.route.connection import HEADER_BYTES, LimitedRunner, send
+from rorqual.route.forward import LAST_WORDS, Forwarder
 from rorqual.route.health import HealthChecks
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.policies import NAMED
@@ -83,7 +83,7 @@ class Router:
             self.registry = RegistryWatch(where, secret, self.servers, self.checks, self.session)
         self.watch: asyncio.Task[None] | None = None
         self.open = 0
-        self.held = 0  # bytes of bodies in memory
+        self.held = 0  # bytes of requests' bodies, and of answers that are sent in one piece
         self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
@@ -179,7 +179,10 @@ class Router:
             call = read() if len(body) < LONG_BODY else await asyncio.to_thread(read)
             call.span = span
             note_call(call)
-            return await self.forwarder.answer(call, request)
+            answer = await self.forwarder.answer(call, request)
+            if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+                held.add(len(answer.body))
+            return await self._send(request, answer)
         except asyncio.CancelledError:
             if not self.forwarder.ending:
                 raise
@@ -189,6 +192,10 @@ class Router:
             self.held -= held.size
             self.open -= 1
             self.tasks.discard(task)
+
+    async def _send(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+        ending = self.forwarder.ending
+        return await send(request, answer, LAST_WORDS if ending else self.config.reader_timeout)
 
     async def _body(self, request: web.Request, held: HeldBytes) -> bytes:
         """A body counts before it is here: bodies of any number may arrive at once."""
@@ -237,7 +244,7 @@ class Router:
             found = RouteError(500, f"internal error: {type(error).__name__}", "internal")
             answer = _error_response(found, request)
         self.metrics.answers.labels(str(answer.status)).inc()
-        return answer
+        return answer if answer.prepared else await self._send(request, answer)
 
 
 class HeldBytes:
@@ -251,6 +258,9 @@ class HeldBytes:
         """Raises RouteError where that is too much."""
         if self.router.held + size > self.router.config.max_held_bytes:
             raise too_large_together(self.router.open)
+        self.add(size)
+
+    def add(self, size: int) -> None:
         self.router.held += size
         self.size += size
 

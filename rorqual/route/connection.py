@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+log = logging.getLogger("rorqual.route")
+
+PART_BYTES = 1 << 18  # of an answer that are written at once
 HEAD_SECONDS = 30.0  # for a request's headers, from its first byte or the connection's start
 KEEP_ALIVE_SECONDS = 75.0  # between two requests
 LAST_SECONDS = 30.0  # for the last bytes of a connection that is closed
@@ -88,3 +93,60 @@ def _connection(server: web.Server) -> ClientConnection:
         max_headers=128,
         auto_decompress=False,  # compressed bodies are refused
     )
+
+
+async def send(
+    request: web.Request, answer: web.StreamResponse, seconds: float
+) -> web.StreamResponse:
+    """Send an answer, or the end of a stream, until the kernel has all of it, and return it. A
+    client that takes nothing for `seconds` loses its connection. Left to aiohttp, the answer would
+    stay in memory for as long as the client likes."""
+    transport = request.transport
+    if transport is None:
+        return answer
+    transport.set_write_buffer_limits(high=0)
+    try:
+        if isinstance(answer, web.Response) and len(body := _body_of(answer)) > PART_BYTES:
+            whole = answer
+            answer = web.StreamResponse(status=whole.status, headers=whole.headers)
+            answer.content_length = len(body)
+            await answer.prepare(request)
+            for start in range(0, len(body), PART_BYTES):
+                part = memoryview(body)[start : start + PART_BYTES]
+                await _taken(transport, answer.write(part), seconds)
+        await answer.prepare(request)
+        await _taken(transport, answer.write_eof(), seconds)
+    except TimeoutError:
+        log.warning("a client does not read its answer: its connection is cut")
+        transport.abort()
+    except ConnectionError:
+        transport.abort()
+    except BaseException:
+        transport.abort()  # a part of it is sent: nothing else may follow
+        raise
+    else:
+        transport.set_write_buffer_limits()
+    return answer
+
+
+def _body_of(answer: web.Response) -> bytes:
+    return answer.body if isinstance(answer.body, bytes) else b""
+
+
+async def _taken(
+    transport: asyncio.WriteTransport, writing: Coroutine[Any, Any, None], seconds: float
+) -> None:
+    """Wait for a write. Raises TimeoutError where the client takes nothing for `seconds`."""
+    task = asyncio.ensure_future(writing)
+    try:
+        await asyncio.sleep(0)  # it begins
+        left = transport.get_write_buffer_size()
+        while not task.done():
+            await asyncio.wait({task}, timeout=seconds)
+            now = transport.get_write_buffer_size()
+            if now >= left and not task.done():
+                raise TimeoutError
+            left = now
+        task.result()
+    finally:
+        task.cancel()

@@ -317,7 +317,6 @@ class RoutedStream:
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORDS):
                 await self.response.write(self._last_event(error))
-                await self.response.write_eof()
         return self.response
 
     async def _run(self) -> web.StreamResponse:

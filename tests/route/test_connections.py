@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -186,5 +188,69 @@ def test_a_body_that_does_not_come_counts_no_more() -> None:
                 await router.until(lambda: router.router.held == 1000)
             await router.until(lambda: router.router.held == 0)
             assert not await refused(router, 1000)
+
+    run(test())
+
+
+# ---- answers that are not read
+
+BIG = 16  # MiB: more than the kernel keeps
+
+
+def test_an_answer_that_is_not_read_is_dropped() -> None:
+    """It counts until then, and does not keep a file."""
+
+    async def test() -> None:
+        async with (
+            routed(FakeServer("big", Faults(big=BIG)), reader_timeout=0.3) as router,
+            connected(router) as (reader, writer),
+        ):
+            writer.write(ASK)
+            await router.until(lambda: router.router.held > BIG << 20)
+            await router.until(lambda: router.router.held == 0)
+            assert router.router.open == 0
+            assert len(await ended(reader)) < BIG << 20
+
+    run(test())
+
+
+def test_an_answer_that_is_read_slowly_comes() -> None:
+    """The time is that between two parts, not of the whole."""
+
+    async def test() -> None:
+        fake = FakeServer("big", Faults(big=BIG))
+        async with (
+            routed(fake, reader_timeout=1.0) as router,
+            connected(router) as (reader, writer),
+        ):
+            loop = asyncio.get_running_loop()
+            for pause in (0.1, 0.0):
+                start = loop.time()
+                writer.write(ASK)
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(re.search(rb"(?i)content-length: (\d+)", head)[1])  # type: ignore[index]
+                assert size > BIG << 20
+                parts = []
+                while left := size - sum(map(len, parts)):
+                    parts.append(await reader.readexactly(min(left, 1 << 20)))
+                    await asyncio.sleep(pause)
+                assert len(json.loads(b"".join(parts))["big"]) == BIG << 20
+                assert loop.time() - start > 10 * pause
+            await router.until(lambda: router.router.held == 0)
+
+    run(test())
+
+
+def test_a_stream_that_is_not_read_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there are bytes that its client never takes."""
+    monkeypatch.setattr(connection, "LAST_SECONDS", 0.2)
+    body = b'{"prompt": "abc", "stream": true}'
+
+    async def test() -> None:
+        fake = FakeServer("stream", Faults(flood=BIG))
+        async with routed(fake, reader_timeout=0.3) as router, connected(router) as (_, writer):
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            await router.until(lambda: router.connections() == 1)
+            await router.until(lambda: router.connections() == 0)
 
     run(test())
