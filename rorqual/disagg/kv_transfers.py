@@ -191,6 +191,10 @@ class KVTransfers:
         for name in names:
             self.offers.answered(name, lost)
 
+    def give_way(self) -> None:
+        """Requests wait, and no step can be computed."""
+        self.leases.give_way()
+
     def begin(self, request: Request) -> None:
         """A request was just queued: its pages may be sent while it is computed, where
         configured. One that is handed over is answered with its first token instead."""

@@ -112,6 +112,13 @@ class Leases:
             lease.waits = False
             self.extend(name)
 
+    def give_way(self) -> None:
+        """Nothing can be computed, perhaps for want of pages: leases whose seconds are over end,
+        though they wait. What they wait for may need their pages."""
+        now = time.monotonic()
+        for lease in self.open.values():
+            lease.waits = lease.waits and now <= lease.deadline
+
     def extend(self, name: bytes) -> None:
         """The lease is being read: renew it."""
         lease = self.open.get(name)

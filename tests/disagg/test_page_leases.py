@@ -212,6 +212,22 @@ def test_a_lease_whose_reader_is_told_later(keeper: Keeper) -> None:
     keeper.leases.begin(name)  # it is over
 
 
+def test_a_lease_that_waits_gives_way(keeper: Keeper) -> None:
+    """What it waits for may need its pages: it has its seconds, and no more."""
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    name = keeper.leases.make(keeper.prefix, 0, held, waits=True)
+    assert name is not None
+    keeper.leases.give_way()
+    assert keeper.leases.open[name].waits
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.give_way()
+    keeper.settle()
+    assert keeper.held() == []
+
+
 @pytest.mark.parametrize("batch", [1, 3 * (PAGE_BYTES + HEAD.size), 2**20])
 def test_pages_are_sent_several_at_a_time(
     keeper: Keeper, batch: int, monkeypatch: pytest.MonkeyPatch

@@ -314,6 +314,8 @@ class EngineProcess:
         if now >= self.next_snapshot:
             self._snapshot(now)
         if self.engine.stats.steps == steps and not (self.engine.in_flight or outs):
+            if self.transfers:
+                self.transfers.give_way()
             self.link.wait(BLOCKED_POLL_MS)
 
     def _end_all(self, reason: str) -> None:
