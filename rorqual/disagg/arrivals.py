@@ -146,12 +146,20 @@ class PromptArrivals:
         if arrival is None:
             arrival = self._begin(request, remote)
             if arrival is None:
+                self.let_go(remote)
                 return False
         arrival.requests[request.id] = request
         self.waiting[request.id] = arrival
         return True
 
+    def let_go(self, remote: RemotePrompt) -> None:
+        """Nothing of a lease is fetched, or no longer: the other engine need not hold the pages."""
+        fetched = any(a.remote.lease == remote.lease for a in self.by_number.values())
+        if not (fetched or remote.barred or remote.lease in self.finished):
+            self._finish(remote)
+
     def _begin(self, request: Request, remote: RemotePrompt) -> ArrivingPrompt | None:
+        """None where all pages are cached."""
         prompt, salt = request.transferred(request.outputs), request.cache_salt
         dp_rank = self.cache.engine.scheduler.cheapest(request, self._tokens_coming())
         prefix = self.cache.prefix(dp_rank)
@@ -253,6 +261,7 @@ class PromptArrivals:
             del arrival.requests[name]
             if not arrival.requests:
                 self._over(arrival)
+                self.let_go(arrival.remote)
 
     def _over(self, arrival: ArrivingPrompt) -> None:
         del self.by_number[arrival.number]

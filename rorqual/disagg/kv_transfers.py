@@ -181,6 +181,20 @@ class KVTransfers:
             return None
         return self.offers.offer(sequence)
 
+    def expect_answer(self, name: str) -> None:
+        """A request whose answer waits for others: its lease does not expire before `answered`,
+        since nobody can read the pages until then."""
+        self.offers.unanswered[name] = None
+
+    def answered(self, names: list[str], lost: bool) -> None:
+        """The answer that these requests share is sent now, or lost."""
+        for name in names:
+            self.offers.answered(name, lost)
+
+    def give_way(self) -> None:
+        """Requests wait, and no step can be computed."""
+        self.leases.give_way()
+
     def begin(self, request: Request) -> None:
         """A request was just queued: its pages may be sent while it is computed, where
         configured. One that is handed over is answered with its first token instead."""
@@ -261,9 +275,10 @@ class KVTransfers:
         given = request.kv_transfer_params or {}
         if not self.config.fetches or not given.get("do_remote_prefill"):
             return False
-        if len(self.arrivals.waiting) >= MAX_WAITING:
-            return False
         remote = self._remote(given)
+        if len(self.arrivals.waiting) >= MAX_WAITING:
+            self.arrivals.let_go(remote)
+            return False
         started = self.arrivals.start(request, remote)
         if started:
             self._note_barred(remote.barred)

@@ -13,6 +13,7 @@ import hmac
 import struct
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,7 +32,8 @@ COMING_SECONDS = 2.0  # for a page not yet written, until its reader is sent COM
 @dataclass
 class Lease:
     """pages by key, held in `prefix`, the cache of this data-parallel rank. most: pages that it may
-    hold in the end; complete: no more will be added, and it may expire."""
+    hold in the end; complete: no more will be added, and it may expire; waits: not yet, since the
+    answer that names it waits for other prompts."""
 
     prefix: PrefixCache
     dp_rank: int
@@ -39,6 +41,7 @@ class Lease:
     deadline: float
     most: int
     complete: bool = True
+    waits: bool = False
 
 
 class Leases:
@@ -52,40 +55,69 @@ class Leases:
         self.most_pages = most_pages
         self.open: dict[bytes, Lease] = {}
         self.done: set[bytes] = set()
+        # by data-parallel rank, how many leases hold a page: prompts with a common beginning share
+        # its pages
+        self.holders: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.expired = 0
         self.newest = 0
 
     @property
     def held(self) -> int:
-        return sum(len(lease.pages) for lease in self.open.values())
+        """Pages, each counted once."""
+        return sum(map(len, self.holders.values()))
 
     def promised(self, dp_rank: int) -> int:
         """Pages of a data-parallel rank's cache that leases hold or may still add."""
-        return sum(lease.most for lease in self.open.values() if lease.dp_rank == dp_rank)
+        leases = (lease for lease in self.open.values() if lease.dp_rank == dp_rank)
+        coming = sum(lease.most - len(lease.pages) for lease in leases)
+        return len(self.holders[dp_rank]) + coming
 
     def make(
-        self, prefix: PrefixCache, dp_rank: int, pages: dict[bytes, int], more: int = 0
+        self,
+        prefix: PrefixCache,
+        dp_rank: int,
+        pages: dict[bytes, int],
+        more: int = 0,
+        waits: bool = False,
     ) -> bytes | None:
         """Lease pages that the caller holds; returns the lease's name, or None where too many are
         leased: the caller then releases them. more: how many will be added; until then it does not
-        expire."""
-        most = len(pages) + more
-        if self.promised(dp_rank) + most > self.most_pages:
+        expire. waits: nor does it before `begin`."""
+        holders = self.holders[dp_rank]
+        new = len(set(pages.values()) - holders.keys())
+        if self.promised(dp_rank) + new + more > self.most_pages:
             return None
+        most = len(pages) + more
+        holders.update(pages.values())
         self.newest += 1
         name = lease_name(self.secret, self.newest)
         deadline = time.monotonic() + self.seconds
-        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more)
+        self.open[name] = Lease(prefix, dp_rank, pages, deadline, most, not more, waits)
         return name
 
     def add(self, name: bytes, pages: dict[bytes, int], complete: bool) -> None:
         """Add pages that the caller holds to an open lease."""
         lease = self.open[name]
         lease.pages.update(pages)
+        self.holders[lease.dp_rank].update(pages.values())
         lease.complete = complete
         if complete:
             lease.most = len(lease.pages)
         self.extend(name)
+
+    def begin(self, name: bytes) -> None:
+        """Its reader is told of it now: its time begins."""
+        lease = self.open.get(name)
+        if lease is not None:
+            lease.waits = False
+            self.extend(name)
+
+    def give_way(self) -> None:
+        """Nothing can be computed, perhaps for want of pages: leases whose seconds are over end,
+        though they wait. What they wait for may need their pages."""
+        now = time.monotonic()
+        for lease in self.open.values():
+            lease.waits = lease.waits and now <= lease.deadline
 
     def extend(self, name: bytes) -> None:
         """The lease is being read: renew it."""
@@ -106,7 +138,9 @@ class Leases:
         in_force = {id(prefix) for prefix in prefixes}
         stale = {name for name, lease in self.open.items() if id(lease.prefix) not in in_force}
         late = {
-            name for name, lease in self.open.items() if lease.complete and now > lease.deadline
+            name
+            for name, lease in self.open.items()
+            if lease.complete and not lease.waits and now > lease.deadline
         }
         over = [name for name in self.open if name in self.done | stale | late]
         if not over:
@@ -116,8 +150,14 @@ class Leases:
         self.done -= set(over)
         for name in over:
             lease = self.open.pop(name)
+            pages = list(lease.pages.values())
+            holders = self.holders[lease.dp_rank]
+            holders.subtract(pages)
+            for page in pages:
+                if not holders[page]:
+                    del holders[page]
             if name not in stale:
-                lease.prefix.release(list(lease.pages.values()))
+                lease.prefix.release(pages)
 
 
 class Found(Enum):

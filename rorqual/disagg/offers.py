@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rorqual.cache.prefix import page_keys
+from rorqual.cache.prefix import PrefixCache, page_keys
 from rorqual.config.parallel import ParallelConfig
 from rorqual.disagg.leases import Leases
 from rorqual.disagg.page_sources import Address
@@ -42,6 +42,8 @@ class Offers:
         self.engine_id = engine_id
         self.addresses: list[Address] = []
         self.begun: dict[str, BegunPrompt] = {}
+        # leases of requests whose answers wait for other requests; None: not made yet
+        self.unanswered: dict[str, bytes | None] = {}
         self.refused = 0  # prompts not leased because too many pages were held
 
     def offer(self, sequence: Sequence) -> dict[str, Any]:
@@ -53,7 +55,7 @@ class Offers:
         following = outputs[len(tokens) - len(request.prompt) :]
         dp_rank, pages = self.cache.hold(tokens, request.cache_salt, following)
         prefix = self.cache.prefix(dp_rank)
-        name = self.leases.make(prefix, dp_rank, pages) if pages else None
+        name = self._lease(request.id, prefix, dp_rank, pages) if pages else None
         if name is None:
             prefix.release(list(pages.values()))
             self.refused += bool(pages)
@@ -61,6 +63,27 @@ class Offers:
             self.broadcast(LeaseOpened(name, dp_rank, list(pages), list(pages.values()), True))
         params = self._params(name, dp_rank, len(pages) if name else 0)
         return {**params, "first_token": True} if request.hands_over else params
+
+    def _lease(
+        self,
+        request: str,
+        prefix: PrefixCache,
+        dp_rank: int,
+        pages: dict[bytes, int],
+        more: int = 0,
+    ) -> bytes | None:
+        """See Leases.make."""
+        waits = request in self.unanswered
+        name = self.leases.make(prefix, dp_rank, pages, more, waits)
+        if waits:
+            self.unanswered[request] = name
+        return name
+
+    def answered(self, request: str, lost: bool) -> None:
+        """The answer is sent that this request has waited for, or lost: then nobody reads."""
+        name = self.unanswered.pop(request, None)
+        if name is not None:
+            self.leases.finish(name) if lost else self.leases.begin(name)
 
     def _params(self, name: bytes | None, dp_rank: int, count: int) -> dict[str, Any]:
         host, port = self.addresses[0]
@@ -171,7 +194,8 @@ class Offers:
         pages = hold_next(prefix, full) if by_layer else self.cache.hold_next(begun.dp_rank, full)
         more = len(begun.keys) - len(pages)
         wanted = more and (pages or by_layer)
-        name = self.leases.make(prefix, begun.dp_rank, pages, more) if wanted else None
+        request = begun.sequence.request.id
+        name = self._lease(request, prefix, begun.dp_rank, pages, more) if wanted else None
         if name is None:
             prefix.release(list(pages.values()))
             return None

@@ -22,10 +22,11 @@ from rorqual.config.process import freeze_loaded
 from rorqual.errors import quoted
 from rorqual.registry.address import etcd_address
 from rorqual.route.admin import Admin
-from rorqual.route.answers import RouteError, ending, too_many
-from rorqual.route.calls import LONG_BODY, RoutedCall
+from rorqual.route.answers import RouteError, body_too_long, ending, too_large_together, too_many
+from rorqual.route.calls import LONG_BODY, REQUEST_ID, RoutedCall
 from rorqual.route.config import RouteConfig, server_url
-from rorqual.route.forward import Forwarder
+from rorqual.route.connection import HEADER_BYTES, LimitedRunner, send
+from rorqual.route.forward import LAST_WORDS, Forwarder
 from rorqual.route.health import HealthChecks
 from rorqual.route.metrics import RouteMetrics
 from rorqual.route.policies import NAMED
@@ -37,7 +38,6 @@ from rorqual.telemetry.start import start_tracer
 
 log = logging.getLogger("rorqual.route")
 
-HEADER_BYTES = 32 << 10  # of all headers and the request line
 READ_BYTES = 1 << 16
 SPARE_FILES = 64  # for the process itself
 CUT_SECONDS = 5.0  # after which a cut-off request ends without a last event
@@ -83,7 +83,7 @@ class Router:
             self.registry = RegistryWatch(where, secret, self.servers, self.checks, self.session)
         self.watch: asyncio.Task[None] | None = None
         self.open = 0
-        self.held = 0  # bytes of bodies in memory
+        self.held = 0  # bytes of requests' bodies, and of answers that are sent in one piece
         self.tasks: set[asyncio.Task[Any]] = set()  # of open requests
 
     async def start(self) -> None:
@@ -166,71 +166,103 @@ class Router:
         if self.open >= self.config.max_in_flight:
             raise too_many(self.open)
         self.open += 1
-        held = 0
+        held = HeldBytes(self)
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
         try:
-            body = await self._body(request)
-            if self.held + len(body) > self.config.max_held_bytes:
-                raise too_many(self.open)
-            held = len(body)
-            self.held += held
+            body = await self._body(request, held)
             target = request.rel_url.raw_path_qs  # also where the client sent an absolute URL
             read = partial(
                 RoutedCall.of, request.method, request.path, target, request.headers, body
             )
-            call = read() if held < LONG_BODY else await asyncio.to_thread(read)
+            call = read() if len(body) < LONG_BODY else await asyncio.to_thread(read)
             call.span = span
             note_call(call)
-            return await self.forwarder.answer(call, request)
+            answer = await self.forwarder.answer(call, request)
+            if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+                held.add(len(answer.body))
+            return await self._send(request, answer)
         except asyncio.CancelledError:
             if not self.forwarder.ending:
                 raise
             task.uncancel()
             raise ending() from None
         finally:
-            self.held -= held
+            self.held -= held.size
             self.open -= 1
             self.tasks.discard(task)
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _send(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+        ending = self.forwarder.ending
+        return await send(request, answer, LAST_WORDS if ending else self.config.reader_timeout)
+
+    async def _body(self, request: web.Request, held: HeldBytes) -> bytes:
+        """A body counts before it is here: bodies of any number may arrive at once."""
         if request.body_exists:
             _check_encoding(request)
+        length = request.content_length
         try:
             async with asyncio.timeout(BODY_SECONDS):
+                if length is None:
+                    return await self._chunks(request, held)
+                held.reserve(min(length, self.config.max_body_bytes))
                 return await request.read()
         except TimeoutError:
             raise RouteError(
                 408, f"the body did not come within {BODY_SECONDS:g} s", "body_timeout"
             ) from None
         except web.HTTPRequestEntityTooLarge:
-            raise RouteError(
-                413, f"the body has more than {self.config.max_body_bytes} bytes", "body_too_long"
-            ) from None
+            raise body_too_long(self.config.max_body_bytes) from None
         except (web.RequestPayloadError, HttpProcessingError):
             raise RouteError(400, "the body is malformed", "bad_body") from None
 
+    async def _chunks(self, request: web.Request, held: HeldBytes) -> bytes:
+        """A body of unknown length."""
+        parts = []
+        while part := await request.content.readany():
+            held.reserve(len(part))
+            parts.append(part)
+            if held.size > self.config.max_body_bytes:
+                raise body_too_long(self.config.max_body_bytes)
+        return b"".join(parts)
+
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns every failure into an error response of one format."""
+        """Turns every failure into an error response in the format of the path's API."""
         try:
             answer = await handler(request)
         except RouteError as error:
-            answer = _error_response(error)
+            answer = _error_response(error, request)
         except web.HTTPException as error:
-            answer = _error_response(
-                RouteError(error.status, f"{request.path}: {error.reason}", "no_route")
-            )
+            found = RouteError(error.status, f"{request.path}: {error.reason}", "no_route")
+            answer = _error_response(found, request)
         except (ConnectionError, aiohttp.ClientError) as error:
             if request.transport is None or request.transport.is_closing():
                 raise  # the client has disconnected
             log.exception("a request failed")
-            answer = _error_response(
-                RouteError(500, f"internal error: {type(error).__name__}", "internal")
-            )
+            found = RouteError(500, f"internal error: {type(error).__name__}", "internal")
+            answer = _error_response(found, request)
         self.metrics.answers.labels(str(answer.status)).inc()
-        return answer
+        return answer if answer.prepared else await self._send(request, answer)
+
+
+class HeldBytes:
+    """What one request holds of the bytes that all may hold."""
+
+    def __init__(self, router: Router):
+        self.router = router
+        self.size = 0
+
+    def reserve(self, size: int) -> None:
+        """Raises RouteError where that is too much."""
+        if self.router.held + size > self.router.config.max_held_bytes:
+            raise too_large_together(self.router.open)
+        self.add(size)
+
+    def add(self, size: int) -> None:
+        self.router.held += size
+        self.size += size
 
 
 def _check_encoding(request: web.Request) -> None:
@@ -245,15 +277,10 @@ def _check_encoding(request: web.Request) -> None:
 
 
 def app_runner(router: Router, shutdown_timeout: float) -> web.AppRunner:
-    return web.AppRunner(
+    return LimitedRunner(
         router.app(),
-        access_log=None,
         handler_cancellation=True,  # a client's disconnect cancels its request
         shutdown_timeout=shutdown_timeout,
-        max_line_size=HEADER_BYTES,
-        max_field_size=HEADER_BYTES,
-        max_headers=128,
-        auto_decompress=False,  # compressed bodies are refused
     )
 
 
@@ -266,8 +293,9 @@ async def _live(request: web.Request) -> web.Response:
     return web.json_response({"status": "live"})
 
 
-def _error_response(error: RouteError) -> web.Response:
-    return web.Response(status=error.status, headers=error.headers(), body=error.body())
+def _error_response(error: RouteError, request: web.Request) -> web.Response:
+    body = error.body(request.path, request.headers.get(REQUEST_ID, ""))
+    return web.Response(status=error.status, headers=error.headers(), body=body)
 
 
 def run(config: RouteConfig, version: str = "") -> int:

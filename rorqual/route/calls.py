@@ -28,6 +28,7 @@ HOP = frozenset(
     )
 )
 RESUMABLE = "X-Rorqual-Resumable"
+REQUEST_ID = "X-Request-Id"
 OWN_NAMES = frozenset(("x-request-id", "x-rorqual-resumable"))
 CAN_GO_ON = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATES = CAN_GO_ON | {"/v1/responses", "/v1/messages"}
@@ -70,7 +71,7 @@ class RoutedCall:
         method: str, path: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> RoutedCall:
         call = RoutedCall(method, path, target, passed_on(headers), body)
-        call.headers.setdefault("X-Request-Id", f"route-{secrets.token_hex(12)}")
+        call.headers.setdefault(REQUEST_ID, f"route-{secrets.token_hex(12)}")
         if method == "POST" and path in GENERATES:
             try:
                 found = json.loads(body)
@@ -98,7 +99,9 @@ class RoutedCall:
         """The stream's number of choices."""
         assert self.fields is not None
         given = self.fields.get("n")
-        count = given if isinstance(given, int) else 1
+        if isinstance(given, float) and given.is_integer():
+            given = int(given)  # servers take 2.0 as 2
+        count = given if isinstance(given, int) and not isinstance(given, bool) else 1
         return count * self.prompts()
 
     def prompts(self) -> int:

@@ -85,7 +85,7 @@ class RouteConfig:
     )
     reader_timeout: float = _time(
         60.0,
-        "Seconds that a client may take nothing of its stream before the request ends.",
+        "Seconds that a client may take nothing of its answer before the request ends.",
         above=0,
     )
     drain_timeout: float = _time(30.0, "Seconds that open requests have after SIGTERM.", least=0)
@@ -103,7 +103,10 @@ class RouteConfig:
     max_in_flight: int = _limits(4096, "Requests at once; more get 503.", at_least_one=True)
     max_body_bytes: int = _limits(32 << 20, "Bytes of a request's body.", at_least_one=True)
     max_held_bytes: int = _limits(
-        1 << 30, "Bytes of all open requests' bodies; more get 503.", at_least_one=True
+        1 << 30,
+        "Bytes of all open requests' bodies, and of answers that do not stream, until they are "
+        "sent; more bodies get 503.",
+        at_least_one=True,
     )
     max_answer_bytes: int = _limits(
         256 << 20, "Bytes of an answer that does not stream.", at_least_one=True

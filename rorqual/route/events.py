@@ -5,15 +5,21 @@ the tokens they cover, and records these so that another server can continue the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from rorqual.config.api_errors import ERROR_CODE
 
 MARK = b": rorqual "
 TRANSFER = b": rorqual_transfer "  # before kv_transfer_params: another server goes on
 ERROR = b'data: {"error"'
 LAST = b"data: [DONE]"
+LAST_OF_ANTHROPIC = (b"event: message_stop\n", b"event: error\n")
 MAX_EVENT_BYTES = 16 << 20
-# errors after which another server can continue; others are about the request
+MAX_ERROR_BYTES = 4096  # of a response whose body is read for its code
+# errors after which another server can continue; others are about the request. FULL: for all
+# clients. LOST: an engine or server.
 FULL = frozenset(("queue_full", "engine_busy"))
 LOST = frozenset(("engine_dead", "shutting_down", "not_ready", "kv_load_failure"))
 
@@ -133,12 +139,20 @@ class Passed:
 
 class EventSplitter:
     """Splits one server's stream. keep_marks: the client requested the comments itself. hands_over:
-    the server ends the stream after its first token."""
+    the server ends the stream after its first token. anthropic: the events are those of Anthropic's
+    API, which end without a [DONE] line."""
 
-    def __init__(self, record: StreamRecord, keep_marks: bool, hands_over: bool = False):
+    def __init__(
+        self,
+        record: StreamRecord,
+        keep_marks: bool,
+        hands_over: bool = False,
+        anthropic: bool = False,
+    ):
         self.record = record
         self.keep_marks = keep_marks
         self.hands_over = hands_over
+        self.anthropic = anthropic
         self.rest = b""
 
     def feed(self, data: bytes) -> Passed:
@@ -172,13 +186,13 @@ class EventSplitter:
             for line in marks:
                 self.record.mark(line[len(MARK) :])
             out.append((event if self.keep_marks else body) + b"\n\n")
-            if body == LAST:
+            if body == LAST or (self.anthropic and body.startswith(LAST_OF_ANTHROPIC)):
                 return Passed(b"".join(out), done=True)
             self.record.passed(body, bool(marks))
         return Passed(b"".join(out))
 
     def _is_loss(self, event: bytes) -> bool:
-        return event.startswith(ERROR) and is_loss(event.removeprefix(b"data:"))
+        return event.startswith(ERROR) and _field(event.removeprefix(b"data:"), "code") in LOST
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -191,23 +205,16 @@ def _object(data: bytes) -> dict[str, Any]:
     return found
 
 
-def is_loss(body: bytes) -> bool:
-    """Whether an error reports a lost engine or server, rather than a wrong request."""
-    return _code(body) in LOST
-
-
-def is_full(body: bytes) -> bool:
-    """Whether an error reports that the server is full, for all clients."""
-    return _code(body) in FULL
+def error_code(headers: Mapping[str, str], body: bytes) -> str | None:
+    """What an error response is about: by its header, since not every API's format has a code, or
+    by the body of a server that sends none."""
+    named = headers.get(ERROR_CODE)
+    return named or (_field(body, "code") if len(body) < MAX_ERROR_BYTES else None)
 
 
 def refuses_pages(body: bytes) -> bool:
     """Whether an error is about kv_transfer_params."""
     return _field(body, "param") == "kv_transfer_params"
-
-
-def _code(body: bytes) -> str | None:
-    return _field(body, "code")
 
 
 def _field(body: bytes, name: str) -> str | None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +15,7 @@ from weakref import WeakSet
 import aiohttp
 from aiohttp import web
 
+from rorqual.config.api_errors import is_anthropic
 from rorqual.route.answers import (
     DONE,
     RouteError,
@@ -26,14 +27,16 @@ from rorqual.route.answers import (
     stream_lost,
 )
 from rorqual.route.attempt import Attempt, OwnFault, ServerLost
-from rorqual.route.calls import LONG_BODY, RESUMABLE, RoutedCall, Transfer, passed_on
+from rorqual.route.calls import LONG_BODY, REQUEST_ID, RESUMABLE, RoutedCall, Transfer, passed_on
 from rorqual.route.config import RouteConfig
 from rorqual.route.events import (
+    FULL,
+    LOST,
+    MAX_ERROR_BYTES,
     BadStream,
     EventSplitter,
     StreamRecord,
-    is_full,
-    is_loss,
+    error_code,
     refuses_pages,
 )
 from rorqual.route.metrics import RouteMetrics
@@ -43,7 +46,6 @@ from rorqual.route.spans import attempt_span
 log = logging.getLogger("rorqual.route")
 
 RETRIED = frozenset((502, 503))  # nothing was done there; another server may have capacity
-MAX_ERROR_BYTES = 4096  # of a response that is checked for a lost engine
 EVENTS = "text/event-stream"
 LAST_WORDS = 1.0  # seconds to send a last event before a stream is cut
 NO_ROOM_SECONDS = 0.25  # between two tries of full servers, for a stream with a first token
@@ -55,15 +57,15 @@ class SlowReader(Exception):
     slow readers, and so would the next."""
 
 
-def has_no_room(status: int, body: bytes) -> bool:
+def has_no_room(status: int, headers: Mapping[str, str], body: bytes) -> bool:
     """Whether another server may have capacity. Not for a client over its share, which every server
     would reject."""
-    return status in RETRIED or (status == 429 and len(body) < MAX_ERROR_BYTES and is_full(body))
+    return status in RETRIED or (status == 429 and error_code(headers, body) in FULL)
 
 
-def check_lost(status: int, body: bytes) -> None:
+def check_lost(status: int, headers: Mapping[str, str], body: bytes) -> None:
     """Raises ServerLost where a response reports a lost engine."""
-    if status == 500 and len(body) < MAX_ERROR_BYTES and is_loss(body):
+    if status == 500 and error_code(headers, body) in LOST:
         raise ServerLost(f"it answers {body[:200]!r}", UNREADY)
 
 
@@ -216,9 +218,9 @@ class Forwarder:
                 call.transfer = None
                 continue
             assert isinstance(found.body, bytes)
-            if not has_no_room(found.status, found.body):
+            if not has_no_room(found.status, found.headers, found.body):
                 return found
-            if is_loss(found.body):
+            if error_code(found.headers, found.body) in LOST:
                 call.transfer = None
             refused = found
             after = f"it answers {found.status}"
@@ -247,7 +249,7 @@ class Forwarder:
                 )
                 data = await attempt.read_all(self.config.max_answer_bytes)
                 status = answer.status
-                check_lost(status, data)
+                check_lost(status, answer.headers, data)
                 return web.Response(
                     status=answer.status, headers=passed_on(answer.headers), body=data
                 )
@@ -314,8 +316,7 @@ class RoutedStream:
         self.call.span.fail(error.code, error.message)
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORDS):
-                await self.response.write(error.event())
-                await self.response.write_eof()
+                await self.response.write(self._last_event(error))
         return self.response
 
     async def _run(self) -> web.StreamResponse:
@@ -438,7 +439,7 @@ class RoutedStream:
                     if prefill:
                         log.warning("%s: %d %r", server.url, status, data[:300])
                         return None
-                    check_lost(status, data)
+                    check_lost(status, answer.headers, data)
                     return self._no_stream(server, answer, data)
                 return await self._pass(attempt, answer, prefill)
         except ServerLost as caught:
@@ -480,25 +481,25 @@ class RoutedStream:
             log.warning("%s does not go on: %d %r", server.url, answer.status, data[:300])
             self.after = f"it does not go on: {answer.status}"
             if self.handed_over:
-                self._refused_after_first(answer.status, data)
+                self._refused_after_first(answer, data)
             return None
         found = web.Response(status=answer.status, headers=passed_on(answer.headers), body=data)
-        if not has_no_room(answer.status, data):
+        if not has_no_room(answer.status, answer.headers, data):
             return found
-        if is_loss(data):
+        if error_code(answer.headers, data) in LOST:
             call.transfer = None
         self.after = f"it answers {answer.status}"
         self.refused = found
         return None
 
-    def _refused_after_first(self, status: int, data: bytes) -> None:
+    def _refused_after_first(self, answer: aiohttp.ClientResponse, data: bytes) -> None:
         """A server refuses a request of which the client has the first token. While it is full,
         wait, as the request would have waited in its queue; otherwise its error ends the stream."""
-        if not has_no_room(status, data):
+        if not has_no_room(answer.status, answer.headers, data):
             with suppress(ValueError, RecursionError):
                 self.loss = b"data: " + json.dumps(json.loads(data)).encode()
             return
-        if is_loss(data):
+        if error_code(answer.headers, data) in LOST:
             self.call.transfer = None
         now = time.monotonic()
         self.no_room_since = self.no_room_since or now
@@ -508,7 +509,8 @@ class RoutedStream:
     async def _pass(
         self, attempt: Attempt, answer: aiohttp.ClientResponse, prefill: bool
     ) -> web.StreamResponse | None:
-        splitter = EventSplitter(self.record, self.call.keeps_marks, prefill)
+        call = self.call
+        splitter = EventSplitter(self.record, call.keeps_marks, prefill, is_anthropic(call.path))
         read = answer.content.readany
         while data := await attempt.of_server(read):
             passed = splitter.feed(data)
@@ -518,7 +520,7 @@ class RoutedStream:
                 await self._write(passed.out)
                 self.handed_over = False
             if passed.transfer is not None:
-                self.call.transfer = passed.transfer
+                call.transfer = passed.transfer
                 self.handed_over = self.record.events > 0
                 return None
             if passed.done:
@@ -563,6 +565,9 @@ class RoutedStream:
             raise server_lost() if self.failed else no_server()
         self.metrics.streams_lost.inc()
         self.call.span.fail("stream_lost", str(self.after))
-        event = stream_lost().event() if self.loss is None else self.loss + b"\n\n" + DONE
-        await self.response.write(event)
+        lost = self._last_event(stream_lost())
+        await self.response.write(lost if self.loss is None else self.loss + b"\n\n" + DONE)
         return self.response
+
+    def _last_event(self, error: RouteError) -> bytes:
+        return error.event(self.call.path, self.call.headers[REQUEST_ID])

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from rorqual.route.calls import GENERATES, RoutedCall
+from rorqual.route.calls import GENERATES, REQUEST_ID, RoutedCall
 from rorqual.telemetry.spans import RequestSpan, RequestTracer, SpanKind, Value
 
 MAX_REASON_LENGTH = 300  # characters of the reason for leaving a server
@@ -29,7 +29,7 @@ def note_call(call: RoutedCall) -> None:
     """Set attributes of the request on its span."""
     if not call.span.recording:
         return
-    found: dict[str, Value] = {"gen_ai.request.id": call.headers["X-Request-Id"]}
+    found: dict[str, Value] = {"gen_ai.request.id": call.headers[REQUEST_ID]}
     if call.fields is not None:
         found["gen_ai.request.stream"] = call.streams
         model = call.fields.get("model")

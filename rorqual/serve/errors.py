@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from rorqual.config.api_errors import ERROR_CODE
+
 BUSY_SECONDS = 5  # after which a busy engine may have room again
 
 
@@ -46,7 +48,8 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return found if self.code is None else {**found, ERROR_CODE.lower(): self.code}
 
 
 def encodable(text: str) -> str:

@@ -30,12 +30,14 @@ class Counting(IntEnum):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """traced: send RequestPhase messages for it."""
+    """traced: send RequestPhase messages for it. shares: its answer waits for other requests, and
+    `Answered` follows."""
 
     request: Request
     every_step: bool
     traced: bool = False
     counting: Counting = Counting.SENT
+    shares: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -43,6 +45,14 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     the next step; no output is sent."""
 
     ids: list[str]
+
+
+class Answered(msgspec.Struct, tag="answered", array_like=True, frozen=True):
+    """The answer that these requests share is sent now; until then nobody can fetch their prompts'
+    pages. lost: nobody gets it."""
+
+    ids: list[str]
+    lost: bool
 
 
 class TextEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
@@ -76,7 +86,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Exit after this message; open requests are not finished."""
 
 
-ToEngine = Add | Cancel | TextEnded | ResetPrefix | StartTrace | StopTrace | Shutdown
+ToEngine = Add | Cancel | Answered | TextEnded | ResetPrefix | StartTrace | StopTrace | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):

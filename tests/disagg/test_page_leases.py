@@ -193,6 +193,41 @@ def test_reading_extends_a_lease(keeper: Keeper) -> None:
     assert {lease for lease, _ in keeper.announced} == {name}
 
 
+def test_a_lease_whose_reader_is_told_later(keeper: Keeper) -> None:
+    """Its time begins then."""
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    name = keeper.leases.make(keeper.prefix, 0, held, waits=True)
+    assert name is not None
+    keeper.table.open(name, held)()
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.begin(name)
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == []
+    keeper.leases.begin(name)  # it is over
+
+
+def test_a_lease_that_waits_gives_way(keeper: Keeper) -> None:
+    """What it waits for may need its pages: it has its seconds, and no more."""
+    pages, _ = keeper.prefix.match(TOKENS)
+    held = dict(zip(keeper.keys, pages, strict=True))
+    name = keeper.leases.make(keeper.prefix, 0, held, waits=True)
+    assert name is not None
+    keeper.leases.give_way()
+    assert keeper.leases.open[name].waits
+    keeper.leases.open[name].deadline = 0.0
+    keeper.settle()
+    assert keeper.held() == keeper.pages
+    keeper.leases.give_way()
+    keeper.settle()
+    assert keeper.held() == []
+
+
 @pytest.mark.parametrize("batch", [1, 3 * (PAGE_BYTES + HEAD.size), 2**20])
 def test_pages_are_sent_several_at_a_time(
     keeper: Keeper, batch: int, monkeypatch: pytest.MonkeyPatch
@@ -343,12 +378,28 @@ def test_a_new_cache_makes_leases_void(keeper: Keeper) -> None:
 
 
 def test_no_more_than_a_share_is_kept(keeper: Keeper) -> None:
+    keeper.leases.most_pages = 5
     keeper.offer()
-    keeper.offer()
-    pages, _ = keeper.prefix.match(TOKENS)
-    held = dict(zip(keeper.keys, pages, strict=True))
-    assert keeper.leases.make(keeper.prefix, 0, held) is None
-    assert keeper.leases.make(keeper.prefix, 1, held), "of another data-parallel rank's cache"
+    names = {}
+    for dp_rank, more in ((0, 2), (1, 0), (1, 1)):
+        pages, _ = keeper.prefix.match(TOKENS)
+        held = dict(zip(keeper.keys, pages, strict=True))
+        names[dp_rank, more] = keeper.leases.make(keeper.prefix, dp_rank, held, more)
+    assert names[0, 2] is None
+    assert names[1, 0], "of another data-parallel rank's cache"
+    assert names[1, 1], "with the same pages and one more"
+
+
+def test_pages_of_several_leases_count_once(keeper: Keeper) -> None:
+    """Of prompts with a common beginning, or of the same one again and again."""
+    keeper.leases.most_pages = 5
+    names = [keeper.offer() for _ in range(20)]
+    assert (keeper.leases.held, keeper.leases.promised(0)) == (4, 4)
+    for name in names:
+        assert keeper.held() == keeper.pages
+        keeper.leases.finish(name)
+        keeper.settle()
+    assert (keeper.leases.held, keeper.leases.promised(0), keeper.held()) == (0, 0, [])
 
 
 def test_a_rank_that_has_yet_to_hear_of_a_lease_is_waited_for(

@@ -271,6 +271,16 @@ def test_each_prompt_of_a_request_has_its_pages(pair: Pair) -> None:
     assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in want["choices"]]
 
 
+def test_a_prompt_that_needs_the_pages_of_another_of_its_request(folder: Path) -> None:
+    """The other's lease waits for the answer, and the answer for this prompt."""
+    several = [prompt(470), [*prompt(471), *prompt(472), *prompt(473)[:50]]]
+    with server("prefill", folder, "--num-pages", "40") as small:
+        asked = ask(small, several, {"do_remote_decode": True}, max_tokens=1)
+        small.wait_until(lambda: figure(small, "kv_transfer_leases_expired_total") == 1)
+        given = asked["kv_transfer_params"]
+        assert [one["do_remote_prefill"] for one in given] == [True, False], "too many to hold"
+
+
 def test_servers_that_differ_say_in_what(pair: Pair, folder: Path) -> None:
     ids = prompt(500)
     given = prefilled(pair.prefill, ids)

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rorqual.config.api_errors import anthropic_error, anthropic_event, is_anthropic
 from rorqual.route.app import Router, app_runner
 from rorqual.route.config import RouteConfig
 
@@ -60,6 +61,7 @@ class Faults:
     line_ends: bytes = b"\n"
     strange: bool = False  # an answer that is JSON, but no object
     slow: float = 0.0  # seconds between events
+    big: int = 0  # MiB of an answer that does not stream
 
 
 class FakeServer:
@@ -119,6 +121,10 @@ class FakeServer:
             return web.Response()
         if faults.refuse is not None and faults.refusals:
             faults.refusals -= 1
+            if is_anthropic(request.path):
+                answer = anthropic_error(faults.refuse, f"{self.name} refuses", "")
+                more = {"X-Rorqual-Error": faults.code}
+                return web.json_response(answer, status=faults.refuse, headers=more)
             about = {"code": faults.code, "param": faults.param}
             error = {"error": {"message": f"{self.name} refuses", **about}}
             return web.json_response(error, status=faults.refuse, headers={"Retry-After": "7"})
@@ -135,6 +141,8 @@ class FakeServer:
         prompt = body.get("prompt", "")
         count = body.get("max_tokens", 8)
         found: dict[str, Any] = {"server": self.name, "text": said(str(prompt), 0, count)}
+        if faults.big:
+            found["big"] = "x" * (faults.big << 20)
         transfer = body.get("kv_transfer_params") or {}
         if isinstance(transfer, dict) and transfer.get("do_remote_decode"):
             one = {"from": self.name, "lease": len(self.bodies)}
@@ -153,7 +161,9 @@ class FakeServer:
         if faults.comment:
             await response.write(b": patience\n\n")
             await asyncio.sleep(0.02)
-        for number, event in enumerate(self.events(body, marked)):
+        anthropic = is_anthropic(request.path)
+        events = self.anthropic_events(body) if anthropic else self.events(body, marked)
+        for number, event in enumerate(events):
             if number == faults.die_after:
                 faults.die_after = faults.again
                 if faults.half:
@@ -167,6 +177,10 @@ class FakeServer:
                 await asyncio.sleep(30)
             if number == faults.error_after:
                 faults.error_after = None
+                if anthropic:
+                    lost = json.dumps(anthropic_error(500, "lost", "")).encode()
+                    await response.write(anthropic_event(lost))
+                    return response
                 error = {"message": "lost", "type": "server_error", "code": faults.error_code}
                 await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
                 await response.write(b"data: [DONE]\n\n")
@@ -191,7 +205,8 @@ class FakeServer:
         found = []
         before = {choice["index"]: choice for choice in given["choices"]}
         places = {}
-        for choice in range(body.get("n", 1)):
+        choices = int(body.get("n", 1))
+        for choice in range(choices):
             ids = before[choice]["token_ids"] if choice in before else []
             if ids != [token_of(prompt, choice, place) for place in range(len(ids))]:
                 self.wrong.append(f"choice {choice} goes on behind {ids}")
@@ -211,10 +226,18 @@ class FakeServer:
                     found.append(self._event(head, choice, [], "", "length", marked))
                     del places[choice]
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"completion_tokens": count * body.get("n", 1)}
+            usage = {"completion_tokens": count * choices}
             event = json.dumps({**head, "choices": [], "usage": usage}, separators=(",", ":"))
             found.append(b"data: " + event.encode() + b"\n\n")
         return [*found, b"data: [DONE]\n\n"]
+
+    def anthropic_events(self, body: dict[str, Any]) -> list[bytes]:
+        """An answer in Anthropic's API, one token an event."""
+        found = [anthropic("message_start", message={"id": f"msg_{self.name}"})]
+        for place in range(body.get("max_tokens", 8)):
+            text = f"<{token_of(body['prompt'], 0, place)}>"
+            found.append(anthropic("content_block_delta", delta={"text": text}))
+        return [*found, anthropic("message_stop")]
 
     def first_events(self, body: dict[str, Any]) -> list[bytes]:
         """The role's event, the first token's, and where the pages are or the end."""
@@ -242,6 +265,10 @@ class FakeServer:
         line = f": rorqual {choice} {','.join(map(str, tokens))}{' end' if finish else ''}\n"
         event = {**head, "choices": [{"index": choice, "text": text, "finish_reason": finish}]}
         return (line if marked else "").encode() + b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def anthropic(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
 @dataclass
@@ -292,10 +319,17 @@ class StreamedAnswer:
 
 
 class RouterUnderTest:
-    def __init__(self, router: Router, url: str, session: aiohttp.ClientSession):
+    def __init__(
+        self, router: Router, url: str, session: aiohttp.ClientSession, runner: web.AppRunner
+    ):
         self.router = router
         self.url = url
         self.session = session
+        self.runner = runner
+
+    def connections(self) -> int:
+        """Of clients."""
+        return len(self.runner._server.connections)
 
     async def post(
         self, body: Any, path: str = "/v1/completions", **headers: str
@@ -354,7 +388,7 @@ async def routed(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-            under = RouterUnderTest(router, url, session)
+            under = RouterUnderTest(router, url, session, runner)
             yield under
             await under.until(under.at_rest)
             assert [wrong for fake in fakes for wrong in fake.wrong] == []

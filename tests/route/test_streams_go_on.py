@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp")
 
+from rorqual.route.calls import RoutedCall
 from tests.route.fakes import FakeServer, Faults, StreamedAnswer, routed, run
 
 BODY = {"prompt": "abc", "max_tokens": 8, "stream": True}
@@ -24,7 +26,7 @@ def stream_of(faults: Faults, elsewhere: int = 1, **more: Any) -> None:
             body = {**BODY, **more}
             received = await router.post(body)
             usage = "stream_options" in more
-            received.assert_whole("abc", body["max_tokens"], body.get("n", 1), usage)
+            received.assert_whole("abc", body["max_tokens"], int(body.get("n", 1)), usage)
             assert ": rorqual" not in received.raw, "the router's own"
             assert len(bad.bodies) == 1
             assert len(good.bodies) == elsewhere
@@ -42,6 +44,22 @@ def test_a_server_dies_after_any_event(after: int, half: bool) -> None:
 @pytest.mark.parametrize("after", range(1, 12))
 def test_choices_that_have_ended_have_not_begun_or_are_under_way(after: int) -> None:
     stream_of(Faults(die_after=after), n=3, max_tokens=3)
+
+
+@pytest.mark.parametrize("after", range(4, 8))
+def test_a_number_of_choices_that_is_written_with_a_point(after: int) -> None:
+    """The end of one choice is not that of both."""
+    stream_of(Faults(die_after=after), n=2.0, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [(2, 2), (2.0, 2), (1.0, 1), (None, 1), (True, 1), (2.5, 1), (math.inf, 1), (math.nan, 1)],
+)
+def test_how_many_choices_a_request_has(given: Any, count: int) -> None:
+    """Servers refuse the others."""
+    call = RoutedCall("POST", "", "", {}, b"", {"prompt": ["a", "b"], "n": given})
+    assert call.choices() == 2 * count
 
 
 @pytest.mark.parametrize("after", range(1, 6))

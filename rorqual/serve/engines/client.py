@@ -109,13 +109,19 @@ class EngineClient:
         self.usage.change(request.client, 1, tokens)
         if job.counting is messages.Counting.READ:
             self.unread[request.id] = ReadTokens(request.arrival)
-        self._send(messages.Add(request, every_step, job.span.recording, job.counting))
+        shares = request.id in job.sharing
+        self._send(messages.Add(request, every_step, job.span.recording, job.counting, shares))
 
     def cancel(self, ids: list[str]) -> None:
         """Cancel these on the engine too; ids that have ended are ignored."""
         there = [name for name in ids if self._remove(name) | self._forget(name)]
         if there:
             self._send(messages.Cancel(there))
+
+    def answered(self, ids: list[str], lost: bool) -> None:
+        """The answer that names where the pages of these are is sent now, or lost."""
+        if not self.sender.closed:
+            self._send(messages.Answered(ids, lost))
 
     def read(self, name: str, times: list[float], count: int) -> None:
         """Of new tokens of a request with Counting.READ, which left the engine at these times, the

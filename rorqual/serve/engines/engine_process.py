@@ -166,10 +166,15 @@ class EngineProcess:
 
     def _handle(self, message: messages.ToEngine) -> None:
         if isinstance(message, messages.Add):
+            if message.shares and self.transfers:
+                self.transfers.expect_answer(message.request.id)
             self._prepare(message) if message.request.params.structured else self._add(message)
         elif isinstance(message, messages.Cancel):
             for name in message.ids:
                 self.cancel(name)
+        elif isinstance(message, messages.Answered):
+            if self.transfers:
+                self.transfers.answered(message.ids, message.lost)
         elif isinstance(message, messages.TextEnded):
             self._end_text(message)
         elif isinstance(message, messages.ResetPrefix):
@@ -309,6 +314,8 @@ class EngineProcess:
         if now >= self.next_snapshot:
             self._snapshot(now)
         if self.engine.stats.steps == steps and not (self.engine.in_flight or outs):
+            if self.transfers:
+                self.transfers.give_way()
             self.link.wait(BLOCKED_POLL_MS)
 
     def _end_all(self, reason: str) -> None:

@@ -20,6 +20,8 @@ class PlacedEngine(Protocol):
 
     def cancel(self, ids: list[str]) -> None: ...
 
+    def answered(self, ids: list[str], lost: bool) -> None: ...
+
     def read(self, name: str, times: list[float], count: int) -> None: ...
 
     def end_text(self, name: str, stopped: bool) -> ReadTokens | None: ...
@@ -30,6 +32,9 @@ class NullEngine:
 
     def cancel(self, ids: list[str]) -> None:
         """There is nothing to cancel."""
+
+    def answered(self, ids: list[str], lost: bool) -> None:
+        """It holds no pages."""
 
     def read(self, name: str, times: list[float], count: int) -> None:
         """It sends no tokens."""
@@ -47,6 +52,9 @@ class EngineJob:
     `placed` holds, choice by choice, the engine and the id each sequence went to. More than
     `buffered` queued tokens mean a client slower than the engine: the job fails and the connection
     is aborted, since a task blocked on its socket would not notice.
+
+    sharing: of several sequences whose pages another engine will fetch, once the answer names them
+    all; computing: those of them that have not ended.
     """
 
     def __init__(self, buffered: int):
@@ -55,6 +63,8 @@ class EngineJob:
         self.items: list[tuple[int, Output]] = []
         self.tokens = 0
         self.structure: str | None = None
+        self.sharing: frozenset[str] = frozenset()
+        self.computing: set[str] = set()
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
@@ -64,7 +74,16 @@ class EngineJob:
         # or leaves it to the task.
         self.sink: Callable[[int, Output], bool] | None = None
 
+    def share(self, ids: frozenset[str]) -> None:
+        """Call before the sequences are sent."""
+        self.sharing = ids
+        self.computing = set(ids)
+
     def feed(self, choice: int, output: Output) -> None:
+        if output.finish is not None and output.id in self.computing:
+            self.computing.discard(output.id)
+            if not self.computing:
+                self._answered(lost=False)
         if self.sink is not None and self._parked and self._try_sink(self.sink, choice, output):
             return
         self.items.append((choice, output))
@@ -120,6 +139,17 @@ class EngineJob:
         """Cancel whatever has not ended."""
         for client, name in self.placed:
             client.cancel([name])
+        if self.computing:
+            self.computing.clear()
+            self._answered(lost=True)
+
+    def _answered(self, lost: bool) -> None:
+        ids: dict[PlacedEngine, list[str]] = {}
+        for client, name in self.placed:
+            if name in self.sharing:
+                ids.setdefault(client, []).append(name)
+        for client, names in ids.items():
+            client.answered(names, lost)
 
     async def take(self) -> list[tuple[int, Output]]:
         """All queued outputs, waiting for at least one. Raises the job's error once there is

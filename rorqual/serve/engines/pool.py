@@ -295,6 +295,9 @@ class EnginePool:
     ) -> None:
         """Send a job's sequences, choice by choice; the job cancels them. over: choices that are
         already complete."""
+        elsewhere = frozenset(request.id for request in requests if request.goes_on_elsewhere)
+        if len(elsewhere) > 1:
+            job.share(elsewhere)
         for choice, request in enumerate(requests):
             if choice in over:
                 job.placed.append((NullEngine(), request.id))

@@ -14,10 +14,10 @@ from contextlib import suppress
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rorqual.config.api_errors import is_anthropic
 from rorqual.config.log import request_id
 from rorqual.errors import quoted
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.anthropic.errors import is_anthropic
 from rorqual.serve.http.clients import CLIENT, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from rorqual.config.api_errors import is_anthropic
 from rorqual.serve.errors import ApiError, engine_died, not_ready, queue_full, timed_out
 from rorqual.serve.http.anthropic.call import input_of
-from rorqual.serve.http.anthropic.errors import anthropic_body, is_anthropic
+from rorqual.serve.http.anthropic.errors import anthropic_body
 from rorqual.serve.http.sse import encode
 from tests.serve.http.test_api_fuzz import ODD_NUMBERS, ODD_STRINGS, with_value
 from tests.serve.running import Running
@@ -600,6 +601,7 @@ def test_other_errors_on_these_paths(plain: Scripted) -> None:
     answer = plain.client.post(PATH, json={"messages": TURN, "max_tokens": 5})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
     assert answer.headers["retry-after"]
+    assert answer.headers["x-rorqual-error"] == "not_ready", "the format has no code"
 
 
 def test_a_real_server(server: Running) -> None:

@@ -120,6 +120,7 @@ def test_a_full_queue_is_429_with_retry_after(small: Running):
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.headers["x-rorqual-error"] == answer.json()["error"]["code"] == "queue_full"
     for sock in socks:
         sock.close()
     small.wait_until(lambda: idle(small), SOONER)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rorqual.config.api_errors import anthropic_event
 from rorqual.request import FinishReason
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.anthropic.errors import anthropic_body
@@ -108,7 +109,7 @@ class MessagesCall(BlockCall):
         return [event, _event("message_stop")]
 
     def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
+        return anthropic_event(anthropic_body(error))
 
 
 def _event(kind: str, **fields: Any) -> bytes:

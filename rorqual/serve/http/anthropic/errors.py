@@ -1,29 +1,12 @@
-"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message", "details"}}."""
+"""The server's errors in Anthropic's format (config/api_errors.py)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from rorqual.config.api_errors import anthropic_error, is_anthropic
 from rorqual.config.log import request_id
 from rorqual.serve.errors import ApiError, encodable
-
-ROOT = "/v1/messages"
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether a path is one of Anthropic's API."""
-    return path == ROOT or path.startswith(ROOT + "/")
 
 
 def error_body(error: ApiError, path: str) -> bytes:
@@ -36,8 +19,5 @@ def anthropic_body(error: ApiError) -> bytes:
     message = error.message
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"
-    kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    found: dict[str, Any] = {"type": kind, "message": encodable(message)}
-    if error.details is not None:
-        found["details"] = error.details
-    return msgspec.json.encode({"type": "error", "error": found, "request_id": request_id.get()})
+    found = anthropic_error(error.status, encodable(message), request_id.get(), error.details)
+    return msgspec.json.encode(found)
