@@ -198,27 +198,30 @@ class Router:
         return await send(request, answer, LAST_WORDS if ending else self.config.reader_timeout)
 
     async def _body(self, request: web.Request, held: HeldBytes) -> bytes:
-        """A body counts before it is here: bodies of any number may arrive at once."""
+        """Counts what has come of a body, since many may arrive at once; not what has been
+        announced, which a client may never send."""
         if request.body_exists:
             _check_encoding(request)
         length = request.content_length
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                if length is None:
-                    return await self._chunks(request, held)
-                held.reserve(min(length, self.config.max_body_bytes))
-                return await request.read()
+                if length is not None:
+                    self._check_length(length, held)
+                return await self._parts(request, held)
         except TimeoutError:
             raise RouteError(
                 408, f"the body did not come within {BODY_SECONDS:g} s", "body_timeout"
             ) from None
-        except web.HTTPRequestEntityTooLarge:
-            raise body_too_long(self.config.max_body_bytes) from None
         except (web.RequestPayloadError, HttpProcessingError):
             raise RouteError(400, "the body is malformed", "bad_body") from None
 
-    async def _chunks(self, request: web.Request, held: HeldBytes) -> bytes:
-        """A body of unknown length."""
+    def _check_length(self, length: int, held: HeldBytes) -> None:
+        """Refuse a body before any of it is read, if all of it will be too much."""
+        if length > self.config.max_body_bytes:
+            raise body_too_long(self.config.max_body_bytes)
+        held.check(length)
+
+    async def _parts(self, request: web.Request, held: HeldBytes) -> bytes:
         parts = []
         while part := await request.content.readany():
             held.reserve(len(part))
@@ -256,9 +259,13 @@ class HeldBytes:
 
     def reserve(self, size: int) -> None:
         """Raises RouteError where that is too much."""
+        self.check(size)
+        self.add(size)
+
+    def check(self, size: int) -> None:
+        """Likewise, and adds nothing."""
         if self.router.held + size > self.router.config.max_held_bytes:
             raise too_large_together(self.router.open)
-        self.add(size)
 
     def add(self, size: int) -> None:
         self.router.held += size
