@@ -1,4 +1,4 @@
-"""Error responses of the API, whoever sends them: Anthropic's format, {"type": "error", "error":
+"""Error responses of servers and the router: Anthropic's format, {"type": "error", "error":
 {"type", "message", "details"}}, and the header that names an error's code."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class RequestState:
             f"no memory for the state of max_num_seqs={slots} requests of up to {max_pages} cache "
             "pages"
         )
-        # a host gives out more memory than it has, and then ends whoever writes to it
+        # a host gives out more memory than it has, and then kills a process that writes to it
         row = 8 * (max_pages + most_drafts + 10)
         if platform.name == "cpu" and slots * row > platform.available_memory():
             raise refused

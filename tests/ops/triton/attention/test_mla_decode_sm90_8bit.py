@@ -11,9 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-# repairs the interpreter's rounding, which puts partial results together
-from tests.emulation.triton_interpreter import DEVICE
-
 pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.bench.kernels.attention import attend
@@ -24,6 +21,7 @@ from tests.emulation import gluon_emulator, ptx_interpreter
 from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.emulation.ptx_memory import TensorMap
+from tests.ops.triton.attention.test_mla_decode_sm90_fp8 import SIZES, emulated, filled
 
 pytestmark = pytest.mark.exhaustive
 
@@ -34,7 +32,6 @@ CASES = [
     ([65, 0, 70], 64, 2, 2, 1),
     ([128, 191, 3], 80, 1, 1, 1),  # rows that fill no block
 ]
-emulated = pytest.mark.skipif(DEVICE == "cuda", reason="the card runs the kernel itself: tests/gpu")
 
 
 def widened(words: Tensor, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -129,19 +126,6 @@ def decode(
     return out
 
 
-def filled(rows: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
-    """(cache, tables): rows [n, 656] of each request, in pages in no order; all other bytes are
-    255, a NaN as e4m3, as a scale and as a rope key."""
-    columns = max(1, -(-max(map(len, rows)) // page))
-    tables = (1 + torch.randperm(len(rows) * columns)).int().view(len(rows), columns)
-    kind = rows[0].dtype
-    cache = torch.full((1 + tables.numel(), page, 656), 255, dtype=torch.uint8).view(kind)
-    for table, own in zip(tables, rows, strict=True):
-        for at in range(0, len(own), page):
-            cache[table[at // page], : min(page, len(own) - at)] = own[at : at + page]
-    return cache, tables
-
-
 def check(
     lens: list[int],
     heads: int,
@@ -184,15 +168,6 @@ def test_emulated_result(
     lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, kind: str, page: int
 ) -> None:
     check(lens, heads, queries, workers, min_tiles, page, KINDS[kind])
-
-
-SIZES = {
-    # each token larger than the one before
-    "tokens": lambda n: torch.logspace(-6, 2, n)[:, None].expand(n, 4),
-    "groups": lambda n: torch.tensor([1e2, 1e-6, 1.0, 1e-3]).expand(n, 4),
-    "tiny": lambda n: torch.full((n, 4), 1e-4 / 448),
-    "huge": lambda n: torch.full((n, 4), 1e20),
-}
 
 
 @emulated

@@ -136,11 +136,12 @@ def decode(
 
 
 def filled(rows: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
-    """(cache, tables): rows [n, 656] of each request, in pages in no order; whatever else there
-    is reads as NaN."""
+    """(cache, tables): rows [n, 656] of each request, in pages in no order; all other bytes are
+    255, a NaN as e4m3, as a scale and as a rope key."""
     columns = max(1, -(-max(map(len, rows)) // page))
     tables = (1 + torch.randperm(len(rows) * columns)).int().view(len(rows), columns)
     cache = torch.full((1 + tables.numel(), page, 656), 255, dtype=torch.uint8)
+    cache = cache.view(rows[0].dtype)
     for table, own in zip(tables, rows, strict=True):
         for at in range(0, len(own), page):
             cache[table[at // page], : min(page, len(own) - at)] = own[at : at + page]
